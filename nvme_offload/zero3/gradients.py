@@ -1,16 +1,20 @@
 """`Gradients`: the gradients that ZeRO-3 reduces in backward. Each sub-group's are one value of a
-tier, from the first reduction until the optimizer has used them.
+tier, from the first reduction until the next backward pass after the step.
 
 They share the host memory budget with parameters and states, and go to the drive where they do not
 fit. They are kept in the dtype in which they are reduced, normally 16-bit, and widened for the
 optimizer one sub-group at a time. At most one is in use, and none while states are.
+
+DeepSpeed's functions read them until the next backward pass: after the step as the optimizer had
+them, unscaled and clipped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +34,8 @@ class Gradients:
 
     Lifetime: forgotten after `abandon`, or when this is dropped. Raises: as `TensorSwapper`, wherever a
     gradient is brought or stored.
+
+    Attributes: *partial*, whether micro-batches of the step are missing.
     """
 
     def __init__(
@@ -48,9 +54,16 @@ class Gradients:
         prefix = f"gradient{next(_serial)}"
         self._names = [f"{prefix}/{index}" for index in range(len(numels))]
         self._replacements = [f"{name}/replaced" for name in self._names]
-        self._reduced: dict[int, Slices] = {}  # by sub-group: what was reduced since the last step
-        # By sub-group that was replaced: what was reduced since.
+        self.partial = False
+        # By sub-group: the parts that were reduced since the last step.
+        self._reduced: dict[int, Slices] = {}
+        # By sub-group that was replaced: the parts that were reduced since then.
         self._replaced: dict[int, Slices] = {}
+        # By sub-group: the optimizer had the gradient multiplied by this.
+        self._factors: dict[int, Any] = {}
+        self._spent = False  # a step has used them
+        self._closed = False  # the next reduction begins another step
+        self._outdated: set[int] = set()  # sub-groups with values of an earlier step
         # The value that is being added to, and its name.
         self._open: tuple[str, torch.Tensor] | None = None
         self._taken: str | None = None  # the value that is in use, or is about to be
@@ -79,6 +92,8 @@ class Gradients:
 
         Returns: the sums, each on its partition's device. Valid until the next call.
         """
+        if self._closed:
+            self._begin()
         slices = self._reduced.get(index, {})
         flat = self._opened(index)
         totals = []
@@ -100,8 +115,10 @@ class Gradients:
         """*partitions* of sub-group *index* are the complete gradient of the step. Not needed here."""
 
     def reduced(self, index: int) -> Mapping[int, int]:
-        """What was reduced of sub-group *index* since the last step: number of elements, by offset."""
-        return self._reduced.get(index, {})
+        """The parts of sub-group *index* that were reduced since the last step: number of elements,
+        by offset.
+        """
+        return {} if self._spent else self._reduced.get(index, {})
 
     def partition(self, index: int, offset: int) -> torch.Tensor:
         """What was reduced at *offset* of sub-group *index*, in host memory. Valid until the next
@@ -124,46 +141,80 @@ class Gradients:
 
     # The optimizer, and access to fragments.
 
+    def require_whole(self) -> None:
+        """Check that no micro-batch of the step is missing. Raises: UsageError."""
+        if self.partial:
+            raise UsageError(
+                "safe_get_full_grad, safe_update_full_grad_vectorized and the like need the gradients of a whole step, and micro-batches are missing: "
+                "call them after the last backward pass of the step, or after step(); with "
+                '"missing_gradients": "last" they see the gradients of the step before, as with "device": "cpu"'
+            )
+
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """The gradient of sub-group *index* for the optimizer, zeros where nothing was reduced.
-        With *last* it is forgotten.
+        """The gradient of sub-group *index*, zeros where nothing was reduced. With *last* it is for
+        the optimizer, which gets zeros after a step has used the gradients.
 
         Lifetime: all sub-groups share this memory. A change to it is kept only by `replace`.
         """
         self.pause()
         memory = self._widened_memory(index)
+        if last and self._spent:
+            return memory.zero_()
         spans = _joined(self._replaced.get(index, self._reduced.get(index, {})))
         if index in self._replaced:
             self._fetch(
-                self._replacements[index], self._widened_dtype, memory, [(0, memory.numel())], last
+                self._replacements[index], self._widened_dtype, memory, [(0, memory.numel())]
             )
         else:
             for start, end in _gaps(spans, memory.numel()):
                 memory[start:end].zero_()
         if spans:
-            self._fetch(self._names[index], self._dtype, memory, spans, last)
-        if last:
-            self._forget([index])
+            self._fetch(self._names[index], self._dtype, memory, spans)
+        if index in self._factors:
+            memory.mul_(self._factors[index])
         return memory
 
+    def used(self, index: int, factor: Any) -> None:
+        """The optimizer has the gradient of sub-group *index* multiplied by *factor*, too."""
+        self._factors[index] = self._factors.get(index, 1.0) * factor
+
     def replace(self, index: int) -> None:
-        """What `widened` returned for sub-group *index* is its gradient now, in full precision."""
+        """Make the memory that `widened` returned the gradient of sub-group *index*, in full
+        precision.
+        """
         name, memory = self._replacements[index], self._widened_memory(index)
         self.pause()
+        self._factors.pop(index, None)
         self._taken = name
         self._tier.swapper.create(name, memory.nbytes).view(self._widened_dtype).copy_(memory)
         self.give_back()
         self._replaced[index] = {}
 
-    def forget(self) -> None:
-        """The step is over: forget what was reduced in it."""
+    def close(self) -> None:
+        """The next reduction begins another step. Until then a step still uses these gradients."""
+        self._closed = True
+
+    def spend(self) -> None:
+        """The step is over: its gradients are only read from now on."""
         self.pause()
-        self._forget([*self._reduced.keys() | self._replaced.keys()])
+        used = self._reduced.keys() | self._replaced.keys() if self._spent else set()
+        self._forget(self._outdated | used)
+        self._spent = self._closed = True
+        self.partial = False
 
     def forget_all(self) -> None:
         """The weights were replaced: forget all gradients."""
         self.pause()
         self._forget(range(len(self._names)))
+        self._spent = self._closed = self.partial = False
+
+    def _begin(self) -> None:
+        """The first reduction of a step: the gradients of the one before are void."""
+        self._outdated |= self._reduced.keys() | self._replaced.keys()
+        self._reduced.clear()
+        self._replaced.clear()
+        self._factors.clear()
+        self._spent = self._closed = False
 
     def _widened_memory(self, index: int) -> torch.Tensor:
         """The memory in which the gradient of sub-group *index* is widened."""
@@ -175,6 +226,9 @@ class Gradients:
 
     def _opened(self, index: int) -> torch.Tensor:
         """The gradient of sub-group *index*, in use. The one in use before is released."""
+        if index in self._outdated:
+            self._outdated.remove(index)
+            self._tier.forget([self._replacements[index]])
         return self._use(
             self._names[index], self._numels[index], self._dtype, exists=index in self._reduced
         )
@@ -197,23 +251,21 @@ class Gradients:
         dtype: torch.dtype,
         into: torch.Tensor,
         spans: Sequence[tuple[int, int]],
-        last: bool,
     ) -> None:
         swapper = self._tier.swapper
         self._taken = name
         value = swapper.swap_in(name).view(dtype)
         for start, end in spans:
             into[start:end].copy_(value[start:end])
-        if last:
-            swapper.discard(name)  # not released first: it might be written back
-        else:
-            swapper.release(name, changed=False)
+        swapper.release(name, changed=False)
         self._taken = None
 
-    def _forget(self, indexes: Sequence[int]) -> None:
+    def _forget(self, indexes: Collection[int]) -> None:
         for index in indexes:
             self._reduced.pop(index, None)
             self._replaced.pop(index, None)
+            self._factors.pop(index, None)
+        self._outdated.difference_update(indexes)
         self._tier.forget(
             [name for index in indexes for name in (self._names[index], self._replacements[index])]
         )

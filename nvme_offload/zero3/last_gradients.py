@@ -64,6 +64,9 @@ class LastGradients(Gradients):
         for offset, partition in copies:
             flat.narrow(0, offset, partition.numel()).copy_(partition, non_blocking=True)
 
+    def require_whole(self) -> None:
+        """Do nothing: before the last micro-batch, readers see the gradients of the step before."""
+
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
         """The gradient of sub-group *index* for the optimizer. With *last* it is kept as the
         optimizer leaves it.
@@ -77,19 +80,24 @@ class LastGradients(Gradients):
                 self._widened_dtype,
                 memory,
                 [(0, memory.numel())],
-                last=False,
             )
         else:
             memory.zero_()
         self._lent = index if last else None
         return memory
 
+    def used(self, index: int, factor: Any) -> None:
+        """Do nothing: the gradient is kept as the optimizer leaves it."""
+
     def replace(self, index: int) -> None:
-        """What `widened` returned for sub-group *index* is its gradient now."""
+        """Make the memory that `widened` returned the gradient of sub-group *index*."""
         super().replace(index)
         self._existing.add(self._replacements[index])
 
-    def forget(self) -> None:
+    def close(self) -> None:
+        """Do nothing: the first micro-batch of a step overwrites the sums."""
+
+    def spend(self) -> None:
         """The step is over. DeepSpeed keeps all gradients, and so does this."""
         self._keep_lent()
         self.pause()

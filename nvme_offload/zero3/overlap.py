@@ -204,7 +204,7 @@ class Overlap:
     def _finish(self, like: Any) -> None:
         stage3 = self._stage3
         with like():
-            stage3.forget_gradients()
+            stage3.spend_gradients()
         stage3.end_period()
         stage3.partly_changed = False
         self._optimizer = None

@@ -404,6 +404,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         for index in sorted(swapped, reverse=True):
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
+            self._gradients.partial = not compat.at_accumulation_boundary(self)
             if self._keeps_last and self.dtype == torch.float16:
                 self._finite |= {
                     self.get_param_id(param): total.isfinite().all()
@@ -454,6 +455,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                     self._gradients.complete(index, [(offset, partition)])
         if self.swaps_natively:
             self._gradients.pause()
+            self._gradients.partial = False
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """As the base, which checks only the gradients that it keeps itself: the others are checked
@@ -472,36 +474,43 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         return overflows
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """As the base, but without the pass over all gradients that would multiply by 1."""
+        """As the base, but without a pass over the gradients that would multiply by 1."""
         self.partly_changed = self.clock is not None
-        if (
-            not self.swaps_natively
-            or self.loss_scale != 1.0
-            or (
-                self.clip_grad > 0.0
-                and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
-            )
-        ):
+        if not self.swaps_natively:
             super().unscale_and_clip_grads(sub_group_id, total_norm)
+            return
+        scale = self.loss_scale
+        if self.clip_grad > 0.0:
+            clip = ((total_norm / scale) + 1e-6) / self.clip_grad
+            scale = torch.clamp(clip, min=1.0) * scale
+        self._multiply_gradient(sub_group_id, 1.0 / scale)
+
+    def _multiply_gradient(self, index: int, factor: Any) -> None:
+        if factor != 1.0:
+            self.fp32_partitioned_groups_flat[index].grad.mul_(factor)
+            if self.swaps_natively and self._swappable_optimizer_subgroup(index):
+                self._gradients.used(index, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as the base does with those of parameters; after updates that are to
-        come.
+        """Drop the gradients of the parameters, as the base does. A step still uses those that were
+        reduced before; the next backward pass replaces them.
         """
         super().zero_grad(set_to_none)
-        if self.overlap is None or not self.overlap.holds_gradients:
-            self.forget_gradients()
+        if self.swaps_natively:
+            self._gradients.close()
 
     def reset_cpu_buffers(self) -> None:
-        """Forget the gradients of the finished step, as the base does with their norms; likewise."""
+        """Forget the norms of the finished step, as the base does; its gradients are only read from
+        now on, or after the updates that are to come.
+        """
         super().reset_cpu_buffers()
         if self.overlap is None or not self.overlap.holds_gradients:
-            self.forget_gradients()
+            self.spend_gradients()
 
-    def forget_gradients(self) -> None:
-        """The step that has used them is over."""
+    def spend_gradients(self) -> None:
+        """The step that has used the gradients is over."""
         if self.swaps_natively:
-            self._gradients.forget()
+            self._gradients.spend()
 
     def _get_norm_groups(self) -> Any:
         if not self.swaps_natively:
@@ -608,7 +617,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if self._scaler is not None:
             if self._found_inf:
                 return
-            self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(1 / self._scaler.get_scale())
+            self._multiply_gradient(sub_group_id, 1.0 / self._scaler.get_scale())
         with self._once.sub_group(self.sub_group_to_group_id[sub_group_id]):
             super()._optimizer_step(sub_group_id)
         if self._once.conflict:
@@ -806,9 +815,45 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
         self.finish_updates()
+        self._gradients.require_whole()
         self.optimizer_swapper.give_back()
         fragment = self._gradients.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
+        """As the base. *update_func* may read gradients, weights and states, which brings another
+        sub-group to memory.
+        """
+        if not self.swaps_natively:
+            super().update_fp32_grad_for_param_vectorized(update_func, param_list)
+            return
+        numbers = {
+            index: number for number, group in enumerate(self.user_sub_groups) for index in group
+        }
+        params: dict[int, list[Any]] = {}  # in the base's order: one sub-group after another
+        for param in param_list:
+            if param.requires_grad:
+                index = self.grad_position[self.get_param_id(param)][0]
+                params.setdefault(numbers[index], []).append(param)
+        for param in itertools.chain.from_iterable(params.values()):
+            gradient = update_func(self.get_fp32_grad_for_param(param), param)
+            self.set_fp32_grad_for_param(gradient, param)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """As the base, but copies: all gradients of this rank, by sub-group and parameter."""
+        if not self.swaps_natively:
+            found: dict[int, dict[int, torch.Tensor]] = super().get_fp32_grad_partitions()
+            return found
+        return {
+            number: dict(
+                enumerate(
+                    self._get_fp32_grad_state_partition(param, release_swap_buffers=True)[0]
+                    for index in group
+                    for param in self.fp16_groups[index]
+                )
+            )
+            for number, group in enumerate(self.user_sub_groups)
+        }
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None

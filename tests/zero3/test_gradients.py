@@ -59,8 +59,7 @@ def test_they_come_back_as_they_were_reduced(make, nbytes):
             assert torch.equal(
                 gradients.widened(index, last=True), some(NUMELS[index], step + index).float()
             )
-        # nothing is kept that nobody needs
-        assert all(name.endswith("widened") for name in tier.swapper.names())
+        gradients.spend()
         tier.swapper.step()
     moved = tier.swapper.stats()
     assert (moved.bytes_read, moved.bytes_written) == (0, 0) or nbytes == SMALLEST
@@ -89,8 +88,6 @@ def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_
     assert gradients.reduced(0) == {500: 1000, 1500: 1000, 5000: 1000}
     assert torch.equal(gradients.partition(0, 500), second)
     assert not gradients.widened(2).any()
-    gradients.widened(0, last=True)
-    assert not gradients.widened(0).any()
     assert torch.equal(gradients.widened(1)[:1000], first.float())
 
 
@@ -106,14 +103,49 @@ def test_what_replaces_them_keeps_all_its_bits_until_it_is_reduced_again(make):
     gradients.add(0, [(100, some(50, 3))], to_earlier=False)
     expected[100:150] = some(50, 3).float()
     assert torch.equal(gradients.widened(0, last=True), expected)
+    gradients.spend()
+    gradients.add(0, [(100, some(50, 3))], to_earlier=False)
+    assert torch.equal(gradients.widened(0)[100:150], some(50, 3).float())
+    assert gradients.widened(0).count_nonzero() <= 50
+
+
+def test_a_step_uses_gradients_once_and_readers_see_them_until_the_next_backward_pass(make):
+    tier, gradients = make(SMALLEST + (64 << 10))
+    for index in (0, 1):
+        gradients.add(index, [(0, some(NUMELS[index]))], to_earlier=False)
+    gradients.close()  # zero_grad(): the step still uses them
+    for index in range(4):
+        used = gradients.widened(index, last=True)
+        assert used.any() == (index < 2)
+        used.mul_(0.25)
+        gradients.used(index, 0.25)
+    gradients.spend()
+    assert torch.equal(gradients.widened(0), 0.25 * some(6000).float())
+    assert gradients.reduced(0) == {}
+    gradients.widened(1).fill_(7)
+    gradients.replace(1)
+    assert torch.equal(gradients.widened(1), torch.full((5000,), 7.0))
+    assert not gradients.widened(0, last=True).any()
+    assert not gradients.widened(1, last=True).any()
+
+    # another step, in which sub-group 1 gets none
+    assert gradients.add(0, [(0, some(6000, 5))], to_earlier=True)[0].equal(some(6000, 5))
+    assert torch.equal(gradients.widened(0, last=True), some(6000, 5).float())
+    assert not gradients.widened(1).any()
+    gradients.spend()
+    assert len(tier.swapper.names()) == 2  # the scratch memory, and sub-group 0
+    gradients.spend()  # a step without a backward pass
+    assert len(tier.swapper.names()) == 1
     assert not gradients.widened(0).any()
+    gradients.abandon()
+    assert tier.swapper.names() == []
 
 
 def test_what_is_forgotten_is_gone(make):
     tier, gradients = make(SMALLEST)
     for index in range(4):
         gradients.add(index, [(0, some(NUMELS[index]))], to_earlier=False)
-    gradients.forget()
+    gradients.forget_all()
     assert len(tier.swapper.names()) == 1
     assert not any(gradients.widened(index).any() for index in range(4))
     assert gradients.add(0, [(0, some(6000, 5))], to_earlier=True)[0].equal(some(6000, 5))
@@ -133,13 +165,13 @@ def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbyte
     expected = torch.zeros(6000)
     expected[500:1500] = expected[1500:2500] = first.float()
     assert torch.equal(gradients.widened(0, last=True).mul_(1 / 3), expected * (1 / 3))
-    gradients.forget()
+    gradients.spend()
     assert gradients.reduced(0) == {}
 
     # in an early micro-batch only: for whatever is added to it, but not for the optimizer
     gradients.add(0, [(500, second)], to_earlier=False)
     assert torch.equal(gradients.widened(0, last=True).mul_(1 / 3), expected * (1 / 3) * (1 / 3))
-    gradients.forget()
+    gradients.spend()
     (total,) = gradients.add(0, [(500, second)], to_earlier=True)
     assert torch.equal(total, second + second)
     gradients.complete(0, [(500, total)])
@@ -167,6 +199,7 @@ def test_any_part_of_a_sub_group_may_be_reduced(tmp_path_factory, slices):
     gradients = Gradients(tier, [numel], torch.float16, torch.float32, lambda: None)
     gradients.add(0, [(0, torch.full((numel,), 77.0))], to_earlier=False)
     gradients.widened(0, last=True)  # leaves its bytes where the next is widened
+    gradients.spend()
     expected = torch.zeros(numel)
     offset = 0
     for number, (size, reduced) in enumerate(slices):
@@ -197,7 +230,7 @@ def test_copies_are_waited_for_before_anybody_may_have_the_memory(make, dtype):
     gradients.pause()
     assert settled == [6000 * dtype.itemsize, 5000 * dtype.itemsize]
     gradients.widened(1)
-    gradients.forget()
+    gradients.spend()
     assert settled == [6000 * dtype.itemsize, 5000 * dtype.itemsize]
 
 

@@ -186,7 +186,7 @@ CASES = {
     ),
     "last-gradients-sometimes": Case(model="sometimes", accumulation=2, steps=5, section=LAST),
     "last-gradients-fragments": Case(
-        model="dropped", fragments=True, steps=6, clipping=0.1, section=LAST
+        model="dropped", fragments=True, steps=6, clipping=0.1, accumulation=2, section=LAST
     ),
     "last-gradients-in-memory": Case(
         model="dropped", steps=8, accumulation=2, section={"missing_gradients": "last"}

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -387,6 +388,8 @@ class Training:
             engine.backward(loss)
             if case.fragments and micro == case.accumulation - 1:
                 self._use_gradients(engine, step)
+            elif case.fragments:
+                self._use_partial_gradients(engine)
             engine.step()
         if case.optimizer == "none":
             return
@@ -429,12 +432,56 @@ class Training:
             utils.safe_set_full_grad(params[0], utils.safe_get_full_grad(params[0]) * 1.7)
             utils.safe_set_local_grad(params[1], utils.safe_get_local_grad(params[1]) / 3)
             utils.safe_update_full_grad_vectorized(params[1:3], lambda gradient, _: gradient + 1e-3)
+            # a function that reads other values, of the same sub-group and of others
+            utils.safe_update_full_grad_vectorized(
+                params[::-1],
+                lambda gradient, parameter: (
+                    gradient
+                    + 0.1 * utils.safe_get_full_fp32_param(parameter)
+                    + 0.1 * utils.safe_get_full_grad(params[0]).norm()
+                    + 0.1 * utils.safe_get_full_grad(params[-1]).norm()
+                ),
+            )
             for parameter in params:
                 self._observe(utils.safe_get_full_grad(parameter))
+        if step == 2:
+            engine.optimizer.zero_grad()  # the step uses the reduced gradients all the same
+        self._observe_gradients(engine)
+
+    def _use_partial_gradients(self, engine: Any) -> None:
+        """Before the last micro-batch, gradients are those of the last step, or not available."""
+        from deepspeed import utils
+
+        first = next(iter(engine.module.parameters()))
+        if self.case.section.get("missing_gradients") == "last":
+            self._observe_gradients(engine)
+        elif self.ours:
+            refused = ""
+            try:
+                utils.safe_get_full_grad(first)
+            except ValueError as error:  # UsageError is one
+                refused = str(error)
+            assert "safe_get_full_grad" in refused
+
+    def _observe_gradients(self, engine: Any) -> None:
+        """Observe all gradients by every function that returns them."""
+        from deepspeed import utils
+
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                self._observe(
+                    utils.safe_get_full_grad(parameter),
+                    _without_padding(parameter, utils.safe_get_local_grad(parameter)),
+                )
+        params = itertools.chain.from_iterable(engine.optimizer.fp16_groups)
+        partitions = engine.optimizer.get_fp32_grad_partitions()
+        found = itertools.chain.from_iterable(group.values() for group in partitions.values())
+        self._observe(*map(_without_padding, params, found))
 
     def _use_states(self, engine: Any, step: int) -> None:
         from deepspeed import utils
 
+        self._observe_gradients(engine)  # those of the step that is over
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         keys = [
             key for key in ELEMENTWISE[self.case.optimizer] if key in self._kept(engine, params[0])
