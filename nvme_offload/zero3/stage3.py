@@ -725,6 +725,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """Release what an interrupted call left in use, and forget all gradients: they are of
         weights that are about to be replaced.
         """
+        self._forget_updates()
         self.give_back()
         for param in itertools.chain.from_iterable(self.fp16_groups):
             # Left by an exception in backward. The base forgets it only on a stream, which a CPU
@@ -897,6 +898,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
     @property
+    def rounds_half_away_from_zero(self) -> bool:
+        """Whether parameters are rounded so, and not to even."""
+        return self.swaps_natively and not self._format.in_place
+
+    @property
     def has_offloaded_states(self) -> bool:
         """Whether DeepSpeed's own save and load would not find all states in memory."""
         return self.swaps_natively or (self.native and self.params_in_nvme_and_cpu)
@@ -918,6 +924,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     ) -> None:
         self._forget_updates()
         if self.has_offloaded_states:
+            self._partition_all_parameters()  # drops copies on the accelerator
             states.load(self, state_dict, load_optimizer_states)
             scaler = getattr(self, "torch_autocast_gradscaler", None)
             if scaler and state_dict.get(_SCALER):
@@ -943,6 +950,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     ) -> None:
         self._forget_updates()
         if self.has_offloaded_states:
+            self._partition_all_parameters()
             states.load_universal(
                 self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights
             )

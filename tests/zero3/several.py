@@ -5,6 +5,7 @@ configuration and a directory.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from pathlib import Path
@@ -282,9 +283,28 @@ def exchanged(config: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"engine": engine, "losses": losses}
 
 
+def states_back(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Training that returns to the optimizer's state dict of an earlier step."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = layers(3, 0)
+    engine = engine_of(model, config)
+    losses = [step(engine, number) for number in range(2)]
+    rank = engine.global_rank
+    kept = [None] * rank + [copy.deepcopy(engine.optimizer.state_dict())]
+    losses += [step(engine, number) for number in range(2, 4)]
+    engine.optimizer.load_state_dict(kept)
+    with torch.no_grad():
+        losses.append(float(engine(batch(9)).float().sum()))
+    losses += [step(engine, number) for number in range(4, 6)]
+    return {"engine": engine, "losses": losses}
+
+
 PROGRAMS = {
     "thawed": thawed,
     "exchanged": exchanged,
+    "states back": states_back,
     "moved": moved,
     "quantized": quantized,
     "changed without a rank": changed_without_a_rank,

@@ -136,6 +136,19 @@ CASES = {
     "two-contexts-last": Case(
         program="two contexts", parameters="nvme", section={**ROOM, "missing_gradients": "last"}
     ),
+    "states-back": Case(program="states back", parameters="nvme", section=ROOM),
+    "states-back-persistent": Case(
+        program="states back", parameters="nvme", persistence=100, section=ROOM
+    ),
+    "states-back-overlap": Case(
+        program="states back",
+        parameters="nvme",
+        persistence=100,
+        section={**ROOM, "overlap_step": True},
+    ),
+    "states-back-cpu": Case(
+        program="states back", parameters="nvme", states="cpu", persistence=100, section=ROOM
+    ),
     "reference-follows": Case(program="two engines", parameters="nvme", section=ROOM),
     "changed-without-a-rank": Case(
         program="changed without a rank", parameters="nvme", section=ROOM
