@@ -11,30 +11,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import glob
 import logging
 import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import (
+    FROZEN_PARAM_FRAGMENTS,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SHAPES,
+)
 
 from ..errors import OffloadError, UnsupportedError, UsageError
 from ..files import commit
+from ..hardware.config import AioConfig
 from ..io import archive, manifest
 from ..io import engine as io
 from ..io.manifest import Manifest, corrupt
 from ..io.shared_directory import SharedDirectory
 from . import compat, states
 from .agreement import all_or_none, all_ranks, of_all_ranks
+from .inference import Inference
 from .param_swapper import is_offloaded
 from .settings import refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
+from .weights import SavedWeights
 
 _SWAP_FILES = "offloaded_tensors"  # the directory that DeepSpeed copies swap files to
 # suffixes of DeepSpeed's file names
@@ -46,6 +54,7 @@ _LOAD_ARGUMENTS = (
     "load_optimizer_states",
     "load_lr_scheduler_states",
     "load_module_only",
+    "custom_load_fn",
 )
 # What torch.load raises for a truncated or damaged file.
 _UNREADABLE = (
@@ -61,6 +70,7 @@ _UNREADABLE = (
 )
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
@@ -116,38 +126,62 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
-        if isinstance(self.optimizer, Stage3) and not self.load_universal_checkpoint():
+        given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
+        if isinstance(self.optimizer, Stage3 | Inference) and not self.load_universal_checkpoint():
             found = _agree_on_checkpoint(self, load_dir, tag)
-            given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
-            with_states = given.get("load_optimizer_states", True) and not given.get(
-                "load_module_only", False
-            )
-            if found is not None and _streams(self):
-                _verify(self, Path(load_dir, found).resolve(), with_states)
+            if found is not None and _loads(self):
+                alone = _takes_weights_alone(self, given)
+                _verify(self, Path(load_dir, found).resolve(), not alone)
         if isinstance(self.optimizer, Stage3) and self.optimizer.has_offloaded_states:
             self.optimizer.begin_load()
             # the next micro-batch is the first of its step
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
-    def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
-        streams = _streams(self)
-        if streams and any(is_offloaded(param) for param in _frozen(self)):
-            read = functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
-        else:
-            read = functools.partial(torch.load, map_location="cpu", weights_only=False)
-        with _reading(self, read) if streams else contextlib.nullcontext():
-            return before["_load_checkpoint"](self, *args, **named)
+    def _load_checkpoint(self: Any, load_dir: str, tag: str, *args: Any, **named: Any) -> Any:
+        if not _loads(self):
+            return before["_load_checkpoint"](self, load_dir, tag, *args, **named)
+        given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
+
+        def load(**changed: Any) -> Any:
+            return before["_load_checkpoint"](self, load_dir, tag, **given | changed)
+
+        return _everywhere(lambda: _load_module(self, load, load_dir, tag, given))
+
+    def _get_all_ckpt_names(self: Any, checkpoints_path: str, tag: str) -> list[str]:
+        names: list[str] = before["_get_all_ckpt_names"](self, checkpoints_path, tag)
+        if names or not _loads(self):
+            return names
+        # Fewer ranks saved it. Rank 0's file has everything that is not partitioned.
+        pattern = self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*", pp_placeholder="0")
+        if not (names := sorted(glob.glob(pattern))):  # noqa: PTH207 - as DeepSpeed does
+            raise UsageError(
+                f"{Path(checkpoints_path, str(tag))} has no checkpoint of ZeRO-3: there is no {Path(pattern).name}"
+            )
+        return names
 
     def _load_zero_checkpoint(self: Any, *args: Any, **named: Any) -> bool:
+        if not _loads(self):
+            return bool(before["_load_zero_checkpoint"](self, *args, **named))
+        if isinstance(self.optimizer, Inference):
+            return False  # it has no states
         streams = _streams(self) and not self.load_universal_checkpoint()
-        with (
-            _reading(self, functools.partial(_read_states, engine=_engine_of(self)))
-            if streams
-            else contextlib.nullcontext()
-        ):
-            loaded: bool = before["_load_zero_checkpoint"](self, *args, **named)
-            return loaded
+        zero = self._config.zero_config
+        serial = zero.pipeline_loading_checkpoint
+        # With it, ranks load one after another to save memory, which a load here does not need,
+        # and would wait for ever for a rank that has failed.
+        zero.pipeline_loading_checkpoint = False
+        try:
+            with (
+                _reading(self, functools.partial(_read_states, engine=_engine_of(self)))
+                if streams
+                else contextlib.nullcontext()
+            ):
+                return _everywhere(
+                    lambda: bool(before["_load_zero_checkpoint"](self, *args, **named))
+                )
+        finally:
+            zero.pipeline_loading_checkpoint = serial
 
     def _get_zero_param_shapes(self: Any) -> Any:
         with (
@@ -174,10 +208,8 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     def load_module_state_dict(
         self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any
     ) -> None:
-        frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
-        if any(is_offloaded(param) for param in _frozen(self)):
+        if _loads(self):  # see `_load_module`
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
-            _load_frozen(self, frozen)
         before["load_module_state_dict"](self, checkpoint, *args, **named)
 
     methods = {
@@ -308,6 +340,8 @@ class _Reader:
         """The contents of *path*."""
         try:
             return self._read(path)
+        except FileNotFoundError as error:
+            raise corrupt(Path(path), "it cannot be found") from error
         except (*_UNREADABLE, OSError) as error:
             # EINVAL: a damaged file made torch seek before its start.
             if isinstance(error, OSError) and (
@@ -398,7 +432,7 @@ def _agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | N
         if _has_states(place):
             saved = Manifest.read(place)
             found = name if saved is None else f"{name} (save {saved.generation[:8]})"
-        elif tag is None and _streams(engine):
+        elif tag is None and _loads(engine):
             raise corrupt(latest, "it names no checkpoint in its directory")
 
     for action in (read_latest, recover, look):
@@ -412,16 +446,26 @@ def _agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | N
     return name
 
 
-def _everywhere(action: Callable[[], None]) -> None:
-    """Run *action* on every rank. Raises: what goes wrong on any rank, on every rank."""
-    failure = None
+def _everywhere(action: Callable[[], _Result]) -> _Result:
+    """Run *action* on every rank and return its result once every rank has succeeded.
+
+    Raises: what went wrong, on every rank; what the first rank met where several failed.
+    """
+    failure: Exception | None = None
     try:
-        action()
-    except (OffloadError, OSError) as error:
+        result = action()
+    except Exception as error:
         failure = error
-    failures = of_all_ranks(failure)
-    if any(failures):
-        raise failure or next(filter(None, failures))
+    named = failure is None or isinstance(failure, OffloadError | OSError)  # can be pickled
+    failures = of_all_ranks(
+        failure if named else OffloadError(f"{type(failure).__name__}: {failure}")
+    )
+    first = next((rank for rank, found in enumerate(failures) if found is not None), None)
+    if first is None:
+        return result
+    if failure is not None and (not named or first == dist.get_rank()):
+        raise failure
+    raise failures[first] from failure
 
 
 def _verify(engine: Any, place: Path, with_states: bool) -> None:
@@ -444,6 +488,121 @@ def _verify(engine: Any, place: Path, with_states: bool) -> None:
                 manifest.verify(place, entry, _engine_of(engine), found.checksum)
 
     _everywhere(check)
+
+
+def _loads(engine: Any) -> bool:
+    """Whether checkpoints are loaded here, and not by DeepSpeed alone."""
+    return isinstance(engine.optimizer, Inference) or (
+        isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states
+    )
+
+
+def _takes_weights_alone(engine: Any, given: Mapping[str, Any]) -> bool:
+    """Whether `load_checkpoint` with the arguments *given* loads no optimizer states."""
+    return (
+        isinstance(engine.optimizer, Inference)
+        or given.get("load_module_only", False)
+        or not given.get("load_optimizer_states", True)
+    )
+
+
+def _load_module(
+    engine: Any, load: Callable[..., Any], load_dir: str, tag: str, given: Mapping[str, Any]
+) -> Any:
+    """Load what a checkpoint has in addition to optimizer states: buffers and counters by *load*,
+    DeepSpeed's method, which takes changes of the arguments *given*; frozen weights; and all
+    weights where no states are loaded.
+
+    Without states, DeepSpeed gathers all weights of the tag "latest" in memory. In a
+    universal checkpoint it loads neither buffers nor frozen weights.
+    """
+    universal, strict = engine.load_universal_checkpoint(), given.get("load_module_strict", True)
+    alone = _takes_weights_alone(engine, given) and not engine.has_moe_layers
+    if alone and given.get("custom_load_fn") is not None:
+        raise UnsupportedError(
+            "custom_load_fn would need all weights in memory at the same time: leave it out, or load the optimizer states, too"
+        )
+
+    def model_states(rank: int) -> str:
+        return str(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(rank)))
+
+    optimizer, original = engine.optimizer, engine.checkpoint_engine
+    rank = dist.get_rank(group=optimizer.dp_process_group)
+    ranks = dist.get_world_size(group=optimizer.dp_process_group)
+    engine._get_all_ckpt_names(load_dir, tag)  # raises where there is none
+    in_memory: Callable[[str], Any]
+    in_file: Callable[[str], Any]
+    if original is None or compat.writes_archives(original):  # None: it has no optimizer
+        in_memory = functools.cache(
+            functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
+        )
+        in_file = functools.partial(_read_states, engine=_engine_of(engine))
+    else:
+        in_memory = in_file = functools.cache(functools.partial(original.load, map_location="cpu"))
+    own = model_states(rank)
+    tree = _Reader(original, in_memory).load(
+        own if Path(own).exists() and not universal else model_states(0)
+    )
+    saved = SavedWeights(
+        tree,
+        rank,
+        ranks,
+        model_states,
+        _Reader(original, in_file).load,
+        Path(load_dir, tag, "zero") if universal else None,
+    )
+    wanted = {name: param for param, name in engine.param_names.items()}
+    # A universal checkpoint's files of model states are as they were saved.
+    same_parts = not universal or tree["mp_world_size"] == engine.mp_world_size
+    if not alone or (universal and isinstance(optimizer, Stage3)):
+        has_frozen = same_parts and tree.get(FROZEN_PARAM_FRAGMENTS)
+        wanted = {
+            name: param
+            for name, param in wanted.items()
+            if has_frozen and not compat.is_trained(param)
+        }
+    wanted = saved.match(wanted, strict)
+    if strict and not (alone or universal or engine.has_moe_layers):
+        _require_order(tree, engine._get_zero_param_shapes())
+    with _reading(engine, in_memory), _without_refresh(optimizer):
+        # Without states DeepSpeed would gather all weights here.
+        result = load(**({"load_optimizer_states": True} if alone else {}))
+    if universal and same_parts:
+        engine.load_module_state_dict(
+            checkpoint=tree, strict=strict, custom_load_fn=given.get("custom_load_fn")
+        )
+    if isinstance(optimizer, Inference):
+        optimizer.partition_all_parameters()
+    elif alone:
+        optimizer.partly_changed = True
+    saved.load(wanted, isinstance(optimizer, Stage3) and optimizer.rounds_half_away_from_zero)
+    return result
+
+
+@contextlib.contextmanager
+def _without_refresh(optimizer: Any) -> Iterator[None]:
+    """Context in which DeepSpeed takes no master weights from parameters before these are loaded."""
+    optimizer.refresh_fp32_params = lambda: None
+    try:
+        yield
+    finally:
+        del optimizer.refresh_fp32_params
+
+
+def _require_order(tree: Mapping[str, Any], ours: list[Mapping[str, Any]]) -> None:
+    """Check that a checkpoint has the trained weights in the order of *ours*, in which their master
+    weights are one stream. Raises: UsageError.
+    """
+
+    def listed(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
+
+    for saved, found in zip(listed(tree[PARAM_SHAPES]), listed(ours), strict=False):
+        if saved != found:
+            raise UsageError(
+                f"the checkpoint has the weight {saved[0]!r} of shape {saved[1]} where the optimizer has {found[0]!r} of shape {found[1]}: it is from another "
+                "model, or its parameters were passed to the optimizer in another order; load_optimizer_states=False loads the weights alone, by name"
+            )
 
 
 def _latest(path: Path) -> str:
@@ -540,20 +699,6 @@ def _refuse_swap_files(load_dir: str, tag: str | None) -> None:
         )
 
 
-def _load_frozen(engine: Any, fragments: dict[str, torch.Tensor]) -> None:
-    for param in _frozen(engine) if fragments else ():
-        fragment = fragments[engine.param_names[param]]
-        if not is_offloaded(param):
-            (param.ds_tensor if hasattr(param, "ds_id") else param).data.copy_(fragment.data)
-            continue
-        param.ds_tensor.data = fragment.data.to(param.ds_tensor.dtype)
-        param.nvme_swapper.swap_out_and_release([param])
-
-
-def _frozen(engine: Any) -> Iterator[Any]:
-    return (param for param in engine.module.parameters() if not compat.is_trained(param))
-
-
 def _provider(param: Any) -> archive.Provider:
     @contextlib.contextmanager
     def lend() -> Iterator[dict[str, torch.Tensor]]:
@@ -563,6 +708,12 @@ def _provider(param: Any) -> archive.Provider:
 
 
 def _engine_of(engine: Any) -> io.Engine:
-    """The I/O engine of the tier of *engine*."""
-    found: io.Engine = engine.optimizer.tier.store.engine
+    """The I/O engine of the tier of *engine*, or one for all engines that have none."""
+    tier = getattr(engine.optimizer, "tier", None)
+    found: io.Engine = _io_engine() if tier is None else tier.store.engine
     return found
+
+
+@functools.cache
+def _io_engine() -> io.Engine:
+    return io.Engine(AioConfig(backend="posix", direct="auto"))

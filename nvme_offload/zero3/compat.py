@@ -84,6 +84,7 @@ CONTRACT: Mapping[str, str] = {
         _unflatten_partitioned_parameters(sub_group_id)
         _zero3_partition_group_metadata() >=0.19
         complete_grad_norm_calculation_for_cpu_offload(params)
+        dp_process_group
         get_param_id(param)
         ipg_buckets >=0.17.2
         is_gradient_accumulation_boundary() >=0.19.5
@@ -118,6 +119,7 @@ CONTRACT: Mapping[str, str] = {
         params_in_nvme_and_cpu
         persistent_parameters
         reduce_and_partition_stream
+        refresh_fp32_params()
         sub_group_partition_counts >=0.19
         sub_group_process_groups >=0.19
         state
@@ -135,6 +137,8 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.engine:DeepSpeedEngine": """
         _configure_optimizer(...)
         _do_sanity_check()
+        _get_all_ckpt_names(checkpoints_path, tag)
+        _get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder)
         _get_param_fragment_func(param)
         _get_zero_param_shapes()
         _load_checkpoint(...)
@@ -152,10 +156,12 @@ CONTRACT: Mapping[str, str] = {
         device
         global_rank
         global_steps
+        has_moe_layers
         local_rank
         use_node_local_storage()
         gradient_accumulation_steps()
         micro_steps
+        mp_world_size
         optimizer
         param_names
     """,
@@ -168,8 +174,10 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
         __init__(module, timers, ds_config, ...)
+        dp_process_group
         forward_hooks
         get_param_coordinator()
+        partition_all_parameters()
     """,
     "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
         _PartitionedParameterCoordinator__param_queue
@@ -187,6 +195,8 @@ CONTRACT: Mapping[str, str] = {
         ZeroParamStatus
         ds_id
         ds_numel
+        ds_process_group
+        ds_shape
         ds_process_group
         ds_status
         ds_tensor
@@ -223,8 +233,11 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.checkpoint.constants": """
         FP32_FLAT_GROUPS
         FROZEN_PARAM_FRAGMENTS
+        FROZEN_PARAM_SHAPES
         LOSS_SCALER
         OPTIMIZER_STATE_DICT
+        PARAM
+        PARAM_SHAPES
     """,
     "deepspeed.comm": """
         ReduceOp

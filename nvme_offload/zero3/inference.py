@@ -31,6 +31,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         super().__init__(module, timers, ds_config, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
         self.clock = StepClock(self._tiers[0]) if self._tiers else None
+        self.tier = next(iter(self._tiers), None)
         trained.difference_update(self._tiers)
         self._depth = 0
         self.forward_hooks.append(module.register_forward_pre_hook(self._begin_pass, prepend=True))
@@ -59,8 +60,8 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
                     tier.swapper.step()
 
     def _restore_from_bit16_weights(self) -> None:
-        """Do nothing: there are no master weights. DeepSpeed calls this all the same, and its class
-        does not have it.
+        """Do nothing: there are no master weights, and `checkpoint` has loaded the parameters.
+        DeepSpeed calls this after a load, and its class does not have it.
         """
 
 

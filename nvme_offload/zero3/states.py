@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,18 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
-from ..errors import OffloadError, UsageError
+from ..errors import OffloadError, UnsupportedError, UsageError
+from ..io import archive
 from ..io.archive import Part, Provider, fetch, offloaded, wait_all, whole
 from ..io.engine import Ticket
+from ..io.manifest import corrupt
 from ..optimizer_states.tree import is_for_each
 from .compat import lists_by_sub_group
+from .weights import pieces, read_universal
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
 _MASTER = ""  # the key of the master weights among those of the states
+_UNIVERSAL_MASTER = "fp32"  # the same in a universal checkpoint
 
 
 @contextlib.contextmanager
@@ -218,43 +224,102 @@ def refill(
 def load_universal(
     stage3: Stage3, directory: str, load_optimizer_states: bool, load_from_fp32_weights: bool
 ) -> None:
-    """Load the universal checkpoint in *directory* into *stage3*, one parameter after another."""
+    """Load the universal checkpoint in *directory* into *stage3*, one parameter after another.
+
+    Raises: UsageError, UnsupportedError or CorruptionError, before anything is changed, when it has
+    other parameter groups, or lacks states or parameters.
+    """
     root = Path(directory) / "zero"
-    states: dict[str, Any] | None = None
+    read = functools.partial(archive.read, engine=stage3.tier.store.engine)
+    loaded: list[dict[str, Any]] | None = None
+    keys = [_UNIVERSAL_MASTER]
     if load_optimizer_states:
-        shared = torch.load(root / "optimizer_state.pt", weights_only=False, map_location="cpu")
-        stage3._load_global_state_stage3(shared)
-        placeholder = torch.empty(0, dtype=stage3.master_weights_and_grads_dtype)
-        states = {
-            "step": shared[OPTIMIZER_STATE_DICT]["state"][0]["step"],
-            "exp_avg": placeholder,
-            "exp_avg_sq": placeholder,
+        shared = read(str(root / "optimizer_state.pt"))
+        saved, masters = _first_sub_groups(stage3, shared)
+        keys += {
+            key: None
+            for state, master in zip(saved["state"].values(), masters, strict=True)
+            for key, value in state.items()
+            if is_for_each(value, master.shape)
         }
-        # DeepSpeed writes and reads one set for all groups.
-        hyperparameters = {
-            key: value
-            for key, value in shared[OPTIMIZER_STATE_DICT]["param_groups"][0].items()
-            if key != "params"
-        }
-        for group in stage3.optimizer.param_groups:
-            group.update(copy.deepcopy(hyperparameters))
-        del shared
     names = stage3.param_names
+    for param in itertools.chain.from_iterable(stage3.fp16_groups):
+        for key in keys:
+            _require_universal(stage3, root / names[param], key)
+    if load_optimizer_states:
+        loaded = _load_optimizer(stage3, saved, masters)
+        stage3._load_global_state_stage3(shared)
     for index, params in enumerate(stage3.fp16_groups):
 
-        def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> list[Ticket]:
-            offset = 0
-            for param in params:
-                partition = stage3.load_hp_checkpoint_state(
-                    str(root / names[param]), key or "fp32", param=param
-                )
-                if not (load_optimizer_states or load_from_fp32_weights):
-                    partition = partition.to(stage3.dtype)
-                into[offset : offset + partition.numel()].copy_(partition)
-                offset += partition.numel()
-            return []
+        def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> Iterator[Ticket]:
+            parts = torch.split(into, [param.partition_numel() for param in params])
+            for param, part in zip(params, parts, strict=True):
+                file = root / names[param] / f"{key or _UNIVERSAL_MASTER}.pt"
+                tickets = _fetch_universal(stage3, param, file, part, read)
+                if load_optimizer_states or load_from_fp32_weights:
+                    yield from tickets
+                else:
+                    wait_all(tickets)
+                    part.copy_(part.to(stage3.dtype))
 
-        refill(stage3, index, copy.deepcopy(states), fill)
+        group = stage3.sub_group_to_group_id[index]
+        refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[group]), fill)
+
+
+def _first_sub_groups(
+    stage3: Stage3, shared: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The optimizer's state dict in *shared*, the contents of optimizer_state.pt, with only the
+    first sub-group of each parameter group; and the master weights of these.
+    """
+    saved = shared[OPTIMIZER_STATE_DICT]
+    ours, groups = stage3.optimizer.param_groups, saved["param_groups"]
+    if len(groups) != len(ours):
+        raise UsageError(
+            f"the universal checkpoint has {len(groups)} parameter groups, and the optimizer has {len(ours)}: make as many, or load the weights alone "
+            "with load_optimizer_states=False"
+        )
+    first = [group["params"][0] for group in groups]
+    states = {
+        **saved,
+        "state": {number: saved["state"].get(index, {}) for number, index in enumerate(first)},
+        "param_groups": [{**group, "params": [number]} for number, group in enumerate(groups)],
+    }
+    return states, [shared[FP32_FLAT_GROUPS][index] for index in first]
+
+
+def _require_universal(stage3: Stage3, folder: Path, key: str) -> None:
+    if (folder / f"{key}.pt").exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(
+            f"the universal checkpoint {folder.parents[1]} has no parameter {folder.name!r}: it is from another model"
+        )
+    if key == _UNIVERSAL_MASTER:
+        raise corrupt(folder / f"{key}.pt", "it cannot be found")
+    raise UnsupportedError(
+        f"{type(stage3.optimizer).__name__} keeps {key!r}, and DeepSpeed's ds_to_universal converts exp_avg and exp_avg_sq only: "
+        "load the checkpoint itself on as many ranks as saved it, or the weights alone with load_optimizer_states=False"
+    )
+
+
+def _fetch_universal(
+    stage3: Stage3, param: Any, file: Path, part: torch.Tensor, read: Callable[[str], Any]
+) -> Iterator[Ticket]:
+    """Start reading the partition of *param* from *file* into *part*."""
+    tensor = read_universal(str(file), read)
+    if tensor.numel() != param.ds_numel:  # an expert's, or cut for tensor parallelism
+        found = stage3.load_hp_checkpoint_state(str(file.parent), file.stem, param=param)
+        if found.numel() != part.numel():
+            raise UsageError(
+                f"{file} has {tensor.numel()} elements, and the model's parameter has {param.ds_numel}: it is from another model"
+            )
+        part.copy_(found)
+        return
+    group = param.ds_process_group
+    rank, ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
+    for _, start, into in pieces(param.ds_numel, 1, rank, ranks, part):
+        yield from fetch(tensor, start, into)
 
 
 def take_masters_from_parameters(stage3: Stage3) -> None:

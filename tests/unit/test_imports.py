@@ -73,6 +73,7 @@ _ZERO3 = (
     "stage3",
     "states",
     "updates",
+    "weights",
     "working_weights",
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {

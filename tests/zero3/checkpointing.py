@@ -121,7 +121,7 @@ def live(life: Life, directory: str) -> dict[str, Any]:
     result |= {
         "told": training.told,
         "global_steps": engine.global_steps,
-        "rates": [group["lr"] for group in engine.optimizer.param_groups],
+        "rates": [group["lr"] for group in getattr(engine.optimizer, "param_groups", [])],
     }
     engine.destroy()
     return result

@@ -133,10 +133,10 @@ def resumed(place: Path, whole: Results) -> Results:
         Life(f"{name} from cpu", CASES[name], first=2, load=str(place / f"{name} cpu"))
         for name in FROM_CPU
     ]
-    universal = CASES["groups"].but(groups=1)
+    universal = CASES["groups"]
     # whose tool looks at the first sub-group alone
     if compat.numbers(deepspeed.__version__) < (0, 18):
-        universal = universal.but(sub_group_size=1_000_000_000)
+        universal = universal.but(groups=1, sub_group_size=1_000_000_000)
     target = str(place / "universal")
     converted = universal.but(top={"checkpoint": {"load_universal": True}})
     by_universal = [
@@ -271,6 +271,7 @@ def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(
 
 def test_a_universal_checkpoint_is_loaded(resumed: Results) -> None:
     assert resumed["universal"]["end"] == resumed["universal whole"]["end"]
+    assert resumed["universal"]["rates"] == resumed["universal whole"]["rates"]
 
 
 def test_weights_are_loaded_without_states_as_deepspeed_does(resumed: Results) -> None:
