@@ -203,6 +203,7 @@ CONTRACT: Mapping[str, str] = {
         convert_to_zero_parameters
         final_location
         nvme_swapper
+        partition
         partition_numel
         status
     """,

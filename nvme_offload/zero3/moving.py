@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from . import compat
-from .param_swapper import is_offloaded, open_swapper
+from .param_swapper import has_value, open_swapper
 from .settings import Settings
 
 
@@ -27,12 +28,13 @@ def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> No
     device = section.get("device", OffloadDeviceEnum.none)
     param: Any
     for param in module.parameters():
-        if not hasattr(param, "ds_id"):
+        if not hasattr(param, "ds_id") or has_value(param) == (device == OffloadDeviceEnum.nvme):
             continue
-        on_drive = param.ds_tensor.final_location == OffloadDeviceEnum.nvme
-        if device == OffloadDeviceEnum.nvme and not on_drive:
+        if param.ds_status == ZeroParamStatus.AVAILABLE:
+            param.partition()  # an earlier engine has left it gathered
+        if device == OffloadDeviceEnum.nvme:
             _move_to_drive(param, ds_config)
-        elif device != OffloadDeviceEnum.nvme and on_drive and is_offloaded(param):
+        else:
             _move_to_memory(param, on_host=device == OffloadDeviceEnum.cpu)
 
 

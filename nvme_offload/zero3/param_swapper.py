@@ -315,10 +315,16 @@ def _placeholder(param: Any) -> torch.Tensor:
     return placeholder
 
 
+def has_value(param: Any) -> bool:
+    """Whether a `ParameterSwapper` keeps *param*'s partition. DeepSpeed gives a swapper to each
+    parameter of a context that has one, also to those in memory.
+    """
+    return hasattr(param, "nvme_value")
+
+
 def is_offloaded(param: Any) -> bool:
     """Whether a `ParameterSwapper` keeps *param*'s partition, and the accelerator has no copy."""
-    swapper = getattr(param, "nvme_swapper", None)
-    return isinstance(swapper, ParameterSwapper) and swapper.is_offloaded(param)
+    return has_value(param) and bool(param.nvme_swapper.is_offloaded(param))
 
 
 def open_swapper(ds_config: Mapping[str, Any], group: Any) -> ParameterSwapper | None:
@@ -349,10 +355,8 @@ def swappers_of(module: torch.nn.Module) -> list[ParameterSwapper]:
     """The swappers of *module*'s parameters: several where these belong to contexts of `zero.Init`
     with different settings; none where nothing is offloaded.
     """
-    swappers = (getattr(param, "nvme_swapper", None) for param in module.parameters())
-    return list(
-        dict.fromkeys(swapper for swapper in swappers if isinstance(swapper, ParameterSwapper))
-    )
+    params: Iterator[Any] = module.parameters()
+    return list(dict.fromkeys(param.nvme_swapper for param in params if has_value(param)))
 
 
 def return_to_device(module: torch.nn.Module) -> None:

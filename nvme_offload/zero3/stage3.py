@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ..errors import UnsupportedError, UsageError
 from ..io import archive
@@ -43,7 +42,7 @@ from .once_per_step import (
 )
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
 from .overlap import Overlap, has_hooks, tell_left_out
-from .param_swapper import ParameterSwapper, return_to_device, swappers_of
+from .param_swapper import has_value, return_to_device, swappers_of
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
@@ -155,7 +154,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             all_or_none(self._plan)
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            if isinstance(param.nvme_swapper, ParameterSwapper):
+            if has_value(param):
                 # The base does the same with trained parameters when it moves them to host memory.
                 param.nvme_swapper.convert(param, self.dtype)
 
@@ -201,11 +200,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
             scratch=self.master_weights_and_grads_dtype.itemsize + unpacked,
             parameter=self.dtype.itemsize
-            if any(
-                param.nvme_swapper is not None
-                for group in param_groups
-                for param in group["params"]
-            )
+            if any(has_value(param) for group in param_groups for param in group["params"])
             else 0,
         )
         self._elementwise = is_elementwise(self.optimizer)
@@ -694,9 +689,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if (
-                isinstance(param.nvme_swapper, ParameterSwapper)
+                has_value(param)
                 and not awaited.is_awaited(param)  # nobody has read it
-                and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
                 and not param.nvme_swapper.is_offloaded(param)
             ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
@@ -980,11 +974,7 @@ def _is_in_del() -> bool:
 
 
 def _with_shape(param: Any) -> contextlib.AbstractContextManager[None]:
-    return (
-        param.nvme_swapper.with_shape(param)
-        if isinstance(param.nvme_swapper, ParameterSwapper)
-        else contextlib.nullcontext()
-    )
+    return param.nvme_swapper.with_shape(param) if has_value(param) else contextlib.nullcontext()
 
 
 def _log_unused_keys(ds_config: Mapping[str, Any]) -> None:

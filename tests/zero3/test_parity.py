@@ -162,6 +162,9 @@ CASES = {
         section={**ROOM, "overlap_step": True},
     ),
     "moved": Case(program="moved", parameters="nvme", section=ROOM),
+    "moved-persistent": Case(
+        program="moved", parameters="nvme", persistence=1_000_000, section=ROOM
+    ),
     "moved-states-cpu": Case(program="moved", parameters="nvme", states="cpu", section=ROOM),
     "quantized": Case(
         program="quantized", optimizer="none", dtype="fp16", parameters="nvme", section=ROOM
@@ -266,6 +269,10 @@ BY_RELEASE = (
     "fragments-fp16",
     "inference",
     "documented-keys",
+    "one-element-first",
+    "two-contexts",
+    "reference-follows",
+    "moved",
     "last-gradients-fp16",
 )
 

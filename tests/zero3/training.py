@@ -269,7 +269,7 @@ class Training:
 
     def _of_program(self) -> dict[str, Any]:
         place = Path(self.directory, "ours" if self.ours else "stock")
-        place.mkdir()
+        place.mkdir(exist_ok=True)  # by another rank
         made = (PROGRAMS | SEVERAL)[self.case.program](self.config, place)
         self.told["losses"] = [float(loss).hex() for loss in made["losses"]]
         return {
