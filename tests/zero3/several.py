@@ -30,7 +30,10 @@ def layers(count: int, seed: int) -> nn.Sequential:
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step)).bfloat16()
+    from deepspeed.accelerator import get_accelerator
+
+    made = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step))
+    return made.to(get_accelerator().current_device_name(), torch.bfloat16)
 
 
 def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
