@@ -26,7 +26,7 @@ PACKAGE = str(Path(nvme_offload.__file__).parent) + "/"
 OCCURRENCES = (1, 2, 5)
 # Where a thread of the package loops for as long as it lives. Its frame is there already when an
 # exception is to be raised.
-_LOOPS = ("_work",)
+_LOOPS = ("_work", "_make_jobs")
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,13 +52,23 @@ class GradientSums:
     gradient is copied, so that the bytes do not depend on how the buckets are.
 
     *lock*: of all that uses the tier. *release_others*: lets go of what else is in use of it.
-    Attributes: *tight*, whether the values in use of several buckets may not fit.
+    *recover*: continues after a call that an exception has ended, with `recover`.
+    Attributes: *tight*, whether the values in use of several buckets may not fit; *running*, whether
+    a call has begun and not returned.
     """
 
-    def __init__(self, tier: Tier, lock: Any, release_others: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        lock: Any,
+        release_others: Callable[[], None],
+        recover: Callable[[], None],
+    ) -> None:
         self._tier = tier
         self._lock = lock
         self._release_others = release_others
+        self._recover = recover
+        self.running = False
         self.tight = True
         self._copies: deque[_Copy] = deque()
         self._under_way_bytes = 0
@@ -179,9 +189,11 @@ class GradientSums:
             row.zero_()
         else:
             with self._lock:
+                self._begin()
                 for fragment in weight.fragments:
                     part = row[fragment.start : fragment.stop]
                     self._bring(fragment.bucket, fragment, part, self._place(fragment))
+                self.running = False
         one.changes()(row)
         return whole
 
@@ -199,6 +211,7 @@ class GradientSums:
         changed.
         """
         if bucket in self._taken:
+            self._discard(bucket)  # an exception may have come before it
             return
         summed = [
             (fragment, one)
@@ -211,7 +224,6 @@ class GradientSums:
         flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.home)
         if not all(one.is_zero for _, one in summed):
             self._bring(bucket, None, flat, self._use(bucket))
-        self._discard(bucket)
         for fragment, one in summed:
             part = fragment.flat_within(flat)
             if one.is_zero:
@@ -221,6 +233,7 @@ class GradientSums:
                 part.as_strided(fragment.shape, one.strides) if fragment.is_whole else part
             )
         self._taken[bucket] = None
+        self._discard(bucket)
         if self.tight or bucket.inner is None:  # whose first update makes its value anew
             self._finish_all()
 
@@ -259,6 +272,43 @@ class GradientSums:
             for bucket in list(self._taken):
                 self.done(bucket)
 
+    def recover(self, buckets: Iterable[Bucket]) -> None:
+        """Continue after an exception. The swapper has ended the uses of all values."""
+        self._finish_copies()
+        self._in_use.clear()
+        self._changed.clear()
+        self._current = None
+        for bucket in list(self._to_discard):
+            self._to_discard.discard(bucket)
+            self._discard(bucket)
+        for bucket in buckets:
+            if bucket not in self._taken:
+                for fragment in bucket.fragments:
+                    fragment.summed = None
+        self.running = False
+
+    def reset(self) -> None:
+        """Forget all gradients. The values of the swapper are unknown, and are not used."""
+        self._finish_copies()
+        for one in self._sums.values():
+            one.lost = one.lost or "was given up by zero_grad()"
+        for bucket in list(self._taken):
+            self.done(bucket)
+        self._sums.clear()
+        self._in_use.clear()
+        self._changed.clear()
+        self._to_discard.clear()
+        self._stored.clear()
+        self._current = None
+        self.running = False
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies under way, whose values are not used any more."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        self._copies.clear()
+        self._under_way_bytes = 0
+
     def close(self, weights: Sequence[Weight]) -> None:
         """Move no more gradients, and leave none of *weights*."""
         for hook in self._hooks:
@@ -267,7 +317,7 @@ class GradientSums:
         for weight in weights:
             if self._sum_of(weight) is not None:
                 weight.parameter.grad = None
-        self.clear()
+        self.reset()
 
     # Inside.
 
@@ -285,13 +335,17 @@ class GradientSums:
             before.lost = before.lost or "was replaced by another"
         self._sums[_weight(one)] = one
 
+    def _begin(self) -> None:
+        self._recover()
+        self.running = True
+
     @contextlib.contextmanager
     def _changing(self, one: Sum) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            one.lost = "is not whole, since backward() failed as it was added to"
-            raise
+        self._begin()
+        lost, one.lost = one.lost, "is not whole, since backward() failed as it was added to"
+        yield
+        one.lost = lost
+        self.running = False
 
     def _place(self, fragment: Fragment, *, changed: bool = False) -> torch.Tensor:
         """That of *fragment* in host memory; what is only read need not be written back."""

@@ -4,6 +4,7 @@ are complete.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ class BackwardUpdates:
         self._spent: dict[Weight, None] = {}  # since `zero_grad`
         self._waiting: dict[Bucket, set[Weight]] = {}  # whose gradients are not complete
         self._hooks: list[Any] = []
+        # backward passes that have begun to update parameters, and not ended
+        self._passes: set[int] = set()
         self.accumulating = False
 
     def check(self, parameter: torch.Tensor) -> None:
@@ -65,6 +68,26 @@ class BackwardUpdates:
             if weight.parameter.requires_grad:
                 parameter: Any = weight.parameter
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(weight)))
+
+    def begin_updates(self) -> None:
+        """This backward pass is about to update parameters."""
+        number = torch._C._current_graph_task_id()
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            return  # compiled autograd does not call the engine's callbacks
+        if number != -1 and number not in self._passes:
+            self._passes.add(number)
+            # It is called unless an exception ends the pass. Source: final_callbacks_ in
+            # torch/csrc/autograd/engine.cpp.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._passes.discard(number))
+
+    def was_cut_short(self) -> bool:
+        """Whether an exception has ended a backward pass after an update, since this was asked."""
+        if not self._passes or torch._C._current_graph_task_id() != -1:
+            return False
+        self._passes.clear()
+        return True
 
     def end_step(self) -> None:
         """All that were waited for have been updated by others, or never will be; the next

@@ -81,9 +81,15 @@ class Weight:
         gradient = self.parameter.grad
         if gradient is not None:
             torch.autograd.graph.increment_version(self.parameter)
+        self.mark_gradient()
+        self.seen = self._now()
+
+    def mark_gradient(self) -> None:
+        """Have `has_new_gradient` be False of the gradient of now."""
+        gradient = self.parameter.grad
+        if gradient is not None:
             gradient.__dict__[_TAKEN] = next(_marks)
             self.taken = gradient.__dict__[_TAKEN], gradient._version
-        self.seen = self._now()
 
     def look(self) -> None:
         """Notice whether somebody else has changed the parameter since the last update."""
@@ -307,18 +313,20 @@ class Bucket:
         states: dict[Key, torch.dtype] = {}
         end = 0
         for fragment in self.fragments:
-            fragment.keys, fragment.rest = {}, {}
+            keys: dict[Key, tuple[int, ...]] = {}
+            rest: dict[Key, Place] = {}
             for key, form in forms[fragment].items():
                 if key not in uneven and states.setdefault(key, form.dtype) == form.dtype:
-                    fragment.keys[key] = dense_strides(form)
+                    keys[key] = dense_strides(form)
                 else:
-                    fragment.rest[key] = Place(
+                    rest[key] = Place(
                         -(-end // _SLOT_BYTES) * _SLOT_BYTES,
                         form.shape,
                         dense_strides(form),
                         form.dtype,
                     )
-                    end = fragment.rest[key].stop
+                    end = rest[key].stop
+            fragment.keys, fragment.rest = keys, rest  # never by half, after an exception
         return states, end
 
     @property
@@ -330,6 +338,14 @@ class Bucket:
     def gradient_bytes(self) -> int:
         """Of the gradients of all fragments, with the gaps."""
         return self.numel * self.dtype.itemsize
+
+    def forget(self) -> None:
+        """Have no states, and none in `inner`."""
+        self.inner = None
+        self.layout, self.rest_bytes, self.is_retained = None, 0, False
+        for fragment in self.fragments:
+            fragment.states, fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}, {}
+            fragment.stepped, fragment.summed = False, None
 
     def with_gaps(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """*flats*, one of each fragment, with what is between them."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError, known
 from ..hardware.config import AioConfig
 from ..optimizer_states import state_format as format_called
 from ..optimizer_states import wide_enough
@@ -37,7 +37,8 @@ from .budget import Budget
 from .host_gradient import HostGradient
 from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import StateOnDrive
-from .provisional import ProvisionalUpdates
+from .progress import Progress
+from .provisional import Before, ProvisionalUpdates
 from .shown_state import ShownState, ShownStates
 from .stats import UpdateClock, UpdateStats
 from .update import Options, Updater
@@ -203,6 +204,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         # `state`. What is done here with it uses the methods of `dict`, which do not wait.
         self._state: dict[Any, Any] = ShownStates(_settling(self._source))
         self._broken = ""  # what happened, where parameters or states are no longer whole
+        self._progress = Progress()  # of the program's calls
+        self._job_progress = Progress()  # of the queue's thread
+        # The number of the step whose updates are all made, until `step` returns or the next begins.
+        self._ended: Any = []
         self._closed = self._ready = False
         self._steps = 0
         self._last: UpdateStats | None = None
@@ -246,11 +251,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 place_updates=place_updates,
             )
             if accumulate is not None:
-                self._sums = GradientSums(self._tier, self._lock, self._updater.drain)
+                self._sums = GradientSums(
+                    self._tier, self._lock, self._updater.drain, self._recovering()
+                )
             if step_in_backward == "provisional":
                 self._provisional = ProvisionalUpdates(self._tier, self, self._overlap)
             if self._overlap:
-                self._queue = UpdateQueue()
+                self._queue = UpdateQueue(self._source)
             self._admit(range(len(self.param_groups)))
             if any(bucket.device.type == "cpu" for bucket in self._buckets):
                 use_share_of_cores()
@@ -291,39 +298,51 @@ class NVMeOptimizer(torch.optim.Optimizer):
         tried_again = self._queue is not None and self._queue.told
         if self._queue is not None:
             self._queue.check()
+        self._recover()
         self._check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._lock:
-            if self._open_step is None:
-                self.synchronize()
-                if tried_again and not any(weight.has_new_gradient for weight in self._weights):
-                    return loss
-            self._end_provisional()
-            due = self._due()
-            if self._can_queue(due):
-                assert self._queue is not None
-                with self._queue.lock:  # none is made before all are in their order
-                    self._queue_updates(due)
-                    self._end_step()
-                return loss
+        try:
+            with self._lock:
+                self._make_step(tried_again=tried_again)
+            # In one line: an exception comes before it, and step() called again changes nothing, or
+            # after step() has returned.
+            return self._ended.clear() or loss
+        except BaseException as error:
+            self._note(error)
+            raise
+
+    def _make_step(self, *, tried_again: bool) -> None:
+        """As `step`, which was *tried_again* where a queued update has failed."""
+        if self._open_step is None:
+            self.synchronize()
+            tried_again = tried_again or bool(self._ended)
+            if tried_again and not any(weight.has_new_gradient for weight in self._weights):
+                return  # the step is made already
+        self._ended.clear()
+        self._progress.running = True
+        self._end_provisional()
+        due = self._due()
+        if self._can_queue(due):
+            with known(self._queue).lock:  # none is made before all are in their order
+                self._queue_updates(due)
+                self._end_step()
+        else:
             self._end_queueing()
             with self._clock.running():
                 self._drain()
                 self._tier.swapper.prefetch(
                     [bucket.name for bucket in due] if self._sums is None else self._sums.names(due)
                 )
-                try:
-                    for bucket in due:
-                        self._update_now(bucket)
-                finally:
-                    self._drain()
+                for bucket in due:
+                    self._update_now(bucket)
+                self._drain()
                 counts = self._counts
                 self._end_step()
             self._last = self._clock.end_step(self._steps, **counts)
-        return loss
+        self._progress.running = False
 
     def synchronize(self) -> None:
         """With `overlap_step`: return when all updates are made; on a GPU, when what is done next
@@ -344,11 +363,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return
         queue.wait()
         if self._late:
-            late, self._late = self._late, []
+            late = list(self._late)
             for index, key, before, value in late:
                 if same(self.param_groups[index].get(key), before):  # nobody has set it since
                     self.param_groups[index][key] = value
             self._changed_groups(sorted({key for _, key, _, _ in late}))
+            del self._late[: len(late)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`. What an unfinished step has not updated yet stays
@@ -359,13 +379,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
         set_to_none : bool
             Drop gradients, or fill them with zeros.
         """
+        self._recover()
+        self._ended.clear()
         self._undo_provisional()
         if self._provisional is not None:
             self._provisional.end_step()
         if self._backward is not None:
             self._backward.end_step()
         self._has_begun = False
-        if self._updated:
+        if self._updated and not self._broken:
             if any(bucket.has_gradient for bucket in self._buckets if bucket not in self._updated):
                 _log.warning(
                     "a step is given up after %d of %d buckets: their parameters are one step ahead",
@@ -373,11 +395,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     len(self._buckets),
                 )
             self._end_step()
+            self._ended.clear()
         super().zero_grad(set_to_none)
         if self._backward is not None:
             self._backward.zero(set_to_none=set_to_none)
         if self._sums is not None:
-            self._sums.clear()
+            if self._broken:
+                self._sums.reset()
+            else:
+                self._sums.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`. Where it raises, nothing is changed.
@@ -400,6 +426,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._settle()
+        self._recover()
         if isinstance(param_group, dict):  # torch refuses anything else
             materialised([param_group])
         [sample] = samples_of([param_group])
@@ -478,12 +505,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _with_states(self, collect: Callable[[], list[dict[Any, Any]]]) -> Iterator[dict[str, Any]]:
         """A state dict with the states that *collect* makes, which nobody changes in the context."""
         self._settle()
+        self._recover()
         self._check_usable()
         self._check_parameters()
         for weight in self._weights:
             if weight.fragments:
                 _check_unchanged(weight, anywhere=True)
         with self._lock:
+            self._progress.running = True
             self._drain()
             small = self._state
 
@@ -509,6 +538,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 **packed,
                 "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps},
             }
+            self._progress.running = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the plain optimizer saved, one bucket at a time.
@@ -549,6 +579,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
+            if self._broken:
+                self._reset()
             self._forget_step()
             if self._provisional is not None:
                 self._provisional.forget(self._buckets)
@@ -661,6 +693,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with self._lock:
             if not self._closed:
                 try:
+                    self._recover()
                     self.synchronize()
                 finally:
                     self._closed = True
@@ -671,9 +704,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         hook.remove()
                     if self._backward is not None:
                         self._backward.close()
-                    self._drain()
-                    if self._provisional is not None:
-                        self._provisional.abandon()
+                    if not self._broken:
+                        self._drain()
+                        if self._provisional is not None:
+                            self._provisional.abandon()
                     if self._sums is not None:
                         self._sums.close(self._weights)
                     self._tier.close()
@@ -739,9 +773,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._settle()
+        self._recover()
         with self._lock:
             self._check_usable()
             self._check_parameters()
+            self._progress.running = True
             self._drain()
             self._take_up_states()
             if self._updated:
@@ -760,17 +796,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     try:
                         for fragment in bucket.fragments:
                             fragment.weight.look()
-                        left = self._updater.call(bucket, memory, self._options_of(bucket), call)
+                        left = self._updater.call(
+                            bucket, memory, self._options_of(bucket), call, self._progress
+                        )
                     except BaseException as error:
-                        if results:
+                        # a method that raises for the first parameters is to have changed nothing
+                        self._progress.changing &= bool(results) or not isinstance(error, Exception)
+                        if self._progress.changing:
                             self._broken = f"{name}() failed for some parameters ({type(error).__name__}: {error})"
-                        self._updater.fail(bucket)
                         self._options.forget()
                         raise
                     self._options.left(left)
                     self._show(bucket)
+                    self._progress.changing = False
             self._drain()
             self._options.end(self.param_groups)
+            self._progress.running = False
             return self._agreed(f"{name}()", results or [None])
 
     def _agreed(self, name: str, values: Sequence[Any]) -> Any:
@@ -837,6 +878,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.require(nbytes)
         if foretold:
             self._tier.foretell(sizes, at_once=self._updater.at_once(trained))
+        self._progress.running = True
         self._drain()
         with torch.no_grad():
             for bucket in trained:
@@ -846,6 +888,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     )
                     self._show(bucket)
         self._drain()
+        self._progress.running = False
         self._options.forget(indices)  # a step may have begun with the other groups
         self._weights += weights
         self._buckets += buckets
@@ -868,25 +911,23 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return {index: self._options.of(index, self.param_groups[index]) for index in bucket.groups}
 
     def _update_now(self, bucket: Bucket) -> None:
-        self._options.left(self._update(bucket, self._options_of(bucket), self._steps))
+        self._options.left(
+            self._update(bucket, self._options_of(bucket), self._steps, self._progress)
+        )
         self._updated.add(bucket)
+        self._progress.changing = False
 
-    def _update(self, bucket: Bucket, options: Options, seed: int) -> Options:
-        """Update the parameters of *bucket*; what the inner optimizer has made of the *options*."""
+    def _update(self, bucket: Bucket, options: Options, seed: int, progress: Progress) -> Options:
+        """Update the parameters of *bucket*; what the inner optimizer has made of the *options*.
+        The caller records that, and then ends the change in *progress*.
+        """
         # what these raise leaves everything as it was
         if self._sums is not None:
             self._sums.take(bucket)
         memory = self._updater.open(bucket)
-        try:
-            for fragment in bucket.fragments:
-                fragment.weight.look()
-            left = self._updater.step(bucket, memory, options, seed)
-        except BaseException as error:
-            self._broken = (
-                f"a step failed in the midst of an update ({type(error).__name__}: {error})"
-            )
-            self._updater.fail(bucket)
-            raise
+        for fragment in bucket.fragments:
+            fragment.weight.look()
+        left = self._updater.step(bucket, memory, options, seed, progress)
         if self._sums is not None:
             self._sums.done(bucket)
         self._show(bucket)
@@ -896,31 +937,128 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """Update the parameters of *bucket* so that it can be undone. Where it cannot, or fails,
         `step` does it.
         """
-        provisional = self._provisional
-        assert provisional is not None
+        provisional = known(self._provisional)
         if not (provisional.may_begin(bucket) and self._updater.keeps_layout(bucket, self._steps)):
             return
         self._tier.swapper.write_back(bucket.name)  # what an undo returns to
         memory = self._updater.open(bucket)
-        try:
-            before = provisional.before(bucket)
-        except BaseException:
-            self._updater.close(bucket)
-            raise
+        before = provisional.before(bucket)
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
-            left = self._updater.step(bucket, memory, self._options_of(bucket), self._steps)
-        except BaseException:
-            self._updater.fail(bucket)
-            self._undo(lambda: provisional.roll_back(before))
+            left = self._updater.step(
+                bucket, memory, self._options_of(bucket), self._steps, self._progress
+            )
+            if provisional.draws(before):
+                self._undo(lambda: provisional.roll_back(before))
+            else:
+                provisional.made(before, left)
+                self._updated.add(bucket)
+                self._show(bucket)
+            self._progress.changing = False
+        except BaseException as error:
+            self._undo_after(error, before)
             raise
-        if provisional.draws(before):
-            self._undo(lambda: provisional.roll_back(before))
+
+    def _undo_after(self, error: BaseException, before: Before) -> None:
+        """Undo the update of *before*, which *error* has ended, without waiting for the next call: a
+        program may write to the parameters before that. An error of the undo is logged, since the
+        caller raises *error*.
+        """
+        self._broken = f"updates were being undone ({type(error).__name__}: {error})"
+        try:
+            self._updater.recover(self._buckets)
+            self._tier.end_uses()
+            for bucket in known(self._provisional).roll_back(before):
+                self._updated.discard(bucket)
+                self._show(bucket)
+        except Exception as failure:
+            _log.warning(
+                "an update was not undone, so that a checkpoint must be loaded: %s", failure
+            )
+        else:
+            self._progress.changing = False
+            self._broken = ""
+
+    # After an exception.
+
+    def _note(self, error: BaseException) -> None:
+        """Record what *error*, which ends a call, leaves for the next one."""
+        if self._progress.changing and not self._broken:
+            self._broken = (
+                f"a step failed in the midst of an update ({type(error).__name__}: {error})"
+            )
+        if self._ended:
+            for weight in self._weights:
+                weight.mark_gradient()
+
+    def _recovering(self) -> Callable[[], None]:
+        """`_recover`, for those whom this optimizer owns."""
+        source = self._source
+
+        def recover() -> None:
+            optimizer = source()
+            if optimizer is not None:
+                optimizer._recover()
+
+        return recover
+
+    def _recover(self) -> None:
+        """Continue after a call that an exception has ended, as any exception can at any line: end
+        uses of values, and find out whether the step can go on. Every method that uses values calls
+        it first.
+        """
+        if self._queue is not None and self._queue.is_dead and not self._broken:
+            self._broken = "the thread of the updates has ended"
+        if self._backward is not None and self._backward.was_cut_short() and not self._broken:
+            self._broken = "backward() failed after a part of its updates"
+        jobs_run = self._queue is not None and self._queue.is_running
+        if not (
+            self._progress.running
+            or (self._job_progress.running and not jobs_run)
+            or (self._sums is not None and self._sums.running)
+        ):
             return
-        provisional.made(before, left)
-        self._updated.add(bucket)
-        self._show(bucket)
+        with self._lock:
+            if self._queue is not None and jobs_run:
+                self._queue.quiesce()
+            self._tier.end_uses()
+            if not self._broken:
+                if self._progress.changing or self._job_progress.changing:
+                    self._broken = "a step failed in the midst of an update"
+                elif self._tier.interrupted:
+                    self._broken = "a call was interrupted"
+            if not self._broken:
+                self._updater.recover(self._buckets)
+                if self._sums is not None:
+                    self._sums.recover(self._buckets)
+                if self._provisional is not None:
+                    self._provisional.commit_but_made(self._buckets)
+                if self._ended:
+                    self._end_step()
+            self._progress.running = self._job_progress.running = False
+            if self._sums is not None:
+                self._sums.running = False
+
+    def _reset(self) -> None:
+        """Forget all states and all gradients in host memory, whatever an exception has left of
+        them.
+        """
+        if self._queue is not None:
+            self._queue.quiesce()
+            self._queue.abandon()
+            if self._queue.is_dead:
+                self._queue = UpdateQueue(self._source)
+        self._updater.reset(self._buckets)
+        if self._sums is not None:
+            self._sums.reset()
+        self._tier.reset()
+        for bucket in self._buckets:
+            bucket.forget()
+        if self._provisional is not None:
+            self._provisional.forget(())
+        self._progress, self._job_progress = Progress(), Progress()
+        self._ended.clear()
 
     def _end_provisional(self) -> None:
         """The gradients and options of this step are final: undo the updates by others."""
@@ -939,6 +1077,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         updates of this one.
         """
         if self._provisional:
+            self._recover()
             with self._lock:
                 self._undo(self._provisional.roll_back_all)
 
@@ -969,6 +1108,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return counts
 
     def _end_step(self) -> None:
+        """End a step whose updates are all made, or queued. After an exception it can be repeated."""
+        if not self._ended:
+            self._ended.append(self._steps + 1)
         self._changed_groups(self._options.end(self.param_groups))
         if self._provisional is not None:
             self._provisional.step_made()
@@ -977,7 +1119,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         else:
             self._open_step.counts = self._counts
             self._end_queued(self._open_step)
-        self._steps += 1
+        self._steps = self._ended[0]
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -1071,8 +1213,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             The drive failed.
         """
         self._settle()
+        self._recover()
         with self._lock:
             self._check_usable()
+            self._progress.running = True
             self._drain()
             form = saved.forms(weight.fragments[0]).get(key)
             if form is None:
@@ -1084,6 +1228,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 with self._updater.reading(fragment.bucket) as find:
                     values = saved.in_a_row(find(fragment, key))
                     saved.in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
+            self._progress.running = False
             return whole.to(weight.fragments[0].bucket.home)
 
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
@@ -1104,6 +1249,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             The drive failed.
         """
         self._settle()
+        self._recover()
         with self._lock:
             self._take_up_states()
             self._restore(
@@ -1127,42 +1273,34 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to
         `step`, since here other ranks would wait for this one.
         """
-        assert self._backward is not None
-        if self._backward.accumulating or self._broken:
+        backward = known(self._backward)
+        if backward.accumulating or self._broken:
             return
         # once more: there may be more processes than when the optimizer was made
-        self._backward.check(weight.parameter)
+        backward.check(weight.parameter)
         self._begin_backward()
         weight.settle_gradient()
         if self._provisional is not None or not weight.visits_device:
             await_copy(weight.parameter)  # the CPU reads the gradient
-        with self._lock:
-            if self._provisional is not None:
-                self._provisional.complete(weight)
-            for bucket in self._backward.complete(weight):
+        try:
+            with self._lock:
+                self._update_complete(weight)
+        except BaseException as error:
+            self._note(error)
+            raise
+
+    def _update_complete(self, weight: Weight) -> None:
+        """Update the buckets that waited for the gradient of *weight* alone."""
+        backward = known(self._backward)
+        self._recover()
+        self._ended.clear()
+        self._progress.running = True
+        if self._provisional is not None:
+            self._provisional.complete(weight)
+        for bucket in backward.complete(weight):
+            if not self._broken:
                 try:
-                    if not self._has_begun:
-                        self._take_up_states()
-                        self._has_begun = True
-                    for fragment in bucket.fragments:
-                        _check_gradient(fragment.weight)
-                    if self._provisional is not None:
-                        self._provisional.came_by(bucket)
-                        if self._queue is None or self._queue.quiesce():
-                            if bucket.visits_device:
-                                self._drain_after_backward()
-                            with self._clock.running():
-                                self._update_provisionally(bucket)
-                        continue
-                    if self._can_queue([bucket]):
-                        self._queue_updates([bucket])
-                    elif self._queue is None or self._queue.quiesce():
-                        if bucket.visits_device:
-                            self._drain_after_backward()
-                        with self._clock.running():
-                            self._update_now(bucket)
-                    else:
-                        continue  # an update before it has failed, which is for `step` to tell
+                    self._update_in_backward(bucket)
                 except Exception as error:
                     if not self._left:
                         _log.warning(
@@ -1170,8 +1308,37 @@ class NVMeOptimizer(torch.optim.Optimizer):
                             error,
                         )
                     self._left = self._leaves = True
-                else:
-                    self._backward.spend(bucket)
+                    self._note(error)
+                    self._recover()
+                    self._progress.running = True
+        self._progress.running = False
+
+    def _update_in_backward(self, bucket: Bucket) -> None:
+        """Update *bucket*, whose gradients are complete, now, if it can be."""
+        if not self._has_begun:
+            self._take_up_states()
+            self._has_begun = True
+        for fragment in bucket.fragments:
+            _check_gradient(fragment.weight)
+        if self._provisional is not None:
+            self._provisional.came_by(bucket)
+            if self._queue is None or self._queue.quiesce():
+                if bucket.visits_device:
+                    self._drain_after_backward()
+                with self._clock.running():
+                    self._update_provisionally(bucket)  # which `zero_grad` undoes
+            return
+        known(self._backward).begin_updates()
+        if self._can_queue([bucket]):
+            self._queue_updates([bucket])
+        elif self._queue is None or self._queue.quiesce():
+            if bucket.visits_device:
+                self._drain_after_backward()
+            with self._clock.running():
+                self._update_now(bucket)
+        else:
+            return  # an earlier update has failed; `step` raises its error
+        known(self._backward).spend(bucket)
 
     def _drain_after_backward(self) -> None:
         """Have this `backward` return when parameters in host memory have their new values there."""
@@ -1254,16 +1421,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         )
 
     def _queue_updates(self, due: Sequence[Bucket]) -> None:
-        assert self._queue is not None
-        if self._open_step is None:
-            self._open_step = Step(self, self._steps + 1, torch.get_num_threads())
-        for bucket in due:
-            for fragment in bucket.fragments:
-                self._watch_first_gradient(fragment.weight)
-            options = self._options_of(bucket)
-            self._open_step.given.update(options)
-            self._queue.add(self._open_step, bucket, options)
-            self._updated.add(bucket)
+        queue = known(self._queue)
+        with queue.lock:
+            self._progress.changing = True
+            if self._open_step is None:
+                self._open_step = Step(self, self._steps + 1, torch.get_num_threads())
+            for bucket in due:
+                for fragment in bucket.fragments:
+                    self._watch_first_gradient(fragment.weight)
+                options = self._options_of(bucket)
+                self._open_step.given.update(options)
+                queue.add(self._open_step, bucket, options)
+                self._updated.add(bucket)
+            self._progress.changing = False
 
     def _end_queueing(self) -> None:
         """Have what is queued of this step made, whose others are made here and now."""
@@ -1276,8 +1446,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """No more is to come of *step*: have its updates made in the order in which parameters were
         used last; those that backward() usually makes before, as it does.
         """
-        assert self._queue is not None
-        uses, self._queue.uses = self._queue.uses, []
+        queue = known(self._queue)
+        uses, queue.uses = queue.uses, []
         if uses:
             self._uses = {
                 weight: place for place, weight in enumerate(dict.fromkeys([*uses, *self._uses]))
@@ -1291,9 +1461,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             used = min(self._uses.get(fragment.weight, never) for fragment in bucket.fragments)
             return 0 if provisional is None else provisional.place(bucket), used
 
-        self._queue.waited_seconds = 0.0
-        self._queue.end(step, place)
-        self._open_step, self._backward_begins = None, True
+        queue.waited_seconds = 0.0
+        with queue.lock:
+            self._progress.changing = True
+            queue.end(step, place)
+            self._open_step, self._backward_begins = None, True
+            self._progress.changing = False
 
     def run_job(self, job: Job) -> None:
         """Make a queued update, in the thread of the queue. Nobody else uses the swapper until it
@@ -1309,13 +1482,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
         OffloadError
             The drive failed. The job can be run again.
         """
+        if self._job_progress.running:
+            self._recover_job()
+        self._job_progress.running = True
         step = job.step
         if step.hints:
             self._tier.swapper.prefetch(step.hints)
             step.hints = []
         with self._clock.running():
             if job.bucket is not None:
-                step.left.update(self._update(job.bucket, job.options, step.number - 1))
+                step.left.update(
+                    self._update(job.bucket, job.options, step.number - 1, self._job_progress)
+                )
                 if job.bucket.visits_device:
                     self._updater.drain()  # the CPU uses the parameters next
                 return
@@ -1324,6 +1502,23 @@ class NVMeOptimizer(torch.optim.Optimizer):
             for index, key, value in differences(step.given, step.left):
                 self._late.append((index, key, step.given[index].get(key), value))
         self._last = self._clock.end_step(step.number, **step.counts)
+
+    def job_ended(self, error: BaseException | None) -> None:
+        """The queue has recorded that the last job is made, or that *error* has ended it."""
+        if error is None:
+            self._job_progress.changing = self._job_progress.running = False
+        elif self._job_progress.changing and not self._broken:
+            self._broken = (
+                f"a step failed in the midst of an update ({type(error).__name__}: {error})"
+            )
+
+    def _recover_job(self) -> None:
+        """As `_recover`, before a job that has failed is made again."""
+        self._tier.end_uses()
+        if self._tier.interrupted and not self._broken:
+            self._broken = "a call was interrupted"
+        self._check_usable()
+        self._updater.recover(self._buckets)
 
     def _watch_first_gradient(self, weight: Weight) -> None:
         """Have nothing to come when a backward pass begins: it may write to gradients, as do DDP's
@@ -1364,12 +1559,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _give_up_what_fails(self) -> None:
         """Before states are loaded: wait for what is to come, and give up what cannot be made."""
+        self._recover()
         try:
             self._settle()
         except Exception as error:
-            assert self._queue is not None
             _log.warning("updates are given up, since states are loaded: %s", error)
-            self._queue.abandon()
+            if self._queue is not None:
+                self._queue.abandon()
 
     def _check_parameters(self) -> None:
         """Whoever puts other parameters into the groups, as some do after sharding a model, must be

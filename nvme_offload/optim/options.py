@@ -61,8 +61,8 @@ class StepOptions:
     def forget(self, indices: Iterable[int] | None = None) -> None:
         """Leave the groups as they are: all groups, or only the groups of *indices*."""
         for index in [*self._before, *self._after] if indices is None else indices:
+            self._after.pop(index, None)  # first: an exception may come between the two
             self._before.pop(index, None)
-            self._after.pop(index, None)
 
 
 def differences(

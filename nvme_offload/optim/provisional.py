@@ -100,7 +100,7 @@ class _RandomNumbers:
 
 
 @dataclasses.dataclass(eq=False)
-class _Before:
+class Before:
     """What an update of *bucket* replaces, but for the bucket's value: *elements* of parameters, and
     of each fragment the small *states* and how many changes by others its master has *taken_up*.
     *left*: the options of groups that the update left.
@@ -139,7 +139,7 @@ class ProvisionalUpdates:
         self._forward_share = FORWARD_SHARE if overlap else 0.0
         self._owner = weakref.ref(owner)
         self._forward_hook: Any = None  # while there are updates
-        self._made: dict[Bucket, _Before] = {}
+        self._made: dict[Bucket, Before] = {}
         self._order: dict[Bucket, int] = {}
         self._sample: _Gradient | None = None  # the first that was complete in this step
         self._expects_changes = self._draws = False
@@ -200,12 +200,12 @@ class ProvisionalUpdates:
             and self._order.get(bucket, 0) * _GOLDEN % 1 >= self._forward_share
         )
 
-    def before(self, bucket: Bucket) -> _Before:
+    def before(self, bucket: Bucket) -> Before:
         """Keep what an update of *bucket*, whose value is in use and on the drive, will replace.
         Raises: where there is no memory for copies; nothing is kept then.
         """
         weights = dict.fromkeys(fragment.weight for fragment in bucket.fragments)
-        before = _Before(
+        before = Before(
             bucket,
             [_Gradient.of(fragment) for fragment in bucket.fragments],
             _RandomNumbers.on(bucket.device),
@@ -218,7 +218,7 @@ class ProvisionalUpdates:
         bucket.is_retained = True
         return before
 
-    def draws(self, before: _Before) -> bool:
+    def draws(self, before: Before) -> bool:
         """Whether the update of *before* drew random numbers: then bits depend on the order of
         updates, so that it has to be undone, and none is made provisionally any more.
         """
@@ -228,7 +228,7 @@ class ProvisionalUpdates:
         before.random.restore()
         return True
 
-    def made(self, before: _Before, left: Options) -> None:
+    def made(self, before: Before, left: Options) -> None:
         """The update of the bucket of *before* is made, and has *left* these options of groups."""
         before.left = left
         self._made[before.bucket] = before
@@ -246,7 +246,7 @@ class ProvisionalUpdates:
                 "or call optimizer.zero_grad() and begin the step anew"
             )
 
-    def roll_back(self, before: _Before, others: Container[Weight] = ()) -> list[Bucket]:
+    def roll_back(self, before: Before, others: Container[Weight] = ()) -> list[Bucket]:
         """Undo an update, made or half made, whose value is not in use: its bucket. Parameters of
         *others*, to which somebody has written meanwhile, keep what they have.
         """
@@ -304,6 +304,15 @@ class ProvisionalUpdates:
         for before in reversed(self._made.values()):
             _restore(before, others)
         self._clear()
+
+    def commit_but_made(self, buckets: Iterable[Bucket]) -> None:
+        """Release the old versions of *buckets* that `made` was not called for. An exception has
+        ended their updates before anything changed.
+        """
+        for bucket in buckets:
+            if bucket not in self._made:
+                self._tier.swapper.commit(bucket.name)
+                bucket.is_retained = False
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
         """Let go of the updates, also of those that were undone in part: other states are loaded
@@ -369,7 +378,7 @@ def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
     return changed
 
 
-def _restore(before: _Before, others: Container[Weight]) -> None:
+def _restore(before: Before, others: Container[Weight]) -> None:
     """Give parameters, but for *others*, and small states back what they were."""
     bucket = before.bucket
     with torch.no_grad():

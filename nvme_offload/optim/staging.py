@@ -56,6 +56,9 @@ class Stager(Protocol):
     def drain(self) -> None:
         """Return when everything that was given back is where it should be."""
 
+    def recover(self) -> None:
+        """Have nothing, and no copy under way, after an exception. Uses the swapper for nothing."""
+
 
 class HostStager:
     """For parameters on the CPU: the bytes are used where they lie."""
@@ -81,8 +84,8 @@ class HostStager:
     def give_back(self, *, changed: bool) -> None:
         """See `Stager`."""
         if self._held is not None:
-            self._tier.swapper.release(self._held, changed=changed)
-            self._held = None
+            name, self._held = self._held, None
+            self._tier.swapper.release(name, changed=changed)
 
     def bring(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
@@ -95,6 +98,10 @@ class HostStager:
 
     def drain(self) -> None:
         """See `Stager`."""
+
+    def recover(self) -> None:
+        """See `Stager`."""
+        self._held = None
 
 
 class _Return(NamedTuple):
@@ -223,6 +230,12 @@ class DeviceStager:
         if not self._tier.swapper.stays(name):
             return PLACES - 1
         return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
+
+    def recover(self) -> None:
+        """See `Stager`."""
+        torch.cuda.synchronize(self._device)
+        self._held, self._has_weights, self._taken_back = None, False, None
+        self._returns.clear()
 
     def _obtain(self, ask: Any) -> torch.Tensor:
         while True:

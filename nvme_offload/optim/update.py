@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OutOfHostMemoryError
+from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
     Layout,
     StateFormat,
@@ -32,6 +32,7 @@ from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
 from ..units import format_bytes
 from .buckets import Bucket, Fragment
+from .progress import Progress
 from .staging import PLACES, DeviceStager, HostStager, Stager
 
 _LOADING = -1  # in the place of a step
@@ -106,22 +107,32 @@ class Updater:
         memory = (
             stager.renew(bucket.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bucket)
         )
-        bucket.layout, bucket.rest_bytes = layout, 0
         for fragment in bucket.fragments:
             fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}
             fragment.look_at_strides()
             fragment.stepped = False
             fragment.changes = -1  # so that the master is made from the weight
+        bucket.rest_bytes = 0
+        bucket.layout = layout  # last: until then an exception leaves the bucket without a value
         return memory
 
-    def step(self, bucket: Bucket, memory: torch.Tensor, options: Options, seed: int) -> Options:
+    def step(
+        self,
+        bucket: Bucket,
+        memory: torch.Tensor,
+        options: Options,
+        seed: int,
+        progress: Progress,
+    ) -> Options:
         """Update the parameters of the opened *bucket* by their gradients; what the inner optimizer
-        has made of the *options*.
+        has made of the *options*. *progress* records when the change begins.
         """
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
         with self._on_stream(bucket):
-            inner, memory = self._bound(bucket, memory, options, seed, raw_step, steps=True)
+            inner, memory = self._bound(
+                bucket, memory, options, seed, raw_step, progress, steps=True
+            )
             self._stager(bucket).give_back(changed=True)
         if bucket.device.type == "cpu":
             # At first of the states that the inner optimizer has made, whose bytes are in the
@@ -138,12 +149,13 @@ class Updater:
         memory: torch.Tensor,
         options: Options,
         method: Callable[[torch.optim.Optimizer], Any],
+        progress: Progress,
     ) -> Options:
         """Let the inner optimizer of the opened *bucket* do what *method* does, which may change
         parameters and states; as `step`.
         """
         with self._on_stream(bucket):
-            inner, _ = self._bound(bucket, memory, options, 0, lambda _: method)
+            inner, _ = self._bound(bucket, memory, options, 0, lambda _: method, progress)
             self._stager(bucket).give_back(changed=True)
         for fragment in bucket.fragments:
             fragment.weight.updated(always=True)
@@ -154,29 +166,35 @@ class Updater:
         then.
         """
         with self._on_stream(bucket):
-            self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
+            self._bound(bucket, memory, options, 0, lambda inner: lambda _: None, Progress())
             self._stager(bucket).give_back(changed=True)
-
-    def close(self, bucket: Bucket) -> None:
-        """Give an opened bucket back, unchanged."""
-        self._stager(bucket).give_back(changed=False)
 
     def keeps_layout(self, bucket: Bucket, seed: int) -> bool:
         """Whether a step of *bucket* that has this *seed* leaves its layout as it is, as far as the
         format goes.
         """
-        assert bucket.layout is not None
-        return not looks_at(self._format, seed + 1) and not self._is_too_narrow(bucket.layout)
+        return not looks_at(self._format, seed + 1) and not self._is_too_narrow(
+            known(bucket.layout)
+        )
 
     def _is_too_narrow(self, layout: Layout) -> bool:
         return self._format.wide and any(
             slot.exponents is not None for slot in layout.states.values()
         )
 
-    def fail(self, bucket: Bucket) -> None:
-        """Give an opened bucket back after an error, as it was in memory."""
-        self._unbind(bucket)
-        self._stager(bucket).give_back(changed=bucket.device.type == "cpu")
+    def recover(self, buckets: Iterable[Bucket]) -> None:
+        """Have no bucket open, after an exception. The swapper has ended the uses of all values, as
+        they are in host memory.
+        """
+        for stager in [*self._stagers.values(), self._host]:
+            stager.recover()
+        for bucket in buckets:
+            self._unbind(bucket)
+
+    def reset(self, buckets: Iterable[Bucket]) -> None:
+        """As `recover`, before the swapper is reset."""
+        self.recover(buckets)
+        self._widened_when = None
 
     # Whole values, for checkpoints; on the CPU, wherever the parameters are.
 
@@ -192,18 +210,15 @@ class Updater:
             if bucket.nbytes
             else torch.empty(0, dtype=torch.uint8)
         )
-        try:
-            yield memory
-        finally:
-            self._host.give_back(changed=False)
+        yield memory
+        self._host.give_back(changed=False)  # after an exception, `recover` ends the use
 
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
         """The states of the fragments of a bucket that has a layout, and their masters, by key: on
         the CPU, for the time of the context.
         """
-        layout = bucket.layout
-        assert layout is not None
+        layout = known(bucket.layout)
         try:
             with self.kept(bucket) as memory:
                 scratch = self._scratch_of(self._format.unpacked_elements(layout))
@@ -238,30 +253,27 @@ class Updater:
         layout = bucket.layout = self._format.layout(bucket.numel, dtypes, bucket.dtype, self._name)
         bucket.rest_bytes = rest_bytes
         memory = self._renewed(bucket, self._host)
-        try:
-            # which the master, once it is rounded, is written to: the parameters themselves are not
-            # for us to load
-            flats = _host_copies(bucket)
-            working = bucket.with_gaps(flats)
-            master, states = self._format.unpack(
-                layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout))
-            )
-            if master is not None:
-                for fragment, flat in zip(bucket.fragments, flats, strict=True):
-                    fragment.flat_within(master).copy_(flat)
-            fill(_finder(master, states, memory[layout.nbytes :]))
-            names = bucket.block_names("cpu") if self._format.eight_bit else None
-            if self._format.eight_bit:
-                if self._widen(
-                    layout, states, _LOADING, [groups[index] for index in bucket.groups]
-                ):
-                    return False
-                if self._widened_when == _LOADING:
-                    round_near(layout, states, self._far, 0, names)
+        # which the master, once it is rounded, is written to: the parameters themselves are not for
+        # us to load
+        flats = _host_copies(bucket)
+        working = bucket.with_gaps(flats)
+        master, states = self._format.unpack(
+            layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout))
+        )
+        if master is not None:
+            for fragment, flat in zip(bucket.fragments, flats, strict=True):
+                fragment.flat_within(master).copy_(flat)
+        fill(_finder(master, states, memory[layout.nbytes :]))
+        names = bucket.block_names("cpu") if self._format.eight_bit else None
+        fits = not self._format.eight_bit or not self._widen(
+            layout, states, _LOADING, [groups[index] for index in bucket.groups]
+        )
+        if fits:
+            if self._widened_when == _LOADING:
+                round_near(layout, states, self._far, 0, names)
             self._format.pack(layout, memory, working, master, states, 0, names)
-            return True
-        finally:
-            self._host.give_back(changed=True)
+        self._host.give_back(changed=True)
+        return fits
 
     # Inside.
 
@@ -298,11 +310,12 @@ class Updater:
         options: Options,
         seed: int,
         act: Callable[[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Any]],
+        progress: Progress,
         *,
         steps: bool = False,
     ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
         """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
-        assert bucket.layout is not None
+        layout = known(bucket.layout)
         own = bucket.weights()
         own_flats = [
             fragment.in_memory_order(weight)
@@ -317,8 +330,8 @@ class Updater:
                 for fragment, flat in zip(bucket.fragments, flats, strict=True)
             ]
         working = bucket.with_gaps(flats)
-        widened, unpacked = self._room_beside(bucket, bucket.layout)
-        master, states = self._format.unpack(bucket.layout, memory, working, unpacked)
+        widened, unpacked = self._room_beside(bucket, layout)
+        master, states = self._format.unpack(layout, memory, working, unpacked)
         for fragment, weight, gradient in zip(bucket.fragments, weights, gradients, strict=True):
             if master is not None:
                 self._follow(fragment, weight, fragment.within(master))
@@ -328,17 +341,19 @@ class Updater:
                     gradient, widened, copy=bucket.is_retained and not bucket.visits_device
                 )
             for key, leaf in fragment.leaves.items():
-                leaf.data = fragment.state(key, states, memory[bucket.layout.nbytes :])
+                leaf.data = fragment.state(key, states, memory[layout.nbytes :])
         inner = self._inner(bucket, options)
-        act(inner)(inner)
+        action = act(inner)
+        progress.begin_change()
+        action(inner)
         memory, master, states = self._collected(bucket, memory, working, master, states)
         names = bucket.block_names() if self._format.eight_bit else None
         if steps and looks_at(self._format, seed + 1):
-            if self._widen(bucket.layout, states, seed, options.values()):
+            if self._widen(known(bucket.layout), states, seed, options.values()):
                 memory, master, states = self._collected(bucket, memory, working, master, states)
             if self._widened_when == seed:
-                round_near(bucket.layout, states, self._far, seed, names)
-        self._format.pack(bucket.layout, memory, working, master, states, seed, names)
+                round_near(known(bucket.layout), states, self._far, seed, names)
+        self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
         apart = [
             (weight, flat.as_strided(fragment.shape, fragment.strides))
             for fragment, weight, flat in zip(bucket.fragments, own, own_flats, strict=True)
@@ -352,6 +367,8 @@ class Updater:
         if master is not None or bucket.visits_device:
             for weight, flat in apart:
                 weight.copy_(flat)
+        for fragment in bucket.fragments:
+            fragment.changes = fragment.weight.changes  # which the master has followed
         self._unbind(bucket)
         return inner, memory
 
@@ -443,7 +460,6 @@ class Updater:
                 else master.to(weight.dtype) != weight
             )
             master.copy_(torch.where(new, weight.to(master.dtype), master))
-        fragment.changes = fragment.weight.changes
 
     def _inner(self, bucket: Bucket, options: Options) -> torch.optim.Optimizer:
         given = {index: copy.deepcopy(dict(options[index])) for index in bucket.groups}
@@ -452,21 +468,18 @@ class Updater:
                 index: [fragment.shadow for fragment in bucket.fragments if fragment.group == index]
                 for index in given
             }
-            bucket.inner = self.make(
-                [{**given[index], "params": shadows[index]} for index in given]
-            )
+            inner = self.make([{**given[index], "params": shadows[index]} for index in given])
             for name, value in self.attributes.items():
-                setattr(bucket.inner, name, value)
+                setattr(inner, name, value)
             loaded = {
                 fragment.shadow: fragment.states for fragment in bucket.fragments if fragment.states
             }
             # by an earlier version of the class, perhaps, so that it must look at them as it does
             # when it loads by itself
             if loaded:
-                bucket.inner.state.update(loaded)
-                bucket.inner.__setstate__(
-                    {"state": bucket.inner.state, "param_groups": bucket.inner.param_groups}
-                )
+                inner.state.update(loaded)
+                inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+            bucket.inner = inner  # last: an exception leaves none, or a whole one
         for group, new in zip(bucket.inner.param_groups, given.values(), strict=True):
             group.update(new)
         return bucket.inner
@@ -482,8 +495,7 @@ class Updater:
         """See that all that travels is in *states*; where the bucket's value has no place for it,
         make it anew.
         """
-        layout = bucket.layout
-        assert layout is not None
+        layout = known(bucket.layout)
         for fragment in bucket.fragments:
             if bucket.inner is not None and fragment.shadow in bucket.inner.state:
                 fragment.states = bucket.inner.state[fragment.shadow]

@@ -55,17 +55,20 @@ class Job(NamedTuple):
 
 
 class UpdateQueue:
-    """Jobs, which a thread of the queue's own makes one after the other by its owner's `run_job`.
+    """Jobs, which a thread of the queue's own makes one after the other by its *owner*'s `run_job`,
+    and records by its `job_ended`.
 
     A job that fails stops the queue. Who waits next is told what went wrong, and who waits after
-    that has it tried again.
+    that has it tried again. While the owner is broken, or once an exception has ended the thread
+    outside of a job, no job is made, and waits end by forgetting them.
 
     Attributes: *lock*, under which jobs are put together; *waited_seconds*, that callers waited
     since it was last set to 0; *uses*, weights in the order in which they were first used. Lifetime:
     the thread ends by `stop`, when the queue is garbage, or with the process, after the jobs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: weakref.ref[Any]) -> None:
+        self._owner = owner
         self.lock = threading.Condition()
         self.waited_seconds = 0.0
         self.uses: list[Weight] = []
@@ -86,6 +89,17 @@ class UpdateQueue:
     def told(self) -> bool:
         """Whether a caller was told of an error, and nobody has waited since."""
         return self._failed and self._error is None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether an exception has ended the thread."""
+        return self._thread is not None and not self._thread.is_alive() and not self._stopping
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread makes a job, or will without a further call."""
+        with self.lock:
+            return not self._is_idle()
 
     @property
     def has_jobs(self) -> bool:
@@ -188,8 +202,8 @@ class UpdateQueue:
         if self._is_worker():
             return False
         with self.lock:
-            wait_for(self.lock, lambda: self._current is None and (not self._jobs or self._failed))
-            return not self._jobs
+            wait_for(self.lock, self._is_idle)
+            return not self._jobs and not self._is_void()
 
     def stop(self, *, finish: bool) -> None:
         """End the thread, after all jobs or after the one that is being made; nothing waits for
@@ -232,8 +246,13 @@ class UpdateQueue:
             began = time.perf_counter()
             try:
                 while not is_done():
+                    if self._is_void():
+                        wait_for(self.lock, self._is_idle)
+                        self._tell()
+                        self.abandon()
+                        return
                     self._try_again()
-                    wait_for(self.lock, lambda: is_done() or self._failed)
+                    wait_for(self.lock, lambda: is_done() or self._failed or self._is_void())
                     if not is_done():
                         self._tell()
             finally:
@@ -245,7 +264,7 @@ class UpdateQueue:
         """
         error, self._error = self._error, None
         if error is not None:
-            if self._jobs and self._jobs[0].step.owner.is_broken:
+            if self._is_void():
                 self.abandon()
             try:
                 raise error
@@ -266,6 +285,17 @@ class UpdateQueue:
     def _is_done(self) -> bool:
         return not self._jobs and self._current is None
 
+    def _is_void(self) -> bool:
+        """Whether no job will be made, since parameters and states are not whole."""
+        owner = self._owner()
+        return self.is_dead or (owner is not None and owner.is_broken)
+
+    def _is_idle(self) -> bool:
+        """Whether the thread makes no job, and will make none without a further call."""
+        return self.is_dead or (
+            self._current is None and (not self._jobs or self._failed or self._is_void())
+        )
+
     def _is_worker(self, thread: threading.Thread | None = None) -> bool:
         return threading.current_thread() is (thread or self._thread)
 
@@ -279,7 +309,7 @@ class UpdateQueue:
 
     def take(self) -> Job | None:
         """The next job, if there is one to be made now. Under the lock."""
-        if not self._jobs or self._failed:
+        if not self._jobs or self._failed or self._is_void():
             return None
         self._current = self._jobs.popleft()
         return self._current
@@ -302,8 +332,8 @@ class UpdateQueue:
             if hasattr(error, "add_note"):
                 error.add_note(f"in the updates of step {job.step.number} of NVMeOptimizer")
         with self.lock:
-            self._current = None
             if error is not None:
+                job.step.owner.job_ended(error)
                 self._jobs.appendleft(job)
                 self._failed, self._error = True, error
             else:
@@ -313,6 +343,8 @@ class UpdateQueue:
                     if awaited.left == 0:
                         awaited.values = None
                         awaited.weight.awaited = None
+                job.step.owner.job_ended(None)
+            self._current = None  # last: an exception before it ends the thread, which is noticed
             self.lock.notify_all()
 
     @contextlib.contextmanager
@@ -367,7 +399,17 @@ def _before_compiling() -> None:
 
 
 def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
-    """The thread: holds the queue only while it makes a job."""
+    """Run the thread. An exception outside of a job ends it, and the next wait raises it."""
+    try:
+        _make_jobs(reference, lock)
+    except BaseException as error:
+        queue = reference()
+        if queue is not None:
+            queue._error = error
+
+
+def _make_jobs(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+    """Holds the queue only while it makes a job."""
     while True:
         with lock:
             while True:

@@ -570,8 +570,14 @@ class TensorStore(Closing):
         with self._catalog.lock:
             if self._catalog.closed:
                 raise UsageError("the store is closed")
+            interrupted = self._catalog.changing.interrupted_by
             self._catalog.changing.interrupted_by = "reset()"  # should an exception end this
             self._wait_for_all()
+            if not interrupted:
+                for name in self._catalog.sizes():
+                    self._catalog.forget(name)
+                self._catalog.changing.interrupted_by = ""
+                return
             if self._owned_engine is not None:
                 # which waits also for a request whose ticket was lost
                 with contextlib.suppress(OffloadError):

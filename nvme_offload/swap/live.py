@@ -39,7 +39,7 @@ class Live:
     def __init__(self, tier: Tier) -> None:
         self._tier = weakref.ref(tier)
         self._disks = Disks(tier.paths)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see `Catalog.lock`
         # Of the last whole step, from its beginning on: what had moved by when, (bytes, seconds).
         self._last: list[tuple[int, float]] = []
         self._begin(tier.counters(), self._disks.counters())

@@ -1,0 +1,135 @@
+"""Ctrl-C and other exceptions at any line of a step: it continues with the same bits, or it says that a
+checkpoint has to be loaded, and loading restores it. `python -m sweeps.interrupts` prints the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+from interrupted import MODES, found, outcome
+from interrupts import Place, sample
+from reference import differing, model, train
+
+from nvme_offload.errors import UsageError
+from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim.update import Updater
+
+ERRORS = (KeyboardInterrupt, MemoryError)
+GOOD = {"exact", "refused", "unreached"}
+
+
+def tried(mode: str, places: list[Place], place: Path) -> Counter[str]:
+    """How often each outcome was seen."""
+    return Counter(
+        outcome(mode, at, ERRORS[index % 2]("made up"), place) for index, at in enumerate(places)
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_is_interrupted_goes_on_or_is_refused(tmp_path, mode):
+    places = found(mode, tmp_path)
+    outcomes = tried(mode, [*sample(places, 12, first=5)], tmp_path)
+    assert outcomes.keys() <= GOOD, outcomes
+    assert outcomes.total() > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_goes_on_or_is_refused_wherever_it_is_interrupted(tmp_path, mode):
+    outcomes = tried(mode, [*sample(found(mode, tmp_path), 60)], tmp_path)
+    assert outcomes.keys() <= GOOD, outcomes
+    assert outcomes["exact"] > 0
+    assert outcomes["refused"] > 0
+
+
+def begun(place: Path, **options: object) -> tuple[list[torch.nn.Parameter], NVMeOptimizer]:
+    params = list(model().parameters())
+    optimizer = NVMeOptimizer(params, lr=1e-2, paths=place, host_memory="64MB", **options)
+    train(params, optimizer, steps=2)
+    return params, optimizer
+
+
+def expected(steps: int) -> list[torch.nn.Parameter]:
+    params = list(model().parameters())
+    train(params, torch.optim.AdamW(params, lr=1e-2), steps=steps)
+    return params
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": "host"}, {"overlap_step": True}])
+def test_a_step_that_is_made_is_not_made_again(tmp_path, monkeypatch, options):
+    """Ctrl-C comes after the last update. The next step, with other gradients, is made."""
+    params, optimizer = begun(tmp_path, **options)
+    ended = optimizer._forget_step
+
+    def interrupted():
+        monkeypatch.undo()
+        ended()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer, "_forget_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(params, optimizer, steps=1, first=2)
+    optimizer.step()
+    assert optimizer.state_dict()["nvme_offload"]["steps"] == 3
+    assert differing(params, expected(3)) == []
+    train(params, optimizer, steps=1, first=3)
+    optimizer.synchronize()
+    assert differing(params, expected(4)) == []
+    optimizer.close()
+
+
+def test_an_exception_before_an_update_changes_nothing(tmp_path, monkeypatch):
+    """As where a GPU has no memory for a bucket that host memory has already."""
+    params, optimizer = begun(tmp_path)
+    opened = Updater.open
+
+    def no_memory(updater, bucket):
+        opened(updater, bucket)
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(Updater, "open", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(params, optimizer, steps=1, first=2)
+    optimizer.step()
+    optimizer.close()
+    assert differing(params, expected(3)) == []
+
+
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_a_load_restores_what_an_exception_has_ended(tmp_path, monkeypatch, weights_first):
+    """In the middle of a call of the store, and into the same objects, without a new drive."""
+    params, optimizer = begun(tmp_path)
+    saved = optimizer.state_dict()
+    weights = [parameter.detach().clone() for parameter in params]
+
+    def load_weights():
+        with torch.no_grad():
+            for parameter, value in zip(params, weights, strict=True):
+                parameter.copy_(value)
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nvme_offload.swap.schedule.Schedule.take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(params, optimizer, steps=1, first=2)
+    for use in (optimizer.step, optimizer.state_dict, functools.partial(optimizer.save, "x")):
+        with pytest.raises(UsageError, match="load both from a checkpoint"):
+            use()
+    if weights_first:
+        load_weights()
+    optimizer.load_state_dict(saved)
+    if not weights_first:
+        load_weights()
+    train(params, optimizer, steps=2, first=2)
+    optimizer.close()
+    assert differing(params, expected(4)) == []
