@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -93,14 +93,23 @@ def _deepspeed_is_loaded() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     if os.environ.get(SWITCH) == ALWAYS:
-        _guarded(_enable)
-    else:
-        _guarded(_watch_configurations)
+        try:
+            _enable()
+            return
+        except Exception as error:
+            _warn(error)
+    try:
+        _watch_configurations()
+    except Exception as error:
+        _warn(error)
 
 
 def _watch_configurations() -> None:
     """Enable when DeepSpeed has parsed a configuration with the section, as `deepspeed.initialize`
     and `zero.Init` do before they make anything of it.
+
+    Where that fails, the parse raises UnsupportedError: DeepSpeed would offload in another way than
+    the configuration says.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -109,12 +118,38 @@ def _watch_configurations() -> None:
     @functools.wraps(parse)
     def parse_and_enable(self: Any, *args: Any, **kwargs: Any) -> None:
         parse(self, *args, **kwargs)
-        if _SECTION in self._param_dict:
-            if DeepSpeedConfig.__init__ is parse_and_enable:
-                DeepSpeedConfig.__init__ = parse
-            _guarded(_enable)
+        ds_config: Mapping[str, Any] = self._param_dict
+        if _SECTION not in ds_config:
+            if _offloads(ds_config):
+                from .zero3.settings import question_names
+
+                question_names(ds_config)
+            return
+        try:
+            _enable()
+        except Exception as error:
+            from .errors import UnsupportedError
+
+            raise UnsupportedError(
+                f'the DeepSpeed configuration has the section "{_SECTION}", and nvme_offload cannot be enabled: {error}; '
+                f"to use DeepSpeed's own offload, remove the section or set {SWITCH}={OFF}"
+            ) from error
+        if DeepSpeedConfig.__init__ is parse_and_enable:
+            DeepSpeedConfig.__init__ = parse
+        from .zero3.settings import refuse_ineffective
+
+        refuse_ineffective(ds_config)
 
     DeepSpeedConfig.__init__ = parse_and_enable
+
+
+def _offloads(ds_config: Mapping[str, Any]) -> bool:
+    """Whether *ds_config* has "device": "nvme"."""
+    zero = ds_config.get("zero_optimization")
+    sections = zero.values() if isinstance(zero, Mapping) else ()
+    return any(
+        isinstance(section, Mapping) and section.get("device") == "nvme" for section in sections
+    )
 
 
 def _enable() -> None:
@@ -123,17 +158,13 @@ def _enable() -> None:
     zero3._enable_unless_disabled()
 
 
-def _guarded(action: Callable[[], None]) -> None:
-    """Do *action*; what goes wrong is a warning, and DeepSpeed goes on with its own offload."""
-    try:
-        action()
-    except Exception as error:
-        import logging
+def _warn(error: Exception) -> None:
+    import logging
 
-        _log = logging.getLogger(__name__)
-        _log.warning(
-            "DeepSpeed goes on with its own offload, since nvme_offload could not be enabled: %s; "
-            "%s=0 leaves it out",
-            error,
-            SWITCH,
-        )
+    _log = logging.getLogger(__name__)
+    _log.warning(
+        "DeepSpeed goes on with its own offload, since nvme_offload could not be enabled: %s; "
+        "%s=0 leaves it out",
+        error,
+        SWITCH,
+    )

@@ -68,12 +68,14 @@ def enable() -> None:
     from . import checkpoint, compiling, op, overlap, precision
     from .inference import Inference
     from .param_swapper import parameter_swapper
-    from .settings import checked
+    from .settings import checked, checked_first
     from .stage3 import Stage3
 
     op.install()
     _replace(OpBuilder, "jit_load", compiling.announced(OpBuilder.jit_load))
     _replace(config, "get_aio_config", checked(config.get_aio_config))
+    parsed = config.DeepSpeedConfig
+    _replace(parsed, "_do_sanity_check", checked_first(parsed._do_sanity_check))
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
     _replace(

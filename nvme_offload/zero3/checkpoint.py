@@ -40,7 +40,7 @@ from . import compat, states
 from .agreement import all_or_none, all_ranks, of_all_ranks
 from .inference import Inference
 from .param_swapper import is_offloaded
-from .settings import refuse_memory_features, warn_of_mistakes
+from .settings import refuse_ineffective, refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
 from .weights import SavedWeights
 
@@ -81,6 +81,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
     def _configure_optimizer(self: Any, *args: Any, **named: Any) -> None:
         def check() -> None:
+            refuse_ineffective(self._config._param_dict)
             warn_of_mistakes(self._config._param_dict)
             refuse_memory_features(self._config._param_dict)
 

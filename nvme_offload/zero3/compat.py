@@ -130,6 +130,10 @@ CONTRACT: Mapping[str, str] = {
         torch_autocast_gradscaler >=0.17.6
         trainable_param_groups
     """,
+    "deepspeed.runtime.config:DeepSpeedConfig": """
+        _do_sanity_check()
+        _param_dict
+    """,
     "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
         elements >=0.17.2
         params >=0.17.2
@@ -167,7 +171,6 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.runtime.engine": "DeepSpeedZeRoOffload",
     "deepspeed.runtime.config": "get_aio_config(param_dict)",
-    "deepspeed.runtime.config:DeepSpeedConfig": "_param_dict",
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
     "deepspeed.runtime.zero.parameter_offload": """
         FWD_MODULE_STACK

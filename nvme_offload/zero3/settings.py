@@ -41,6 +41,8 @@ _PARAMETERS_IN_MEMORY = (
     ("zero_optimization", "zero_hpz_partition_size"),
     ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
+# Keys of the section that DeepSpeed and other tools have no use for, wherever they are.
+_OWN_KEYS = {"swappers", "host_memory", "state_format", "missing_gradients", "overlap_step"}
 # from this similarity on, an unknown key is taken for a misspelled one
 _LIKENESS = 0.8
 
@@ -179,6 +181,66 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_absolute(paths)))
 
 
+def refuse_ineffective(ds_config: Mapping[str, Any]) -> None:
+    """Refuse settings that would have no effect.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Raises
+    ------
+    UnsupportedError
+        A section has "device": "nvme", and the ZeRO stage keeps everything in memory.
+    UsageError
+        A key of the section "nvme_offload" is at the top level.
+    """
+    question_names(ds_config)
+    zero = ds_config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+    for name in ("offload_param", "offload_optimizer"):
+        device = _value(ds_config, ("zero_optimization", name, "device"))
+        if device == "nvme" and stage in (0, 1, 2):
+            raise UnsupportedError(
+                f'"{name}" has "device": "nvme", and with "stage": {stage} DeepSpeed keeps everything in memory: set "stage": 3, or train without DeepSpeed, '
+                'with nvme_offload.NVMeOptimizer; "device": "cpu" is what DeepSpeed does now'
+            )
+
+
+def question_names(ds_config: Mapping[str, Any]) -> None:
+    """Refuse keys of the section "nvme_offload" at the top level, and log a warning, once each, of
+    sections that were probably meant to be that section.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Raises
+    ------
+    UsageError
+        A key of the section is at the top level.
+    """
+    for key in _OWN_KEYS.intersection(ds_config):
+        raise UsageError(
+            f'"{key}" has no effect at the top level of the DeepSpeed configuration: move it to the section "{SECTION}"'
+        )
+    for line in _name_warnings(ds_config):
+        _warn_once(line)
+
+
+def checked_first(sanity_check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """*sanity_check*, the last call of `DeepSpeedConfig.__init__`, after `refuse_ineffective`."""
+
+    @functools.wraps(sanity_check)
+    def checking(config: Any) -> None:
+        refuse_ineffective(config._param_dict)
+        sanity_check(config)
+
+    return checking
+
+
 def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
     """Refuse features that do not work with states, or parameters, on a drive.
 
@@ -232,31 +294,42 @@ def warn_of_mistakes(ds_config: Mapping[str, Any]) -> None:
         As `Settings.of`.
     """
     for line in _config_warnings(ds_config):
-        if line not in _asked:
-            _asked.add(line)
-            _log.warning("%s", line)
+        _warn_once(line)
+
+
+def _warn_once(line: str) -> None:
+    if line not in _asked:
+        _asked.add(line)
+        _log.warning("%s", line)
+
+
+def _name_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    if SECTION not in ds_config:
+        for key in filter(functools.partial(_is_taken_for_ours, ds_config), ds_config):
+            yield f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
 
 
 def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    if SECTION not in ds_config:
-        for key in difflib.get_close_matches(
-            SECTION, [str(key) for key in ds_config], cutoff=_LIKENESS
-        ):
-            yield f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
-    zero = ds_config.get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
-    for name in ("offload_param", "offload_optimizer"):
-        section = zero.get(name)
-        if (
-            zero.get("stage") in (1, 2)
-            and isinstance(section, Mapping)
-            and section.get("device") == "nvme"
-        ):
-            yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing is offloaded to a drive: that needs "stage": 3'
+    if SECTION in ds_config and not nvme_paths(ds_config):
+        yield f'"{SECTION}" in the DeepSpeed configuration has no effect: neither "offload_param" nor "offload_optimizer" has "device": "nvme"'
+    if unread := unread_aio_keys(ds_config):
+        yield f'nothing reads {", ".join(map(repr, unread))} in the section "aio": is it misspelt?'
     memory = Settings.of(ds_config).host_memory
     total = physical_bytes()
     if memory != "auto" and memory > total:
         yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is that intended?'
+
+
+def _is_taken_for_ours(ds_config: Mapping[str, Any], key: str) -> bool:
+    """Whether the section *key*, which is not ours, was probably meant to be: by its name, or by the
+    keys in it.
+    """
+    section = ds_config[key]
+    return (
+        "nvme" in key.lower()
+        or bool(difflib.get_close_matches(SECTION, [key], cutoff=_LIKENESS))
+        or (isinstance(section, Mapping) and not _OWN_KEYS.isdisjoint(section))
+    )
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:

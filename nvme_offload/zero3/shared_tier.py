@@ -13,7 +13,7 @@ from typing import Any
 from ..hardware.config import AioConfig
 from ..swap import live
 from ..swap.tier import Tier
-from .settings import Settings, aio_config, nvme_paths, unread_aio_keys, warn_of_mistakes
+from .settings import Settings, aio_config, nvme_paths, warn_of_mistakes
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
     weakref.WeakValueDictionary()
@@ -34,11 +34,6 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
     with _lock:
         tier = _tiers.get(key)
         if tier is None:
-            if unread := unread_aio_keys(ds_config):
-                _log.warning(
-                    'nothing reads %s in the section "aio": is it misspelt?',
-                    ", ".join(map(repr, unread)),
-                )
             tier = _tiers[key] = Tier(
                 paths,
                 aio,

@@ -23,7 +23,7 @@ HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "optim", "store", "swap"},
-    "autoload": {"zero3"},
+    "autoload": {"errors", "zero3"},
     "units": set(),
     "errors": {"units"},
     "extension": {"_aio", "errors"},

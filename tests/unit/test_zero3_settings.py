@@ -17,6 +17,8 @@ from nvme_offload.zero3.settings import (
     aio_config,
     checked,
     nvme_paths,
+    question_names,
+    refuse_ineffective,
     refuse_memory_features,
     unread_aio_keys,
     warn_of_mistakes,
@@ -152,35 +154,43 @@ def test_weights_without_paths_are_refused():
             of(**section)
 
 
+ON_NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
 QUESTIONED = [
-    (
-        {"nvme_ofload": {"host_memory": 1}},
-        "nothing reads 'nvme_ofload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?",
-    ),
-    (
-        {"nvme-offload": {}},
-        "nothing reads 'nvme-offload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?",
-    ),
     *(
         (
-            {"zero_optimization": {"stage": stage, name: {"device": "nvme", "nvme_path": "/a"}}},
-            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing is offloaded to a drive: that needs "stage": 3',
+            {name: section},
+            f'nothing reads {name!r} in the DeepSpeed configuration: is it "nvme_offload", misspelt?',
         )
-        for stage, name in (
-            (1, "offload_optimizer"),
-            (2, "offload_optimizer"),
-            (2, "offload_param"),
+        for name, section in (
+            ("nvme_ofload", {"host_memory": 1}),
+            ("nvme-offload", {}),
+            ("NVMe_Offload", {}),
+            ("nvme", {}),
+            ("offload", {"host_memory": "8GB"}),
+            ("zero3", {"overlap_step": True, "backend": "posix"}),
         )
     ),
-    ({"nvme_offload": {"host_memory": "900TB"}}, '"host_memory" of 819 TiB is more than the '),
+    (
+        {"nvme_offload": {"host_memory": "900TB"}, "zero_optimization": ON_NVME},
+        '"host_memory" of 819 TiB is more than the ',
+    ),
+    (
+        {"nvme_offload": {"host_memory": "1GB"}, "zero_optimization": {"stage": 3}},
+        '"nvme_offload" in the DeepSpeed configuration has no effect: neither',
+    ),
+    (
+        {"aio": {"num_threads": 2, "queue_dept": 3}},
+        "nothing reads 'num_threads', 'queue_dept' in the section \"aio\": is it misspelt?",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("ds_config", "said"), QUESTIONED)
 def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
-    warn_of_mistakes(ds_config)
-    warn_of_mistakes(ds_config)
+    for _ in range(2):
+        question_names(ds_config)
+        warn_of_mistakes(ds_config)
     (message,) = caplog.messages
     assert message.startswith(said)
 
@@ -189,7 +199,11 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
     "ds_config",
     [
         {},
-        {"nvme_offload": {"host_memory": "1GB"}, "nvme_ofload": {}},
+        {
+            "nvme_offload": {"host_memory": "1GB"},
+            "nvme_ofload": {},
+            "zero_optimization": ON_NVME,
+        },
         {"activation_checkpointing": {}, "aio": {}, "offload": {}, "zero_optimization": None},
         {
             "zero_optimization": {
@@ -203,8 +217,24 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
 )
 def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
+    refuse_ineffective(ds_config)
     warn_of_mistakes(ds_config)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {}])
+@pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])
+def test_a_stage_that_keeps_everything_in_memory_is_refused(zero, name):
+    ds_config = {"zero_optimization": {**zero, name: {"device": "nvme", "nvme_path": "/a"}}}
+    expected = f'"{name}" has "device": "nvme", and with "stage": {zero.get("stage", 0)} DeepSpeed'
+    with pytest.raises(UnsupportedError, match=expected):
+        refuse_ineffective(ds_config)
+
+
+@pytest.mark.parametrize("key", ["host_memory", "overlap_step", "state_format", "swappers"])
+def test_a_key_of_the_section_at_the_top_level_is_refused(key):
+    with pytest.raises(UsageError, match=f'"{key}" has no effect at the top level'):
+        refuse_ineffective({key: 1, "nvme_offload": {}})
 
 
 @pytest.mark.parametrize("section", [None, [], "native", 1, True])
@@ -320,12 +350,14 @@ def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wro
         save_on_nvme(str(tmp_path / wrong))
 
 
-def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog):
+def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog, monkeypatch):
+    monkeypatch.setattr(settings, "_asked", set())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         tier_of(
             {
                 "nvme_offload": {"paths": [place], "backend": "posix"},
                 "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False},
+                "zero_optimization": ON_NVME,
             }
         ).close()
     assert caplog.messages == [

@@ -121,13 +121,51 @@ def test_what_was_turned_off_stays_off(installed, code, switch):
     assert told == ["told False"]
 
 
-@pytest.mark.slow
-def test_a_failure_is_a_warning_and_deepspeed_goes_on(installed):
+@pytest.mark.parametrize("switch", ["", "always"])
+def test_a_configuration_with_the_section_is_refused_where_enabling_fails(installed, switch):
     code = """
-deepspeed.__version__ = "0.1.0"
-print("told", DeepSpeedConfig(OURS).train_batch_size, bool(zero3._replaced))
+import nvme_offload.errors
+for attempt in range(2):
+    try:
+        DeepSpeedConfig(OURS)
+    except nvme_offload.errors.UnsupportedError as error:
+        print("told", bool(zero3._replaced), error)
+print("told", DeepSpeedConfig(PLAIN).train_batch_size)
+"""
+    # an extension that does not load, as with an old libstdc++
+    broken = "import sys; sys.modules['nvme_offload._aio'] = None; " + FIRST["torch first"]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON.format(first=broken) + code],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": installed,
+            "DS_ACCELERATOR": "cpu",
+            "NVME_OFFLOAD_AUTOLOAD": switch,
+        },
+    )
+    *refused, last = [line for line in done.stdout.splitlines() if line.startswith("told")]
+    assert len(refused) == 2, done.stderr
+    for line in refused:
+        assert "told False" in line
+        assert "nvme_offload cannot be enabled" in line
+        assert "remove the section or set NVME_OFFLOAD_AUTOLOAD=0" in line
+    assert last == "told 1"
+
+
+def test_a_section_of_another_name_is_questioned_and_a_stage_without_offload_refused(installed):
+    code = """
+ZERO = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+DeepSpeedConfig({**PLAIN, "zero_optimization": ZERO, "offload": {"host_memory": "8GB"}})
+STAGE_2 = {"nvme_offload": {}, "zero_optimization": {**ZERO, "stage": 2}}
+for changes in ({"host_memory": "8GB"}, STAGE_2):
+    for attempt in range(2):
+        try:
+            DeepSpeedConfig({**PLAIN, "zero_optimization": ZERO, **changes})
+        except Exception as error:
+            print("told", type(error).__name__, bool(zero3._replaced))
 """
     told, said = run(code, installed)
-    assert told == ["told 1 False"]
-    assert "DeepSpeed goes on with its own offload, since nvme_offload could not be enabled" in said
-    assert "pip install --upgrade deepspeed" in said
+    assert told == ["told UsageError False"] * 2 + ["told UnsupportedError True"] * 2
+    assert "nothing reads 'offload' in the DeepSpeed configuration" in said
