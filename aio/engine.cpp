@@ -62,8 +62,8 @@ std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<Fil
     throw Misuse("the range ends beyond the largest offset that a file can have");
   if (checksum.wanted && !has_checksum()) {
     throw Unsupported(
-        "this build has no checksums: install libxxhash-dev (Debian, Ubuntu) or xxhash-devel "
-        "(Fedora, RHEL) and install nvme-offload again");
+        "this build has no checksums: install libxxhash-dev (Debian, Ubuntu), xxhash-devel "
+        "(Fedora, RHEL) or, without root, conda-forge's xxhash, and install nvme-offload again");
   }
   const std::uint64_t page = std::max(page_size_, file->offset_alignment());
   // Opened here, where a failure can still be thrown to the caller.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from ..hardware.machine import usable_cpus
 from .tier import local_ranks
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def use_share_of_cores() -> None:
     """Let torch compute on this rank's share of the cores if a launcher chose one thread."""
     import torch
 
-    share = len(os.sched_getaffinity(0)) // local_ranks()
+    share = len(usable_cpus()) // local_ranks()
     if launcher_chose_one_thread() and torch.get_num_threads() == 1 < share:
         torch.set_num_threads(share)
         _log.info(
