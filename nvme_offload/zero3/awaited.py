@@ -16,7 +16,7 @@ import torch
 
 _KEY = "_nvme_offload_wait"  # in the __dict__ of a parameter: returns when its update is made
 _NAME = "ds_tensor"
-_lock = threading.Lock()
+_lock = threading.RLock()
 _awaited = 0  # parameters that are held
 
 

@@ -585,6 +585,14 @@ def end_backward(stage3: Any) -> None:
         stage3._backward_active_depth = 0
 
 
+def lacks_reductions(stage3: Any) -> bool:
+    """Whether a backward pass has gradients that it did not reduce."""
+    buckets = stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ()
+    return any(bucket.params for bucket in buckets) or bool(
+        getattr(stage3, "params_in_ipg_bucket", ())
+    )
+
+
 def lists_by_sub_group(stage3: Any) -> list[str]:
     """The attributes, not in all releases, that are lists with an item for each sub-group."""
     return [

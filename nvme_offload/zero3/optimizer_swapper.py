@@ -78,6 +78,8 @@ class OptimizerSwapper:
     step counts, stay in memory. The state's tensors stay the same objects; they are empty while
     their bytes are offloaded.
 
+    *mark_backward* is called with True when `engine.backward` begins, and with False when it ends.
+
     *optimizer* is called at every use, because stage 3 replaces the optimizer. Memory is planned
     for *states*, the expected states by key, and for *largest*, the elements of the largest
     sub-group. One sub-group is in use at a time: taking another gives back what a call left in use
@@ -92,8 +94,10 @@ class OptimizerSwapper:
         states: Mapping[str, torch.dtype],
         largest: int,
         working: Working,
+        mark_backward: Callable[[bool], None],
     ) -> None:
         self.tier = tier
+        self._mark_backward = mark_backward
         self._optimizer = optimizer
         self._in_place = state_format.in_place
         # The flat parameter is the master itself in "exact", where the master is one of the states.
@@ -247,10 +251,12 @@ class OptimizerSwapper:
         """Do nothing, likewise."""
 
     def pre_backward(self) -> None:
-        """Do nothing: there is nothing to prepare."""
+        """`engine.backward` begins."""
+        self._mark_backward(True)
 
     def post_backward(self) -> None:
-        """Do nothing: gradients are not kept here."""
+        """The backward pass of `engine.backward` has ended."""
+        self._mark_backward(False)
 
     # Inside.
 

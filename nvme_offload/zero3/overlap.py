@@ -58,6 +58,7 @@ class Overlap:
         self.updates = Updates(stage3.tier, lambda: gathered.fetches)
         self.scaling = Scaling(1.0, 0.0)
         self._noted: list[list[Callable[[], None]]] | None = None  # in a step, by sub-group
+        self._has_noted = False  # in the last step that has begun
         self._has_states = False  # a step has made them, since the engine was made or loaded
         self._told: set[str] = set()
         self._optimizer: Any = None  # of the step: it has the options of then
@@ -72,11 +73,17 @@ class Overlap:
         """Whether updates are to come, or have failed, that need the gradients of a step."""
         return any(self._noted or ()) or self.updates.pending
 
+    @property
+    def notes(self) -> bool:
+        """Whether a step has begun whose updates are to come."""
+        return self._noted is not None
+
     # In a step.
 
     def begin(self) -> None:
         """A step begins. Those of the step before are made."""
         self._noted = None
+        self._has_noted = False
         if not self._has_states:
             return
         reason = _reason(self._stage3)
@@ -106,6 +113,7 @@ class Overlap:
         if self._noted is None:
             method(index, *rest)
             return
+        self._has_noted = True
         action = self.step_optimizer if name == "_optimizer_step" else method
         self._noted[index].append(functools.partial(action, index, *rest))
 
@@ -148,9 +156,9 @@ class Overlap:
         return True
 
     def cancel(self) -> bool:
-        """An exception has ended DeepSpeed's `step`. Returns: whether updates were to come."""
-        noted, self._noted = self._noted, None
-        return any(noted or ())
+        """An exception has ended a step. Returns: whether updates of it were to come."""
+        self._noted = None
+        return self._has_noted
 
     def begin_load(self) -> None:
         """States are about to be loaded: make what can be made, and forget what has failed."""

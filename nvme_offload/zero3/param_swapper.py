@@ -258,13 +258,16 @@ class ParameterSwapper:
             partition = self.tier.swapper.swap_in(self._take(param), in_order=in_order).view(dtype)
             try:
                 # Both are synchronous, so the host memory can be released.
-                return (
+                copied = (
                     torch.empty_like(partition, device=device).copy_(partition)
                     if into is None
                     else into.copy_(partition)
                 )
-            finally:
-                self._release(param, changed=False)
+            except BaseException:
+                self._give_back()
+                raise
+            self._release(param, changed=False)
+            return copied
 
         return self._used(copy)
 

@@ -18,7 +18,7 @@ from .settings import Settings, aio_config, nvme_paths, warn_of_mistakes
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
     weakref.WeakValueDictionary()
 )
-_lock = threading.Lock()
+_lock = threading.RLock()
 # tiers whose steps are those of a training in progress
 trained: weakref.WeakSet[Tier] = weakref.WeakSet()
 

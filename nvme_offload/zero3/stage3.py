@@ -23,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import OffloadError, UnsupportedError, UsageError
 from ..io import archive
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
@@ -96,6 +96,10 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.clock: StepClock | None = None  # only where something is offloaded
         # A step or a load has begun to change states: still running, or ended by an exception.
         self.partly_changed = False
+        # A backward pass has reduced some gradients: still running, or ended by an exception.
+        self._partly_reduced = self._within_backward = False
+        self._awaits_backward = False  # a step has been applied, and no backward pass since
+        self._hooks: list[Any] = []  # handles of those of the module
         self.overlap: Overlap | None = None
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
         self._once: OncePerStep | None = None
@@ -121,6 +125,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if self._tiers:
             self.tier = self._tiers[0]
             self.clock = StepClock(self.tier)
+            self._hooks.append(module.register_forward_pre_hook(self._require_no_backward))
         if Settings.of(self._ds_config).overlap_step and self.swaps_natively:
             self.overlap = Overlap(self)
         elif Settings.of(self._ds_config).overlap_step:
@@ -288,6 +293,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                     self, self._index_of(parameter), source
                 ),
             ),
+            self._mark_backward,
         )
         self.swaps_natively = True
 
@@ -354,6 +360,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def _drop(self) -> None:
         super().destroy()
+        while self._hooks:
+            self._hooks.pop().remove()
         compat.let_go_of(self.module)
         if self.swaps_natively:
             self._gradients.abandon()
@@ -378,6 +386,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """As the base, except that gradients of swapped sub-groups go to the tier. Their norms are
         computed while they are on the accelerator.
         """
+        self._partly_reduced = True
         if not self.swaps_natively:
             return super().partition_grads(params_to_release, grad_partitions)
         self.finish_updates()
@@ -427,6 +436,17 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         super().independent_gradient_partition_epilogue()
         if self.swaps_natively:
             self._gradients.pause()
+        self._awaits_backward = False
+        if not self._within_backward:
+            self._partly_reduced = False
+
+    def _mark_backward(self, begins: bool) -> None:
+        """`engine.backward` begins or ends. It is not called where the user calls
+        `Tensor.backward`.
+        """
+        self._within_backward = begins
+        if not begins:
+            self._partly_reduced = False
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self.finish_updates()
@@ -534,31 +554,58 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return
         self.finish_updates()
         self.require_whole()
+        self._require_backward()
         self._warn_of_thawed()
-        self.clock.begin_update()
         overlaps = False
         try:
+            self.clock.begin_update()
             if not self._keeps_last:
                 self._make_missing_norms()
+            # A second call would count the step twice.
+            self.partly_changed = bool(self.dynamic_loss_scale)
             if self.overlap is None:
                 self._step_once(closure)
             else:
                 self.overlap.begin()
                 with self.overlap.gathers_nothing():
                     self._step_once(closure)
-            self.partly_changed = False
-            if self.overlap is not None:
+            if self.overlap is not None and self.overlap.notes:
+                self.partly_changed = False  # from here on, the thread sets it
                 overlaps = self.overlap.end(self.clock.number)
+            elif self.overlap is not None:
+                self.overlap.end(self.clock.number)
+            if not (self.overflow or overlaps):
+                self.end_period()
+            stats = self.clock.end(*self._update_waits())
+            self._awaits_backward = True
+            if not overlaps:
+                self.partly_changed = False
         except BaseException:
+            changed = self.partly_changed
             if self.overlap is not None:
-                self.partly_changed |= self.overlap.cancel()
-            self.give_back()
+                changed |= self.overlap.cancel()
+            self.give_back()  # after updates, which clear the mark
+            self.partly_changed |= changed
             raise
-        if not (self.overflow or overlaps):
-            self.end_period()
-        stats = self.clock.end(*self._update_waits())
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    def _require_backward(self) -> None:
+        """Raises: OffloadError unless a backward pass has ended since the last step."""
+        if self._awaits_backward:
+            raise OffloadError(
+                "no backward pass has ended since the last step, which is only partly applied if an exception ended engine.step(): "
+                "run a backward pass, or, after an exception, call load_checkpoint()"
+            )
+        self._require_no_backward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _require_no_backward(self, *_: Any) -> None:
+        """Raises: OffloadError when an exception ended a backward pass after it had reduced some
+        gradients.
+        """
+        if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
+            raise partly_applied()
 
     def end_period(self) -> None:
         """A step has used all values: the swappers learn their order."""
@@ -720,12 +767,15 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         weights that are about to be replaced.
         """
         self._forget_updates()
+        if any(tier.interrupted for tier in self._tiers):
+            self._reset_tiers()
         self.give_back()
         for param in itertools.chain.from_iterable(self.fp16_groups):
             # Left by an exception in backward. The base forgets it only on a stream, which a CPU
             # does not have.
             param.grad = None
         compat.end_backward(self)
+        self._partly_reduced = self._within_backward = self._awaits_backward = False
         self.reset_cpu_buffers()
         self.zero_grad()
         if self.swaps_natively:
@@ -734,6 +784,20 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
             # Otherwise failed writes would be raised in the middle of the load.
             self.tier.swapper.flush()
+
+    def _reset_tiers(self) -> None:
+        """Delete all values, after an exception has ended a call of a tier in the middle. The load
+        makes them again.
+        """
+        self.partly_changed = True
+        for tier in self._tiers:
+            tier.reset()
+        if self.swaps_natively:
+            for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+                if self._swappable_optimizer_subgroup(index):
+                    self.optimizer.state.pop(parameter, None)
+                    self.optimizer_swapper.renew(parameter, {})
+                    self.optimizer_swapper.swap_out_optimizer_state(parameter)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if not (
@@ -745,6 +809,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """As the base, which needs the shape of a partition that may be offloaded."""
+        self._awaits_backward = False
         with _with_shape(param):
             super().set_local_grad_for_param(value, param)
 
@@ -801,6 +866,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         else:
             self.optimizer_swapper.release_swap_buffers(parameter)
         if write_gradients:
+            self._awaits_backward = False
             self._gradients.replace(sub_group_id)
 
     # Fragments: the memory returned must not be what the next read overwrites.

@@ -216,9 +216,12 @@ def refill(
         }
         wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
         stage3._reassign_or_swap_out_partitioned_parameters(index)
-    finally:
+    except BaseException:
         if swapped:
-            stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+            stage3.optimizer_swapper.give_back()
+        raise
+    if swapped:
+        stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
 def load_universal(
@@ -335,9 +338,12 @@ def take_masters_from_parameters(stage3: Stage3) -> None:
                 stage3._swap_in_sub_group_to_flat_buffer(parameter.data, index)
             else:
                 parameter.data.copy_(stage3.fp16_partitioned_groups_flat[index].data)
-        finally:
+        except BaseException:
             if swapped:
-                stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+                stage3.optimizer_swapper.give_back()
+            raise
+        if swapped:
+            stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
 @dataclasses.dataclass(frozen=True)

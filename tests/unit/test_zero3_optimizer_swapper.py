@@ -34,6 +34,7 @@ def test_states_that_are_far_apart_are_told_of_once(tmp_path, caplog, decades):
             lambda _, place: place.copy_(working),
             lambda _, changed: working.copy_(changed),
         ),
+        lambda begins: None,
     )
     with caplog.at_level(logging.WARNING, logger="nvme_offload"):
         swapper.initialize_parameters([parameter], [working])

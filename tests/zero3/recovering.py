@@ -5,7 +5,8 @@ The one argument is a JSON object: "directory"; "case", as `launch.Case` has it;
 an exception at every "stride"th call of a step in turn, "passes" for one at every "stride"th call
 of the user's code, and of swapper and store, in forward and backward, "write" for a drive on which
 no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment
-function with an unknown key, "none" for nothing.
+function with an unknown key, "lines" for an exception at "most" of the lines of the package that a
+step executes, "warm" steps after a load, "none" for nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from launch import Case
+
+sys.path.append(str(Path(__file__).parents[1]))
+from interrupts import Hang, deadline, places, raising, sample, watched
 from torch.overrides import TorchFunctionMode
 from training import Training, Watch
 
+ENOUGH_SECONDS = 300.0  # for a step, on a busy machine
 FIRST = 2  # the step before which the checkpoint is saved, and which is cut short
 CALLS = {
     "TensorSwapper": ("create", "discard", "prefetch", "release", "step", "swap_in"),
@@ -108,6 +113,9 @@ def main(request: dict[str, Any]) -> None:
     cuts = {
         "calls": at_every,
         "passes": in_passes,
+        "lines": functools.partial(
+            at_lines, most=request.get("most", 0), warm=request.get("warm", 0)
+        ),
         "write": in_a_write,
         "none": undisturbed,
         "interrupt": by_ctrl_c,
@@ -255,6 +263,72 @@ def at_passes(training: Training, place: str, stride: int) -> dict[str, Any]:
         return armed, list
 
     return one_by_one(training, place, stride, arm)
+
+
+def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[str, Any]:
+    """An exception at *most* lines of the package that a step executes, *warm* steps after a load.
+    The step is then repeated: it comes to the same bits, or is refused, and a load restores them.
+    """
+    with watched():
+        engine = begin(training, place)
+    passes = getattr(engine.module, "passes", 0)
+    cut = FIRST + warm
+
+    def go_on(last: int) -> dict[str, Any]:
+        load(engine, place, passes)
+        return finish(training, engine, last)
+
+    entered = False
+    step = engine.step
+
+    def entering() -> None:
+        nonlocal entered
+        entered = True
+        step()
+
+    engine.step = entering
+
+    def repeated() -> str:
+        """How the step goes on after an exception in it."""
+        try:
+            step() if entered else training._step(engine, cut, 0)
+            return "exact" if training._final(engine) == whole else "other bits"
+        except (MemoryError, KeyboardInterrupt):
+            refusal = ""  # of the thread that makes updates, which came late
+        except OffloadError as error:
+            refusal = "" if "only partly applied" in str(error) else str(error)
+        if refusal:
+            return f"refused: {refusal}"
+        return "refused and restored" if go_on(cut + 1) == whole else "refused, not restored"
+
+    from nvme_offload import OffloadError
+
+    whole = go_on(cut + 1)
+    go_on(cut)
+    found = places(lambda: training._step(engine, cut, 0))
+    seen, wrong = collections.Counter[str](), []
+    for number, line in enumerate(sample(found, most)):
+        error = (KeyboardInterrupt(), MemoryError())[number % 2]
+        came: BaseException | None = None
+        go_on(cut)
+        entered = False
+        with deadline(ENOUGH_SECONDS), raising(line, error) as raised:
+            try:
+                training._step(engine, cut, 0)
+            except Hang:
+                raise
+            except BaseException as caught:
+                came = caught
+        if raised.where is None:
+            seen["not reached"] += 1  # a line of a thread, whose pace differs
+            continue
+        outcome = "exact" if came is None and training._final(engine) == whole else repeated()
+        if came is not None and came is not error:
+            outcome = f"{came!r} in place of it, then {outcome}"
+        seen[outcome] += 1
+        if outcome not in ("exact", "refused and restored"):
+            wrong.append(f"{type(error).__name__} at {line} ({raised.where}): {outcome}")
+    return {"places": len(found), "seen": seen, "wrong": wrong}
 
 
 def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:

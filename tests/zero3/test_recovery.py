@@ -14,6 +14,7 @@ from patience import PATIENCE
 
 SCRIPT = Path(__file__).with_name("recovering.py")
 SMALLEST = {"host_memory": "smallest"}
+OVERLAP = {"overlap_step": True}
 LAST = {**SMALLEST, "missing_gradients": "last"}
 
 
@@ -91,6 +92,41 @@ def test_an_exception_at_any_call_of_forward_and_backward_is_undone_by_a_load(na
     assert seen["forward"] > 0, seen
     assert seen["backward"] > 0, seen
     assert len([place for place in seen if place.startswith("Tensor")]) > 2, seen
+
+
+# With parameters on the drive, without, and with updates after the step: in the step that begins
+# with those of the step before, and the passes that wait for them.
+LINES = {
+    "parameters and states": (CASES["both"].but(optimizer="adamw"), 0),
+    "states": (CASES["states"], 0),
+    "split": (CASES["split"], 0),
+    "parameters": (CASES["parameters"], 0),
+    "last": (CASES["last"], 0),
+    "overlap_step": (Case(model="odd", sub_group_size=700, section={**SMALLEST, **OVERLAP}), 1),
+    "overlap_step, parameters": (
+        Case(model="odd", sub_group_size=700, parameters="nvme", section={**SMALLEST, **OVERLAP}),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["parameters and states", "overlap_step, parameters"])
+def test_an_exception_at_some_lines_of_a_step_is_told_and_undone_by_a_load(name, tmp_path):
+    case, warm = LINES[name]
+    result = run(tmp_path, case, "lines", most=12, warm=warm)
+    assert result["wrong"] == []
+    assert result["places"] > 500, result
+    assert result["seen"]["refused and restored"] > 3, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LINES)
+def test_an_exception_at_any_line_of_a_step_is_told_and_undone_by_a_load(name, tmp_path):
+    case, warm = LINES[name]
+    result = run(tmp_path, case, "lines", most=150, warm=warm)
+    assert result["wrong"] == []
+    assert result["seen"]["exact"] > 3, result
+    assert result["seen"]["refused and restored"] > 30, result
 
 
 STREAMED = Case(model="blocks", parameters="nvme", sub_group_size=9000, section=SMALLEST)
