@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OffloadError, UsageError
+from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..units import format_bytes
 from .chunks import Chunk, Chunks, Waiting
@@ -375,8 +375,7 @@ class ActivationCache:
 
     def _host_memory_of(self, value: SavedBytes) -> torch.Tensor:
         """The host memory of *value*, whose chunk is pinned."""
-        assert value.chunk.place is not None
-        return value.chunk.place[value.place : value.place + value.nbytes]
+        return known(value.chunk.place)[value.place : value.place + value.nbytes]
 
     def _look_ahead(self, asked: SavedBytes, number: int) -> None:
         """Backward has unpacked *number*: prefetch what it needs next, and free on the devices what

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..errors import IOFailure, NoSpaceError, OffloadError
+from ..errors import IOFailure, NoSpaceError, OffloadError, known
 from ..hardware.drive import filesystem_space
 from ..units import format_bytes
 from .engine import Engine, File, Ticket
@@ -272,8 +272,7 @@ class _Stored(NamedTuple):
 
     def read(self, into: torch.Tensor, tensor: torch.Tensor, start: int) -> Ticket:
         """Start reading elements of the storage that *tensor* is a view of."""
-        offset = tensor.untyped_storage()._checkpoint_offset
-        assert offset is not None
+        offset = known(tensor.untyped_storage()._checkpoint_offset)
         return self.engine.read(into, self.file, offset + start * tensor.dtype.itemsize)
 
 

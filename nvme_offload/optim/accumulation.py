@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import OutOfHostMemoryError, UsageError
+from ..errors import OutOfHostMemoryError, UsageError, known
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, dense_strides, is_distributed
 from .gradient_copies import GradientCopies
@@ -475,9 +475,7 @@ class GradientSums:
 
 
 def _weight(one: Sum) -> Weight:
-    weight = one.weight()
-    assert weight is not None  # as long as its optimizer is there
-    return weight
+    return known(one.weight())  # it is there as long as its optimizer
 
 
 def _name(bucket: Bucket) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import UsageError
+from ..errors import UsageError, known
 from .without_memory import WithoutMemory, changes_form, written
 
 if TYPE_CHECKING:
@@ -91,9 +91,7 @@ class HostGradient(WithoutMemory):
     @staticmethod
     def __new__(cls: Any, of: Sum) -> Any:
         """Stand for the gradient *of*."""
-        weight = of.weight()
-        assert weight is not None
-        parameter = weight.parameter
+        parameter = known(of.weight()).parameter
         made = cls.make(parameter.shape, of.strides, parameter.dtype, parameter.device)
         made.held = of
         return made

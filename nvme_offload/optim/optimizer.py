@@ -204,6 +204,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         # `state`. What is done here with it uses the methods of `dict`, which do not wait.
         self._state: dict[Any, Any] = ShownStates(_settling(self._source))
         self._broken = ""  # what happened, where parameters or states are no longer whole
+        self._cause = ""  # the exception that ended the last call
         self._progress = Progress()  # of the program's calls
         self._job_progress = Progress()  # of the queue's thread
         # The number of the step whose updates are all made, until `step` returns or the next begins.
@@ -792,8 +793,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
             for bucket in self._buckets:
                 if bucket.trained:
-                    memory = self._updater.open(bucket)
                     try:
+                        memory = self._updater.open(bucket)
                         for fragment in bucket.fragments:
                             fragment.weight.look()
                         left = self._updater.call(
@@ -801,8 +802,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         )
                     except BaseException as error:
                         # a method that raises for the first parameters is to have changed nothing
-                        self._progress.changing &= bool(results) or not isinstance(error, Exception)
-                        if self._progress.changing:
+                        ended = self._progress.changing and not isinstance(error, Exception)
+                        self._progress.changing = False
+                        if results or ended:
                             self._broken = f"{name}() failed for some parameters ({type(error).__name__}: {error})"
                         self._options.forget()
                         raise
@@ -984,10 +986,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _note(self, error: BaseException) -> None:
         """Record what *error*, which ends a call, leaves for the next one."""
+        self._cause = f" ({type(error).__name__}: {error})"
         if self._progress.changing and not self._broken:
-            self._broken = (
-                f"a step failed in the midst of an update ({type(error).__name__}: {error})"
-            )
+            self._broken = f"a step failed in the midst of an update{self._cause}"
         if self._ended:
             for weight in self._weights:
                 weight.mark_gradient()
@@ -1027,7 +1028,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 if self._progress.changing or self._job_progress.changing:
                     self._broken = "a step failed in the midst of an update"
                 elif self._tier.interrupted:
-                    self._broken = "a call was interrupted"
+                    self._broken = f"a call was interrupted{self._cause}"
+            self._cause = ""
             if not self._broken:
                 self._updater.recover(self._buckets)
                 if self._sums is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import IOFailure, UsageError
+from ..errors import IOFailure, UsageError, known
 from ..files import commit
 from ..io import archive
 from ..io.archive import Part, Provider, offloaded
@@ -195,9 +195,7 @@ def _of_layout(key: Key) -> Key | None:
 
 
 def _layout(fragment: Fragment) -> Layout:
-    layout = fragment.bucket.layout
-    assert layout is not None
-    return layout
+    return known(fragment.bucket.layout)
 
 
 def in_place_of_leaves(
@@ -381,8 +379,7 @@ def check(state: Any, weight: Weight) -> None:
 
 def _placeholder(value: Any) -> StateOnDrive:
     placeholder = local(value)
-    assert isinstance(placeholder, StateOnDrive)
-    return placeholder
+    return known(placeholder if isinstance(placeholder, StateOnDrive) else None)
 
 
 def steps(state: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import UsageError
+from ..errors import UsageError, known
 from .eight_bit import decode
 from .formats import Layout, Slot
 from .rounding import BLOCK
@@ -55,9 +55,8 @@ def fields(layout: Layout, key: Any) -> dict[str, Field]:
     import torch
 
     if key is None:
-        assert layout.master is not None
         name = "" if layout.master_dtype == torch.float32 else "low"
-        return {name: Field(layout.master, layout.master_dtype)}
+        return {name: Field(known(layout.master), layout.master_dtype)}
     slot = layout.states[key]
     if slot.exponents is not None:
         return {

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..errors import known
 from .model import Model
 from .passes import Work
 from .placement import INFERENCE, STRATEGIES, Strategy, World
@@ -101,8 +102,7 @@ def cheapest_change(question: Question) -> Change | None:
         if changed.machine.free_bytes > question.machine.free_bytes:
             changed, said = _least_drive(question, changed)
             amounts.append(said)
-        chosen = fastest(changed.answers())
-        assert chosen is not None
+        chosen = known(fastest(changed.answers()))
         words = [lever.words for lever in each if lever.words]
         return Change(" and ".join([*words, *amounts]), chosen)
     return None

@@ -20,7 +20,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, known
 
 # Tested releases, oldest first.
 TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")
@@ -301,8 +301,7 @@ def uses(version: str) -> Iterator[Use]:
     """The contract for the release *version*."""
     for owner, lines in CONTRACT.items():
         for line in filter(None, map(str.strip, lines.splitlines())):
-            found = _LINE.fullmatch(line)
-            assert found is not None, line
+            found = known(_LINE.fullmatch(line))
             if found["release"] and (numbers(version) >= numbers(found["release"])) != (
                 found["bound"] == ">="
             ):

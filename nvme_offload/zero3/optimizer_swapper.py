@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError, known
 from ..optimizer_states import (
     Layout,
     StateFormat,
@@ -301,10 +301,10 @@ class OptimizerSwapper:
 
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
         """The master weights and the states of a sub-group in use, by key."""
-        assert sub_group.buffer is not None
+        buffer = known(sub_group.buffer)
         if self._in_place:
             return {
-                key: slot.values.of(sub_group.buffer).view(slot.dtype)
+                key: slot.values.of(buffer).view(slot.dtype)
                 for key, slot in sub_group.layout.states.items()
             }
         memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
@@ -312,7 +312,7 @@ class OptimizerSwapper:
         suffices = memory.numel() >= self._format.unpacked_elements(sub_group.layout)
         master, states = self._format.unpack(
             sub_group.layout,
-            sub_group.buffer,
+            buffer,
             self._working_of(sub_group),
             memory if suffices else None,
         )
@@ -329,8 +329,7 @@ class OptimizerSwapper:
         """Write *parameter* and its offloaded states into the sub-group's value, which follows
         where the optimizer's states are others than before.
         """
-        buffer = sub_group.buffer
-        assert buffer is not None
+        buffer = known(sub_group.buffer)
         state = self._optimizer().state.get(parameter, {})
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
         states = {key: value.dtype for key, value in values.items()}

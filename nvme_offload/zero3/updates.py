@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import InvariantError, OffloadError
 from ..io.waits import wait_for
 from ..swap.tier import Tier
 from . import awaited
@@ -72,8 +72,8 @@ class Updates:
         the step before are made.
         """
         with self._lock:
-            assert self._thread is None
-            assert not self._failed
+            if self._thread is not None or self._failed:
+                raise InvariantError("updates of a step begin before the last ones have ended")
             self.uses = {}
             self._beside = True
             self._left = {update.sub_group: update for update in updates}

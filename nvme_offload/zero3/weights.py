@@ -25,7 +25,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SHAPES,
 )
 
-from ..errors import UsageError
+from ..errors import UsageError, known
 from ..io.archive import PIECE_BYTES, fetch, wait_all
 from ..optimizer_states.split import split
 from .param_swapper import ParameterSwapper
@@ -126,8 +126,7 @@ class SavedWeights:
         formats, instead of ties to even.
         """
         for name, param in params.items():
-            place = self._place(name)
-            assert place is not None
+            place = known(self._place(name))
             with _partition(param) as partition:
                 numel, mine = math.prod(place.shape), partition.numel()
                 found = pieces(numel, place.ranks, self._rank, self._ranks, partition)

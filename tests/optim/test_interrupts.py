@@ -1,5 +1,5 @@
 """Ctrl-C and other exceptions at any line of a step: it continues with the same bits, or it says that a
-checkpoint has to be loaded, and loading restores it. `python -m sweeps.interrupts` prints the table.
+checkpoint has to be loaded, and loading restores it. `python tests/optim/interrupted.py` prints the table.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def tried(mode: str, places: list[Place], place: Path) -> Counter[str]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_is_interrupted_goes_on_or_is_refused(tmp_path, mode):
     places = found(mode, tmp_path)
-    outcomes = tried(mode, [*sample(places, 12, first=5)], tmp_path)
+    outcomes = tried(mode, [*sample(places, 6, first=5)], tmp_path)
     assert outcomes.keys() <= GOOD, outcomes
-    assert outcomes.total() > 5
+    assert outcomes.total() > 3
 
 
 @pytest.mark.slow

@@ -4,16 +4,20 @@ copying.
 
 from __future__ import annotations
 
+import ast
 import copy
 import errno
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import nvme_offload
 from nvme_offload.errors import (
     CorruptionError,
+    InvariantError,
     IOFailure,
     NoSpaceError,
     OffloadError,
@@ -23,6 +27,7 @@ from nvme_offload.errors import (
     WaitTimeout,
     whole_number,
 )
+from nvme_offload.swap.schedule import Schedule
 
 FIELDS = {
     "operation": "write",
@@ -159,3 +164,23 @@ def test_plain_errors_survive_a_process_boundary(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("set block_size to 4096")))
     assert type(again) is kind
     assert str(again) == "set block_size to 4096"
+
+
+def test_what_must_hold_is_no_assert():
+    """Which `python -O` leaves out."""
+    package = Path(nvme_offload.__file__).parent
+    assert [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+    ] == []
+
+
+def test_a_transition_that_must_not_be_is_an_error():
+    schedule = Schedule(4 * 4096)
+    schedule.create("a", 4096)
+    schedule.plan()
+    schedule.take("a")
+    with pytest.raises(InvariantError, match="a value is taken that was not needed"):
+        schedule.take("a")
