@@ -154,7 +154,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         if names or not _loads(self):
             return names
         # Fewer ranks saved it. Rank 0's file has everything that is not partitioned.
-        pattern = self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*", pp_placeholder="0")
+        pattern = compat.model_states_path(self, checkpoints_path, tag, 0, mp_placeholder="*")
         if not (names := sorted(glob.glob(pattern))):  # noqa: PTH207 - as DeepSpeed does
             raise UsageError(
                 f"{Path(checkpoints_path, str(tag))} has no checkpoint of ZeRO-3: there is no {Path(pattern).name}"
@@ -525,7 +525,7 @@ def _load_module(
         )
 
     def model_states(rank: int) -> str:
-        return str(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(rank)))
+        return compat.model_states_path(engine, load_dir, tag, rank)
 
     optimizer, original = engine.optimizer, engine.checkpoint_engine
     rank = dist.get_rank(group=optimizer.dp_process_group)

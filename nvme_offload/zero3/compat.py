@@ -18,6 +18,7 @@ import logging
 import re
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError, known
@@ -142,7 +143,7 @@ CONTRACT: Mapping[str, str] = {
         _configure_optimizer(...)
         _do_sanity_check()
         _get_all_ckpt_names(checkpoints_path, tag)
-        _get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder)
+        _get_ckpt_name(checkpoints_path, tag, mp_placeholder, ...)
         _get_param_fragment_func(param)
         _get_zero_param_shapes()
         _load_checkpoint(...)
@@ -625,6 +626,14 @@ def writes_archives(checkpoint_engine: Any) -> bool:
     return type(checkpoint_engine) is TorchCheckpointEngine and getattr(
         checkpoint_engine, "zipfile_serialization", True
     )
+
+
+def model_states_path(
+    engine: Any, directory: str, tag: str | None, rank: int, mp_placeholder: str | None = None
+) -> str:
+    """The file of *rank* in a checkpoint of ZeRO-3. Older releases name only that of this rank."""
+    own = Path(engine._get_ckpt_name(directory, tag, mp_placeholder=mp_placeholder))
+    return str(own.with_name(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", own.name)))
 
 
 def tag_of(commit_info: Any) -> str:
