@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.errors import CorruptionError, IOFailure, OffloadError, WaitTimeout
+from nvme_offload.errors import (
+    CorruptionError,
+    IOFailure,
+    OffloadError,
+    UnsupportedError,
+    WaitTimeout,
+)
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.engine import Engine, File, Ticket, allocate
@@ -232,7 +238,13 @@ class Rig:
         # The way to a file without a name is by its descriptor, which is that of the only such file
         # here that is not known yet.
         known = {Path(path).stat().st_ino for path in self._paths.values()}
-        for path in Path("/proc/self/fd").iterdir():
+        try:
+            descriptors = list(Path("/proc/self/fd").iterdir())
+        except OSError as error:
+            raise UnsupportedError(
+                f"nvme-sweep finds its files by /proc, which cannot be read here ({error.strerror}): mount it"
+            ) from None
+        for path in descriptors:
             with contextlib.suppress(OSError):
                 found, place = path.stat(), Path(f"/proc/{os.getpid()}/fd/{path.name}")
                 if (found.st_nlink, found.st_size, found.st_dev) == (

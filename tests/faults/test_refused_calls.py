@@ -139,6 +139,12 @@ def transfer(config):
             file.sync()
     return "right" if back == data else "wrong bytes"
 
+def sweep(config):
+    import pathlib
+    from nvme_offload.sweep.trial import Rig
+    with Rig(pathlib.Path("."), 64 << 20, config.direct):
+        return "right"
+
 for line in sys.stdin:
     request = json.loads(line)
     if (child := os.fork()) == 0:
@@ -245,3 +251,11 @@ def test_nothing_needs_proc_or_sys(ask: Ask, program: str, hide: list[str]) -> N
     if os.geteuid() != 0:
         pytest.skip("hiding a directory needs root")
     assert ask(program, hide=hide) == "right"
+
+
+def test_a_sweep_without_proc_says_what_it_needs(ask: Ask) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("hiding a directory needs root")
+    assert ask("sweep") == "right"
+    answer = ask("sweep", hide=["/proc"])
+    assert answer.startswith("UnsupportedError: nvme-sweep finds its files by /proc")
