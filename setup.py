@@ -29,6 +29,8 @@ BUILDING = bool(
 def compiles(code: str, *flags: str) -> bool:
     """Whether the compiler that will build the extension accepts *code* with *flags*."""
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
+    for name in ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS"):
+        compiler += shlex.split(os.environ.get(name, ""))
     try:
         return (
             subprocess.run(

@@ -9,5 +9,6 @@ try:
 except ImportError as error:
     raise UnsupportedError(
         f"the compiled part of nvme_offload does not load: {error}; build it again with this Python: pip install --force-reinstall "
-        "--no-cache-dir --no-deps nvme-offload, or in a checkout pip install --editable ."
+        "--no-cache-dir --no-deps nvme-offload, or in a checkout pip install --editable . (where a version of GLIBCXX is missing, "
+        "first conda-forge's libstdcxx)"
     ) from error
