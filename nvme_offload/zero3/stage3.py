@@ -107,10 +107,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
         self._tiers: list[Tier] = []  # of states and of parameters
-        # By name, until a parameter requires a gradient.
-        self._frozen = {
-            name: param for name, param in module.named_parameters() if not param.requires_grad
-        }
         return_to_device(module)
         move_partitions(module, self._ds_config)
         try:
@@ -118,6 +114,14 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         except BaseException:
             compat.let_go_of(module)
             raise
+        every: dict[str, Any] = dict(module.named_parameters())
+        grouped = set(map(id, itertools.chain.from_iterable(self.fp16_groups)))
+        # In no group of the optimizer; by name, until a parameter requires a gradient.
+        self._untrained = {
+            name: param
+            for name, param in every.items()
+            if id(param) not in grouped and param.ds_numel
+        }
         tiers = [swapper.tier for swapper in swappers_of(module)]
         if self.swaps_natively:
             tiers.insert(0, self.tier)
@@ -555,7 +559,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.finish_updates()
         self.require_whole()
         self._require_backward()
-        self._warn_of_thawed()
+        self._warn_of_untrained()
         overlaps = False
         try:
             self.clock.begin_update()
@@ -613,19 +617,19 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             tier.swapper.step()
             trained.add(tier)
 
-    def _warn_of_thawed(self) -> None:
-        """Log parameters that DeepSpeed put into no group, since they were frozen, and that have
-        been thawed since; each once.
+    def _warn_of_untrained(self) -> None:
+        """Log parameters that require gradients and are in no group, such as those that were frozen
+        when the engine was made and have been thawed since; each once.
         """
-        thawed = [name for name, param in self._frozen.items() if param.requires_grad]
-        for name in thawed:
-            del self._frozen[name]
-        if thawed and dist.get_rank() == 0:
+        named = [name for name, param in self._untrained.items() if param.requires_grad]
+        for name in named:
+            del self._untrained[name]
+        if named and dist.get_rank() == 0:
             _log.warning(
-                "these parameters were frozen when the engine was made, so DeepSpeed does not train them although they require gradients now: "
-                "%s (%d): thaw them before deepspeed.initialize, or destroy the engine and make another",
-                ", ".join([*thawed[:_NAMED], *["..."] * (len(thawed) > _NAMED)]),
-                len(thawed),
+                "these parameters require gradients and are in no group of the optimizer, so DeepSpeed does not train them: "
+                "%s (%d): thaw them and pass them to the optimizer before deepspeed.initialize, or freeze them",
+                ", ".join([*named[:_NAMED], *["..."] * (len(named) > _NAMED)]),
+                len(named),
             )
 
     def _step_once(self, closure: Any) -> None:

@@ -239,14 +239,20 @@ def quantized(config: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def thawed(config: dict[str, Any], place: Path) -> dict[str, Any]:
-    """Frozen layers require gradients again in the middle of the training. DeepSpeed does not train
-    them, which a warning says once.
+    """Frozen layers require gradients again in the middle of the training, and the optimizer lacks a
+    parameter. DeepSpeed does not train them, which a warning says once.
     """
+    import deepspeed
+
     model = layers(4, 0)
     frozen = [one for index in (2, 4) for one in model[index].parameters()]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    engine = engine_of(model, config)
+    forgotten = model[6].bias
+    passed = [one for one in model.parameters() if one is not forgotten]
+    engine = deepspeed.initialize(
+        model=model, config=config, optimizer=torch.optim.AdamW(passed, lr=1e-2)
+    )[0]
     warned = Warnings()
     logging.getLogger("nvme_offload").addHandler(warned)
     losses = [step(engine, 0)]
@@ -254,9 +260,9 @@ def thawed(config: dict[str, Any], place: Path) -> dict[str, Any]:
         parameter.requires_grad_(True)
         losses += [step(engine, 2 * number + 1), step(engine, 2 * number + 2)]
     if "nvme_offload" in config and engine.global_rank == 0:
-        named = [line.partition("now: ")[2].partition(":")[0] for line in warned.lines]
-        assert named == ["2.weight (1)", "2.bias (1)", "4.weight (1)"], warned.lines
-    for parameter in frozen:  # it has no master weight to compare
+        named = [line.partition("train them: ")[2].partition(":")[0] for line in warned.lines]
+        assert named == ["6.bias (1)", "2.weight (1)", "2.bias (1)", "4.weight (1)"], warned.lines
+    for parameter in (*frozen, forgotten):  # it has no master weight to compare
         parameter.requires_grad_(False)
     return {"engine": engine, "losses": losses}
 
