@@ -156,7 +156,7 @@ def save(directory: Path, rank: int, step: int, model: WithLoss, optimizer: NVMe
     directory.mkdir(parents=True, exist_ok=True)
     weights = [local(weight) for weight in model.parameters()]
     torch.save({"step": step, "weights": weights}, directory / f"weights-{rank}.pt")
-    optimizer.save(directory / f"states-{rank}.pt")
+    optimizer.save(directory / "states")
 
 
 def resume(directory: Path, rank: int, model: WithLoss, optimizer: NVMeOptimizer) -> int:
@@ -165,7 +165,7 @@ def resume(directory: Path, rank: int, model: WithLoss, optimizer: NVMeOptimizer
     with torch.no_grad():
         for weight, value in zip(model.parameters(), saved["weights"], strict=True):
             local(weight).copy_(value)
-    optimizer.load_state_dict(torch.load(directory / f"states-{rank}.pt", mmap=True))
+    optimizer.load(directory / "states")
     return saved["step"]
 
 

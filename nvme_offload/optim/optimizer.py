@@ -27,7 +27,7 @@ from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier, engine_config, memory_size
-from . import saved
+from . import parts, saved
 from .accumulation import GradientSums
 from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy
@@ -46,7 +46,7 @@ from .update_device import UpdateDevice
 from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
 
 _log = logging.getLogger(__name__)
-_serial = itertools.count()
+_serials = itertools.count()
 _UNTIGHT = 8  # values that may be in use together: of buckets on their way to a GPU and back
 
 
@@ -210,6 +210,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         # The number of the step whose updates are all made, until `step` returns or the next begins.
         self._ended: Any = []
         self._closed = self._ready = False
+        self._serial = next(_serials)
+        self._loads = 0
         self._steps = 0
         self._last: UpdateStats | None = None
         self._lock = threading.RLock()  # backward() has a thread for every GPU
@@ -246,7 +248,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._maker,
                 self._format,
                 self._budget,
-                f"optimizer{next(_serial)}",
+                f"optimizer{self._serial}",
                 declared=elementwise,
                 gradients=accumulate is not None,
                 place_updates=place_updates,
@@ -470,37 +472,119 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ) as tree:
             return tree
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write states and options to the file *path*, as they are kept: states of 8 bits take 8
-        bits, and of masters only what their weights lack is written.
+    def save(self, path: str | os.PathLike[str], *, group: Any = None) -> None:
+        """Write states and options to *path*, as they are kept: states of 8 bits take 8 bits, and
+        masters take the bits that their weights lack.
 
-        Nothing else is written for it, and a few buckets are in memory at a time. The file is one of
-        `torch.save`. It appears whole, in place of one that is there, or not at all. To load it,
-        load the model's weights first, then call
-        ``optimizer.load_state_dict(torch.load(path, mmap=True))``; *state_format* may be another one
-        by then. Where ranks have parts of parameters, each writes a file of its own, and loads it
-        with the parameters cut in the same way.
+        Nothing else is written for it, and a few buckets are in memory at a time. The states appear
+        whole, in place of older ones at *path*, or not at all. To load them, load the model's
+        weights first, then call `load`; *state_format* may be another one by then.
+
+        One process writes a file of `torch.save`, which
+        ``optimizer.load_state_dict(torch.load(path, mmap=True))`` loads too. Ranks whose parameters
+        are DTensors (FSDP2, tensor parallelism) save together: every rank calls this, at the same
+        time, with one path on a filesystem that they share. It becomes a directory with a file of
+        each rank and a manifest with checksums. Ranks that give different paths write a file each.
+
+        Ranks with plain tensors write files. With DDP one rank suffices. Where ranks have different
+        parameters (`ZeroRedundancyOptimizer`, FSDP1), pass *group*, or a path for each rank.
 
         Parameters
         ----------
         path : path
-            The file, in an existing directory on any filesystem.
+            The file or directory, in an existing directory on any filesystem.
+        group : ProcessGroup, optional
+            The ranks that save together; by default the ranks of the parameters' mesh.
 
         Raises
         ------
         UsageError
-            The optimizer is closed, or in the middle of a step.
+            The optimizer is closed, or in the middle of a step; the ranks do not share the
+            filesystem of *path*; or another rank saves other parameters there.
         UnsupportedError
             *aio* asks for O_DIRECT, which the filesystem of *path* does not have.
         NoSpaceError
             The filesystem of *path* has no room for the file.
         IOFailure
             The directory does not exist, or a drive failed.
+        OffloadError
+            Another rank failed; the message gives its error.
         """
-        with self._with_states(
-            lambda: saved.as_kept(self._updater, self._buckets, self._weights)
-        ) as tree:
-            saved.write(tree, Path(path), self._tier.store.engine)
+        self._check_open()
+        place, engine = Path(path), self._tier.store.engine
+
+        def states() -> contextlib.AbstractContextManager[dict[str, Any]]:
+            return self._with_states(
+                lambda: saved.as_kept(self._updater, self._buckets, self._weights)
+            )
+
+        ranks = parts.ranks_of(self._weights, group)
+        if ranks is not None and not parts.differ(place, ranks):
+            parts.claim_together(place, self._moment, ranks)
+            saved.write_together(states, place, engine, ranks, self._steps)
+            return
+        with states() as tree:
+            if ranks is None:
+                parts.claim(place, self._moment, parts.values_of(self._weights))
+            saved.write(tree, place, engine)
+
+    def load(
+        self, path: str | os.PathLike[str], *, group: Any = None, weights_only: bool = True
+    ) -> None:
+        """Load what `save` wrote to *path*; load the model's weights first.
+
+        Ranks that saved together load together, as many as saved: each reads its file and compares
+        it with the checksums, and nothing is loaded unless every rank can load its part.
+
+        Parameters
+        ----------
+        path : path
+            The file or directory.
+        group : ProcessGroup, optional
+            As for `save`. For a directory of ranks with plain tensors: by default all ranks.
+        weights_only : bool
+            As for `torch.load`: False for states that are objects of other classes.
+
+        Raises
+        ------
+        UsageError, ValueError
+            The states are of other parameters, or of another rank's part of them. Nothing is
+            changed.
+        UnsupportedError
+            Another number of ranks saved them.
+        CorruptionError
+            A file is not as it was written. Nothing is changed.
+        OffloadError
+            The drive failed, or another rank did; the message gives its error. Load again before the
+            next step.
+        """
+        self._check_open()
+        self._give_up_what_fails()
+        place = Path(path)
+
+        def read(file: Path) -> Any:
+            return torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
+
+        ranks = parts.ranks_of(self._weights, group)
+        if ranks is None and place.is_dir():
+            ranks = parts.of_group()
+        if ranks is None or not parts.all_are_directories(place, ranks):
+            self.load_state_dict(read(place))
+            return
+        refusal = f"{place} was not loaded"
+        tree: dict[str, Any] = {}
+
+        def check() -> None:
+            tree.update(read(saved.verified(place, self._tier.store.engine, ranks)))
+            self._check_loadable(tree)
+
+        ranks.together(check, refusal)
+        ranks.together(lambda: self.load_state_dict(tree), refusal)
+
+    @property
+    def _moment(self) -> list[int]:
+        """When ranks that train together save together: the same numbers on every rank."""
+        return [self._serial, self._loads, self._steps]
 
     @contextlib.contextmanager
     def _with_states(self, collect: Callable[[], list[dict[Any, Any]]]) -> Iterator[dict[str, Any]]:
@@ -535,9 +619,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 handle.remove()
                 self._state = small
             wide = {"wide": True} if self._updater.wide else {}
+            part = parts.part_of(self._weights)
             yield {
                 **packed,
-                "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps},
+                "nvme_offload": {
+                    "state_format": self._format.name,
+                    **wide,
+                    "steps": self._steps,
+                    **({} if part is None else {"part": part}),
+                },
             }
             self._progress.running = False
 
@@ -565,11 +655,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             nonlocal steps, wide
-            indices = [index for group in given["param_groups"] for index in group["params"]]
-            # if there are more of the one, the base says so
-            for weight, index in zip(self._weights, indices, strict=False):
-                loaded[weight] = given["state"].get(index, {})
-                saved.check(loaded[weight], weight)
+            loaded.update(self._check_loadable(given))
             wide = bool(given.get("nvme_offload", {}).get("wide"))
             steps = given.get("nvme_offload", {}).get("steps") or max(
                 map(saved.steps, loaded.values()), default=0
@@ -588,6 +674,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._updater.wide = wide
             self._restore(loaded)
             self._steps = steps
+            self._loads += 1
 
         with self._lock:
             self._check_open()
@@ -601,6 +688,23 @@ class NVMeOptimizer(torch.optim.Optimizer):
             finally:
                 for hook in hooks:
                     hook.remove()
+
+    def _check_loadable(self, given: Mapping[str, Any]) -> dict[Weight, dict[str, Any]]:
+        """The state of each parameter in the state dict *given*. Raises: UsageError."""
+        told = given.get("nvme_offload", {})
+        if "part" in told:
+            parts.check_part(told["part"], self._weights)
+        elif told and parts.is_cut(self._weights):
+            _log.warning(
+                "the states do not say which part of the parameters they are of, as they were saved by an older version: check that this rank has saved them"
+            )
+        indices = [index for group in given["param_groups"] for index in group["params"]]
+        found = {}
+        # if there are more of the one, the base says so
+        for weight, index in zip(self._weights, indices, strict=False):
+            found[weight] = given["state"].get(index, {})
+            saved.check(found[weight], weight)
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._settle()

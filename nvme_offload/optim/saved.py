@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +16,14 @@ from typing import Any
 
 import torch
 
-from ..errors import IOFailure, UsageError, known
+from ..errors import IOFailure, UnsupportedError, UsageError, known
 from ..files import commit
-from ..io import archive
+from ..io import archive, manifest
 from ..io.archive import Part, Provider, offloaded
 from ..io.engine import Engine
+from ..io.manifest import Manifest
+from ..io.ranks import Ranks
+from ..io.shared_directory import SharedDirectory
 from ..optimizer_states import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
@@ -29,6 +33,8 @@ from .update import MASTER, Find, Updater
 
 _ALIGNMENT = 64
 _AHEAD = 3  # buckets that are read while one is written
+
+_FILE = re.compile(r"rank\d+\.pt")  # in the directory that several ranks write
 
 State = dict[Any, Any]
 
@@ -160,6 +166,66 @@ def write(tree: Mapping[str, Any], path: Path, engine: Engine) -> None:
             archive.write(str(partial), tree, engine)
     except (RuntimeError, OSError) as error:
         raise archive.as_failure(error, path) from error
+
+
+def write_together(
+    states: Callable[[], contextlib.AbstractContextManager[Mapping[str, Any]]],
+    path: Path,
+    engine: Engine,
+    ranks: Ranks,
+    step: int,
+) -> None:
+    """Let *ranks* write their *states* to the directory *path*, a file for each rank: all files or
+    none. Raises: what goes wrong on any rank, on every rank.
+    """
+    directory = SharedDirectory(
+        path,
+        ranks,
+        engine,
+        is_ours=lambda name: _FILE.fullmatch(name) is not None,
+        title=f"{path}",
+        hint="give a directory on a filesystem that all ranks share, or a path with the rank's number in it to each rank",
+    )
+    failure = None
+    try:
+        directory.begin()
+        try:
+            with states() as tree:
+                directory.write(
+                    _file_of(ranks.rank),
+                    lambda aside: archive.write(aside, tree, engine, directory.checksum == "xxh3"),
+                )
+        except Exception as error:
+            failure = error
+        directory.publish(failure, step)
+    finally:
+        directory.discard()
+
+
+def verified(directory: Path, engine: Engine, ranks: Ranks) -> Path:
+    """The file of this rank in *directory*, which `write_together` wrote, once it is read and
+    compared with the manifest. Raises: UsageError, UnsupportedError, CorruptionError, IOFailure.
+    """
+    found = Manifest.read(directory)
+    name = _file_of(ranks.rank)
+    if found is None or not any(_FILE.fullmatch(entry.name) for entry in found.files):
+        raise UsageError(
+            f"{directory} has no {manifest.NAME} of optimizer states: give the path that save() was called with"
+        )
+    if found.ranks != ranks.count:
+        raise UnsupportedError(
+            f"{directory}: {found.ranks} ranks saved these states, and {ranks.count} load them: load them with as many; for another number, save by "
+            "torch.distributed.checkpoint after that"
+        )
+    for entry in found.files:
+        if entry.name == name:
+            manifest.verify(directory, entry, engine, found.checksum)
+            return directory / name
+    raise manifest.corrupt(directory / manifest.NAME, f"it has no file of rank {ranks.rank}")
+
+
+def _file_of(rank: int) -> str:
+    return f"rank{rank}.pt"
 
 
 def _lender(updater: Updater, bucket: Bucket, ahead: Sequence[str]) -> Provider:

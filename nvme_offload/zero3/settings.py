@@ -384,8 +384,17 @@ def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def checked(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """*read*, DeepSpeed's function that reads the section "aio" of a ds_config, with an error that
-    names the section where it is none.
+    """Add an error that names the section "aio" of a ds_config where it is no section.
+
+    Parameters
+    ----------
+    read : callable
+        DeepSpeed's function that reads the section.
+
+    Returns
+    -------
+    callable
+        It raises UsageError, and otherwise does what *read* does.
     """
 
     @functools.wraps(read)

@@ -71,17 +71,17 @@ ACCUMULATED = (
 )
 
 
-def told_by_two_ranks(script, device, directory):
+def told_by_two_ranks(script, device, directory, ranks=2):
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
     }
     processes = []
-    for rank in range(2):
+    for rank in range(ranks):
         processes.append(
             subprocess.Popen(
                 [
@@ -100,14 +100,13 @@ def told_by_two_ranks(script, device, directory):
             )
         )
     try:
-        (out, complaints), (_, others) = (
-            process.communicate(timeout=PATIENCE) for process in processes
-        )
+        told = [process.communicate(timeout=PATIENCE) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], complaints + others
-    return json.loads(out.splitlines()[-1])
+    complaints = "".join(complaints for _, complaints in told)
+    assert [process.returncode for process in processes] == ranks * [0], complaints
+    return json.loads(told[0][0].splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import errno
+import pickle
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
             train(resumed, again, first=3)
             assert differing(params, resumed) == []
             assert unlike(optimizer.state_dict(), again.state_dict()) == []
+
+
+def test_load_takes_the_file_of_one_process(tmp_path):
+    params, path = parameters(shapes=[(40, 30), (300, 20)]), tmp_path / "saved"
+    with roomy(params, tmp_path, Odd) as optimizer:
+        train(params, optimizer)
+        optimizer.save(path)
+        resumed = copied(params)
+        with roomy(resumed, tmp_path, Odd) as again:
+            with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+                again.load(path)  # of the class of a state
+            again.load(path, weights_only=False)
+            train(params, optimizer, first=3)
+            train(resumed, again, first=3)
+            assert differing(params, resumed) == []
+            with pytest.raises(UsageError, match=r"has no nvme_offload\.json"):
+                again.load(tmp_path)
+            with pytest.raises(FileNotFoundError):
+                again.load(tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -121,7 +121,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             found = [f"{type(error).__name__}: {error}"]
-        everyone: list[Any] = [None, None]
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [str(item) for item in found])
         told[name] = [
             f"rank {rank}: {item}" for rank, items in enumerate(everyone) for item in items

@@ -1,0 +1,84 @@
+"""`NVMeOptimizer.save` and `load` on several ranks. See `ranks_save.py`, `ranks_save_twice.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_ranks import told_by_two_ranks
+
+from nvme_offload.files import commit
+from nvme_offload.io import manifest
+from nvme_offload.io.engine import Engine
+from nvme_offload.io.manifest import Manifest
+
+pytestmark = pytest.mark.slow
+
+CASES = (
+    "one_path_for_all_ranks",
+    "one_path_with_updates_to_come",
+    "replicas_of_shards",
+    "shards_of_tensor_parallel_parts",
+    "a_path_for_each_rank",
+    "the_state_dict_of_another_rank",
+    "some_ranks_with_the_same_path",
+    "ranks_in_another_order",
+    "another_number_of_ranks",
+    "two_groups_with_one_path",
+    "ddp",
+    "zero_redundancy",
+    "a_damaged_file_is_an_error_on_every_rank",
+    "a_rank_that_fails_leaves_the_last_save",
+    "what_an_older_version_saved",
+    "a_path_that_is_not_there",
+    "in_the_midst_of_a_step_of_one_rank",
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return told_by_two_ranks("ranks_save.py", "cpu", tmp_path_factory.mktemp("drive"), ranks=4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks(told, case):
+    assert told[case] == []
+
+
+def test_every_case_is_looked_at(told):
+    assert set(told) == set(CASES)
+
+
+def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_save(
+    tmp_path: Path,
+    kill_points: Callable[[Path], tuple[dict[str, str], Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, drive = tmp_path / "place", tmp_path / "drive"
+    place.mkdir()
+    drive.mkdir()
+    environment, images = kill_points(place)
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        assert told_by_two_ranks("ranks_save_twice.py", "cpu", drive) == {"saved_twice": []}
+    found = [*sorted(image for image in images.iterdir() if image.is_dir()), place]
+    assert len(found) > 30, "the calls were not seen"
+    steps: list[int] = []
+    with Engine() as engine:
+        for image in found:
+            commit.recover_directory(image / "saved")
+            if not (image / "saved").exists():
+                assert steps == []
+                continue
+            saved = Manifest.read(image / "saved")
+            assert saved is not None
+            assert [entry.name for entry in saved.files] == ["rank0.pt", "rank1.pt"]
+            if saved.step not in steps:
+                steps.append(saved.step)
+                for entry in saved.files:
+                    manifest.verify(image / "saved", entry, engine, saved.checksum)
+            assert saved.step == steps[-1]
+    assert steps == [3, 6]
+    assert [entry.name for entry in place.iterdir()] == ["saved"]
