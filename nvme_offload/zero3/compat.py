@@ -263,6 +263,10 @@ CONTRACT: Mapping[str, str] = {
         stream(stream)
     """,
     "deepspeed.accelerator": "get_accelerator()",
+    "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": """
+        ds_opt_adam
+        opt_id
+    """,
     "deepspeed.ops.op_builder:AsyncIOBuilder": """
         NAME
         _loaded_ops

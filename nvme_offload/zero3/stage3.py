@@ -29,6 +29,7 @@ from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import awaited, compat, states, working_weights
+from .adam_powers import AdamPowers
 from .agreement import all_or_none, least, share_cores
 from .gradients import Gradients
 from .last_gradients import LastGradients
@@ -104,6 +105,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
         self._once: OncePerStep | None = None
         self._scaler: torch.amp.GradScaler | None = None
+        self.powers = AdamPowers()
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
         self._tiers: list[Tier] = []  # of states and of parameters
@@ -573,6 +575,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 self.overlap.begin()
                 with self.overlap.gathers_nothing():
                     self._step_once(closure)
+            if not self.overflow:
+                self.powers.count(self.optimizer, self.groups_of_sub_groups)
             if self.overlap is not None and self.overlap.notes:
                 self.partly_changed = False  # from here on, the thread sets it
                 overlaps = self.overlap.end(self.clock.number)
@@ -962,6 +966,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
     @property
+    def groups_of_sub_groups(self) -> list[int]:
+        """The number of the parameter group of each sub-group."""
+        return [self.sub_group_to_group_id[index] for index in range(len(self.fp16_groups))]
+
+    @property
     def rounds_half_away_from_zero(self) -> bool:
         """Whether parameters are rounded so, and not to even."""
         return self.swaps_natively and not self._format.in_place
@@ -979,6 +988,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.require_whole()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
+        if powers := self.powers.state(self.optimizer):
+            tree[states.POWERS] = powers
         if scaler := getattr(self, "torch_autocast_gradscaler", None):
             tree[_SCALER] = scaler.state_dict()
         return tree if self.leaves_states_offloaded else archive.gather(tree)

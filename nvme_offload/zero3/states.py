@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .stage3 import Stage3
 
 _MASTER = ""  # the key of the master weights among those of the states
+# Our key in DeepSpeed's state dict of the optimizer, which ignores it: see `AdamPowers`.
+POWERS = "nvme_offload_adam_powers"
 _UNIVERSAL_MASTER = "fp32"  # the same in a universal checkpoint
 
 
@@ -154,6 +156,8 @@ def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: b
             "the checkpoint's expert parameters are on other ranks than this model's: load it with the placement that it was saved with"
         )
     loaded = _load_optimizer(stage3, saved, masters) if load_optimizer_states else None
+    if loaded is not None:
+        _restore_powers(stage3, state_dict, loaded)
     stage3.loss_scaler = state_dict[LOSS_SCALER]
     stage3.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     stage3.overflow = state_dict["overflow"]
@@ -251,6 +255,7 @@ def load_universal(
             _require_universal(stage3, root / names[param], key)
     if load_optimizer_states:
         loaded = _load_optimizer(stage3, saved, masters)
+        _restore_powers(stage3, shared, loaded)
         stage3._load_global_state_stage3(shared)
     for index, params in enumerate(stage3.fp16_groups):
 
@@ -455,6 +460,12 @@ def _load_optimizer(
         optimizer.state = kept
         optimizer.state.update(others)
         stage3._clear_fp32_optimizer_param_groups()
+
+
+def _restore_powers(stage3: Stage3, saved: Mapping[str, Any], loaded: list[dict[str, Any]]) -> None:
+    step = max((int(state.get("step", 0)) for state in loaded), default=0)
+    groups = stage3.groups_of_sub_groups
+    stage3.powers.restore(stage3.optimizer, saved.get(POWERS, {}), step, groups)
 
 
 def _provider(stage3: Stage3, index: int) -> Provider:

@@ -251,22 +251,52 @@ def test_what_counts_steps_goes_on_in_another_process(tmp_path: Path) -> None:
         assert name != "autocast" or len(set(whole["told"]["observed"])) > 1
 
 
+# The betas change up to step 4, and stay from then on.
+CYCLE = {
+    "type": "OneCycle",
+    "params": {
+        "cycle_min_lr": 1e-3,
+        "cycle_max_lr": 1e-2,
+        "cycle_first_step_size": 2,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.95,
+    },
+}
+ADAM = Case(name="cpu_adam", optimizer="cpu_adam")
+ADAMS = {
+    "one": ADAM,
+    "sub-groups": ADAM.but(sub_group_size=500),
+    "groups": ADAM.but(groups=2, accumulation=2),
+    "cycle": ADAM.but(top={"scheduler": CYCLE}),
+    "overlap": ADAM.but(model="blocks", section={**SMALL, "overlap_step": True}),
+    "parameters": ADAM.but(parameters="nvme", states="cpu", zero_init=True),
+    "overflow": ADAM.but(dtype="fp16", overflow_step=2),
+}
+
+
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
-def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(
-    cpu_adam: None, place: Path
-) -> None:
-    # Not as if it had not ended: it takes powers of its betas at once after a load, and by
-    # multiplication at each step otherwise.
-    case, target = Case(name="cpu_adam", optimizer="cpu_adam"), str(place / "cpu_adam")
-    lives = [
-        Life("whole", case.but(zero=GATHER), saves=[[2, target]]),
-        Life("resumed", case, first=2, load=target),
-        Life("to cpu", on_cpu(case), ours=False, first=2, load=target),
-    ]
+def test_deepspeeds_adam_goes_on_as_if_it_had_not_ended(cpu_adam: None, place: Path) -> None:
+    # It multiplies powers of its betas in every step, and would take them by `pow` after a load.
+    lives = []
+    for name, case in ADAMS.items():
+        first, second = (str(place / f"adam {name} {number}") for number in (1, 2))
+        lives += [
+            Life(f"{name}, whole", case, last=12, saves=[[7, first]]),
+            Life(f"{name}, resumed", case, first=7, last=12, load=first, saves=[[9, second]]),
+            Life(f"{name}, again", case, first=9, last=12, load=second),
+        ]
+    universal = ADAM.but(top={"checkpoint": {"load_universal": True}})
+    target = str(place / "adam one 1")
+    lives.append(Life("one, universal", universal, first=7, last=12, load=target, universal=target))
     results = run(lives, place)
-    assert results["resumed"]["end"] == results["to cpu"]["end"]
-    assert results["resumed"]["end"]["scalars"] == results["whole"]["end"]["scalars"]
+    for life in lives:
+        name = life.name.partition(",")[0]
+        whole = results[f"{name}, whole"]
+        assert results[life.name]["end"] == whole["end"], life.name
+        assert whole["end"]["scalars"], life.name
+    cpu = Life("cpu", on_cpu(ADAM), ours=False, last=12)
+    assert run([cpu], place)["cpu"]["end"] == results["one, whole"]["end"]
 
 
 def test_a_universal_checkpoint_is_loaded(resumed: Results) -> None:
