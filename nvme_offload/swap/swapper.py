@@ -185,7 +185,8 @@ class TensorSwapper(Closing):
             try:
                 tensor = self._obtain(name)[0]
             except BaseException as error:
-                if self._changing.allows(error) and name not in self._schedule:
+                whole = self._changing.allows(error) and not self._store.interrupted
+                if whole and name not in self._schedule:
                     self._delete(name)
                 raise
             self._commit(name)  # what `retain` kept is of the value that was replaced
@@ -544,13 +545,19 @@ class TensorSwapper(Closing):
         For the only user of the swapper, after an exception has ended one of its calls in this
         thread: it need not know which values are in use.
         """
-        while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.release()  # of a `with` that an exception has ended at its last line
+        self.release_lock()
         with self._lock:
             if not self._changing.interrupted_by:
                 with self._changing:
                     for name in self._schedule.names_in_use():
                         self._schedule.release(name, True, None)
+
+    def release_lock(self) -> None:
+        """Release the lock where this thread has it outside of a call: an exception has ended a
+        `with` at its last line.
+        """
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
 
     def grow(self, nbytes: int) -> None:
         """Grow the pool and the budget. Values stay where they are, including those in use.

@@ -158,9 +158,17 @@ class Tier:
         """End every use of a value except uses of `make_scratch`, after an exception has ended a call
         of the tier's only user: see `TensorSwapper.end_uses`. Does nothing while `interrupted`.
         """
-        self.store.release_lock()
+        self.release_locks()
         if self._swapper is not None:
             self._swapper.end_uses()
+
+    def release_locks(self) -> None:
+        """Release the locks of store and swapper where this thread has them outside of a call: an
+        exception has ended a `with` at its last line. For a thread that begins to wait for another.
+        """
+        self.store.release_lock()
+        if self._swapper is not None:
+            self._swapper.release_lock()
 
     def forget(self, names: Collection[str]) -> None:
         """Discard the values *names* that exist, those of `make_scratch` among them."""

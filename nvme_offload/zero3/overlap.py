@@ -75,7 +75,7 @@ class Overlap:
 
     @property
     def notes(self) -> bool:
-        """Whether a step has begun whose updates are to come."""
+        """Whether a step has begun that defers its updates."""
         return self._noted is not None
 
     # In a step.
@@ -156,7 +156,7 @@ class Overlap:
         return True
 
     def cancel(self) -> bool:
-        """An exception has ended a step. Returns: whether updates of it were to come."""
+        """An exception has ended a step. Returns: whether it had deferred updates."""
         self._noted = None
         return self._has_noted
 

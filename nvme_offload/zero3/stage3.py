@@ -100,7 +100,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         # A backward pass has reduced some gradients: still running, or ended by an exception.
         self._partly_reduced = self._within_backward = False
         self._awaits_backward = False  # a step has been applied, and no backward pass since
-        self._hooks: list[Any] = []  # handles of those of the module
+        self._hooks: list[Any] = []  # handles of hooks of the module
         self.overlap: Overlap | None = None
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
         self._once: OncePerStep | None = None

@@ -74,20 +74,20 @@ class Updates:
         with self._lock:
             if self._thread is not None or self._failed:
                 raise InvariantError("updates of a step begin before the last ones have ended")
-            self.uses = {}
-            self._beside = True
-            self._left = {update.sub_group: update for update in updates}
-            self._held = dict(self._left)
-            for update in updates:
-                for param in update.params:
-                    awaited.hold(param, functools.partial(self.use, update.sub_group))
-            self._thread = threading.Thread(
-                target=self._run,
-                args=(step, [*updates, Update(-1, (), last)]),
-                name="nvme_offload updates",
-                daemon=True,
-            )
             try:
+                self.uses = {}
+                self._beside = True
+                self._left = {update.sub_group: update for update in updates}
+                self._held = dict(self._left)
+                for update in updates:
+                    for param in update.params:
+                        awaited.hold(param, functools.partial(self.use, update.sub_group))
+                self._thread = threading.Thread(
+                    target=self._run,
+                    args=(step, [*updates, Update(-1, (), last)]),
+                    name="nvme_offload updates",
+                    daemon=True,
+                )
                 self._thread.start()
             except BaseException:
                 self._thread, self._failed = None, True
@@ -179,11 +179,22 @@ class Updates:
             thread.join()
 
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        def ended() -> bool:
+            self._notice_death()
+            return is_true()
+
         began = time.perf_counter()
+        self.tier.release_locks()
         try:
-            wait_for(self._lock, is_true)
+            wait_for(self._lock, ended)
         finally:
             self.waited_seconds += time.perf_counter() - began
+
+    def _notice_death(self) -> None:
+        """Mark the updates as failed if an exception ended the thread between two of them."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread, self._busy = None, False
+            self._failed |= bool(self._left)
 
     def _tell(self) -> None:
         """Raises: what went wrong, if nobody was told; otherwise that it did."""
@@ -204,7 +215,7 @@ class Updates:
             for update in updates:
                 with self._lock:
                     self._lock.wait_for(lambda: not self._paused or self._stopping)
-                    if self._stopping:
+                    if self._stopping or self._failed:
                         self._failed = True
                         return
                     self._busy = True

@@ -291,7 +291,12 @@ def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[st
     def repeated() -> str:
         """How the step goes on after an exception in it."""
         try:
-            step() if entered else training._step(engine, cut, 0)
+            if entered:
+                step()
+            else:
+                if passes:
+                    engine.module.passes = counted
+                training._step(engine, cut, 0)
             return "exact" if training._final(engine) == whole else "other bits"
         except (MemoryError, KeyboardInterrupt):
             refusal = ""  # of the thread that makes updates, which came late
@@ -311,6 +316,7 @@ def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[st
         error = (KeyboardInterrupt(), MemoryError())[number % 2]
         came: BaseException | None = None
         go_on(cut)
+        counted = getattr(engine.module, "passes", 0)
         entered = False
         with deadline(ENOUGH_SECONDS), raising(line, error) as raised:
             try:
