@@ -19,6 +19,7 @@ from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, dense_strides, is_distributed
 from .gradient_copies import GradientCopies
 from .host_gradient import HostGradient, Sum
+from .modes import fixed_modes
 
 # of copies that are under way between a GPU and the host: beyond it, backward() waits
 _IN_FLIGHT = 64
@@ -112,7 +113,7 @@ class GradientSums:
 
     # What backward() does.
 
-    @torch.no_grad()
+    @fixed_modes()
     def _move(self, weight: Weight) -> None:
         gradient = weight.parameter.grad
         bucket = weight.fragments[0].bucket
@@ -129,7 +130,7 @@ class GradientSums:
         self.store(one, gradient)
         weight.parameter.grad = HostGradient(one)
 
-    @torch.no_grad()
+    @fixed_modes()
     def add(self, one: Sum, gradient: torch.Tensor) -> None:
         """Add *gradient* to *one*. Raises: as `TensorSwapper.swap_in`, after which *one* is
         lost.
@@ -156,7 +157,7 @@ class GradientSums:
                     self._note(fragment.bucket, fragment, done, total, part, change)
             one.pending.clear()
 
-    @torch.no_grad()
+    @fixed_modes()
     def store(self, one: Sum, gradient: torch.Tensor) -> None:
         """Have *gradient* in the place of *one*. Raises: as `add`."""
         with self._lock, self._changing(one):
@@ -176,7 +177,7 @@ class GradientSums:
 
     # What reads them.
 
-    @torch.no_grad()
+    @fixed_modes()
     def load(self, one: Sum) -> torch.Tensor:
         """A copy of *one* where its parameter is. Raises: as `TensorSwapper.swap_in`."""
         weight = _weight(one)
@@ -204,7 +205,7 @@ class GradientSums:
                 yield _name(bucket)
             yield bucket.name
 
-    @torch.no_grad()
+    @fixed_modes()
     def take(self, bucket: Bucket) -> None:
         """Have the gradients of *bucket* where its parameters are, for its update, until `done`;
         they are in host memory no longer. Raises: as `TensorSwapper.swap_in`, and nothing is

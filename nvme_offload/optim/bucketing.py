@@ -272,6 +272,10 @@ def _check(parameter: torch.Tensor) -> None:
         )
     if parameter.layout is not torch.strided:
         raise UnsupportedError(f"parameters must be dense, not {parameter.layout}")
+    if local(parameter).is_inference():
+        raise UnsupportedError(
+            "a parameter was made under torch.inference_mode, so that torch cannot train it: make the model outside"
+        )
     if is_distributed(parameter) and type(local(parameter)) is not torch.Tensor:
         raise UnsupportedError(
             f"the parts of a DTensor on the ranks must be plain tensors, not {type(local(parameter)).__name__}"

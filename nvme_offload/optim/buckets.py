@@ -71,10 +71,7 @@ class Weight:
     def has_new_gradient(self) -> bool:
         """Whether the parameter has another gradient than the one that was taken up."""
         gradient = self.parameter.grad
-        return gradient is not None and self.taken != (
-            gradient.__dict__.get(_TAKEN),
-            gradient._version,
-        )
+        return gradient is not None and self.taken != _mark_of(gradient)
 
     def taken_up(self) -> None:
         """Its gradient is that of an update to come, as which autograd is told of that now."""
@@ -89,7 +86,7 @@ class Weight:
         gradient = self.parameter.grad
         if gradient is not None:
             gradient.__dict__[_TAKEN] = next(_marks)
-            self.taken = gradient.__dict__[_TAKEN], gradient._version
+            self.taken = _mark_of(gradient)
 
     def look(self) -> None:
         """Notice whether somebody else has changed the parameter since the last update."""
@@ -125,6 +122,11 @@ class Weight:
 
     def _now(self) -> tuple[int, int]:
         return self.parameter._version, local(self.parameter).data_ptr()
+
+
+def _mark_of(gradient: torch.Tensor) -> tuple[Any, int]:
+    """What changes with each gradient, and with each change in place of one."""
+    return gradient.__dict__.get(_TAKEN), 0 if gradient.is_inference() else gradient._version
 
 
 class Place(NamedTuple):
@@ -254,7 +256,7 @@ class Fragment:
         made again: some optimizers, such as Muon, compute in the gradient itself.
         """
         if part.dtype == self.shadow.dtype or widened.numel() == 0:
-            return part.to(self.shadow.dtype, copy=copy)
+            return part.to(self.shadow.dtype, copy=copy or part.is_inference())
         return self.within(widened).copy_(part)
 
 

@@ -35,6 +35,7 @@ from .bucketing import Bucketing
 from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
 from .host_gradient import HostGradient
+from .modes import callers, fixed_modes
 from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import StateOnDrive
 from .progress import Progress
@@ -143,6 +144,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     checkpoint; until then a step is refused.
     """
 
+    @fixed_modes()
     def __init__(
         self,
         params: Any,
@@ -308,7 +310,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            with self._lock:
+            with self._lock, fixed_modes():
                 self._make_step(tried_again=tried_again)
             # In one line: an exception comes before it, and step() called again changes nothing, or
             # after step() has returned.
@@ -354,7 +356,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Call it before parameters, their gradients or states are used by what cannot wait by itself:
         other tensors that share their memory and were made before the step, C++ extensions and
         functions of TorchScript that are given a parameter, `torch.as_tensor(parameter)` and the
-        like, and CUDA graphs.
+        like, and CUDA graphs. Call it also before process-wide settings, such as the default dtype,
+        change: the pending updates would run with the new ones.
 
         Raises
         ------
@@ -373,6 +376,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._changed_groups(sorted({key for _, key, _, _ in late}))
             del self._late[: len(late)]
 
+    @fixed_modes()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`. What an unfinished step has not updated yet stays
         as it is.
@@ -408,6 +412,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             else:
                 self._sums.clear()
 
+    @fixed_modes()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`. Where it raises, nothing is changed.
 
@@ -596,7 +601,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         for weight in self._weights:
             if weight.fragments:
                 _check_unchanged(weight, anywhere=True)
-        with self._lock:
+        with self._lock, fixed_modes():
             self._progress.running = True
             self._drain()
             small = self._state
@@ -631,6 +636,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             }
             self._progress.running = False
 
+    @fixed_modes()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the plain optimizer saved, one bucket at a time.
 
@@ -706,6 +712,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             saved.check(found[weight], weight)
         return found
 
+    @fixed_modes()
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._settle()
         given = dict(state)
@@ -789,6 +796,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         )
         return norm
 
+    @fixed_modes()
     def close(self) -> None:
         """Give back memory and room on the drives; a second call does nothing. Nothing but the
         parameters is left.
@@ -875,7 +883,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             setattr(optimizer, name, value)
         self._updater.attributes[name] = value
 
-    @torch.no_grad()
+    @fixed_modes()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._settle()
         self._recover()
@@ -1178,6 +1186,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             provisional = self._provisional
             self._undo(lambda: provisional.roll_back_changed(self._options))
 
+    @fixed_modes()
     def _undo_provisional(self) -> None:
         """Before parameters or states are looked at, or where there is no step after all: undo the
         updates of this one.
@@ -1200,6 +1209,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._show(bucket)
         self._broken = ""
 
+    @fixed_modes()
     def _settle(self) -> None:
         """Before states are looked at: have them as the last step left them."""
         self._undo_provisional()
@@ -1296,6 +1306,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         )
                     )
 
+    @fixed_modes()
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
         """A copy of a state on the drive, for the placeholder that `state` has of it.
 
@@ -1337,6 +1348,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._progress.running = False
             return whole.to(weight.fragments[0].bucket.home)
 
+    @fixed_modes()
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
         """Put a state on the drive, for the placeholder that `state` has of it.
 
@@ -1374,7 +1386,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._show(bucket)
         self._broken = ""
 
-    @torch.no_grad()
+    @fixed_modes()
     def _gradient_is_complete(self, weight: Weight) -> None:
         """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to
         `step`, since here other ranks would wait for this one.
@@ -1514,6 +1526,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return False
         if anything_is_compiled():
             self._tell_alone("torch.compile is used in this process")
+            return False
+        if torch.get_default_dtype() != torch.float32:  # of the whole process, now and later
+            self._tell_alone("torch.set_default_dtype has changed the default")
             return False
         gradients = [
             weight.parameter.grad

@@ -112,15 +112,15 @@ def _sample(items: Any) -> torch.Tensor:
     """As many dimensions, and the device, of the first tensor of *items*; some tensor where there
     is none.
     """
-    first = torch.zeros(1)
+    first = torch.zeros(1, dtype=torch.float32)
     for item in (items,) if isinstance(items, torch.Tensor) else items or ():
         tensor = item[-1] if isinstance(item, tuple) else item
         if isinstance(tensor, torch.Tensor):
             first = local(tensor)
             break
-    return torch.nn.Parameter(
-        torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device)
-    )
+    device = None if first.is_meta else first.device
+    shape = (1,) * max(first.dim(), 1)
+    return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -34,7 +34,7 @@ _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """The gradient of *fragment* as it was, by its *fingerprint*; None where there was none."""
+    """The gradient of *fragment* as it was, by its *fingerprint*; None without a dense gradient."""
 
     fragment: Fragment
     fingerprint: torch.Tensor | None
@@ -42,9 +42,9 @@ class _Gradient:
     @classmethod
     def of(cls, fragment: Fragment) -> _Gradient:
         gradient = fragment.weight.parameter.grad
-        return cls(
-            fragment, None if gradient is None else fingerprint(fragment.of(local(gradient)))
-        )
+        if gradient is None or gradient.layout is not torch.strided:
+            return cls(fragment, None)
+        return cls(fragment, fingerprint(fragment.of(local(gradient))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,13 @@ class ProvisionalUpdates:
                 'a second backward() before step(): with step_in_backward="provisional" the parameters are updated already. To accumulate gradients, run all '
                 "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad()"
             )
-        if self._sample is None and weight.fragments:
+        gradient = weight.parameter.grad
+        if (
+            self._sample is None
+            and weight.fragments
+            and gradient is not None
+            and gradient.layout is torch.strided  # others are refused by `step`
+        ):
             self._sample = _Gradient.of(weight.fragments[0])
 
     def may_begin(self, bucket: Bucket) -> bool:

@@ -32,6 +32,7 @@ from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
 from ..units import format_bytes
 from .buckets import Bucket, Fragment
+from .modes import callers_modes
 from .progress import Progress
 from .staging import PLACES, DeviceStager, HostStager, Stager
 
@@ -63,7 +64,7 @@ class Updater:
         self._resident_bytes = 0  # of the process, when freed memory was last given back
         self.attributes: dict[str, Any] = {}  # that were set, for inner optimizers to come
         self._host = HostStager(tier)
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
         self._stagers: dict[torch.device, Stager] = {}
         self._streams: dict[torch.device, Any] = {}  # for buckets that visit a device
         self._written: Any = None  # the event after which their gradients are in host memory
@@ -342,10 +343,11 @@ class Updater:
                 )
             for key, leaf in fragment.leaves.items():
                 leaf.data = fragment.state(key, states, memory[layout.nbytes :])
-        inner = self._inner(bucket, options)
-        action = act(inner)
-        progress.begin_change()
-        action(inner)
+        with callers_modes():
+            inner = self._inner(bucket, options)
+            action = act(inner)
+            progress.begin_change()
+            action(inner)
         memory, master, states = self._collected(bucket, memory, working, master, states)
         names = bucket.block_names() if self._format.eight_bit else None
         if steps and looks_at(self._format, seed + 1):
@@ -445,7 +447,7 @@ class Updater:
         Source: malloc(3); chunks that are aligned beyond its own unit are cut from larger ones.
         """
         if self._scratch.numel() < elements:
-            self._scratch = torch.empty(0)  # before the larger one is there
+            self._scratch = self._scratch[:0].clone()  # before the larger one is there
             self._scratch = torch.empty(elements, dtype=torch.float32)
         return self._scratch[:elements]
 

@@ -19,6 +19,7 @@ from ..io.waits import wait_for
 from ..optimizer_states import compiling
 from .awaited import Awaited, use_module, watch_entrances
 from .buckets import Bucket, Weight, is_distributed, local
+from .modes import Modes, fixed_modes
 
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
 _compiled = False  # whether anything was compiled in this process
@@ -29,13 +30,14 @@ class Step:
     """One step, of *owner*, which its jobs keep alive: it is the *number*th, counted from 1.
 
     *given* and *left*: the options of groups, as they were when the step was called and as the last
-    bucket left them. *threads*: that torch's operators may use. *hints*: names of values in the
+    bucket left them. *threads*: that torch's operators may use. *modes*: of the step's caller. *hints*: names of values in the
     order of need, which the swapper has not been told of yet. *counts*: for its `UpdateStats`.
     """
 
     owner: Any
     number: int
     threads: int
+    modes: Modes
     given: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     left: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     hints: list[str] = dataclasses.field(default_factory=list)
@@ -355,7 +357,7 @@ class UpdateQueue:
         if torch.get_num_threads() != job.step.threads:
             torch.set_num_threads(job.step.threads)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(fixed_modes(job.step.modes))
             stack.enter_context(torch._C.DisableTorchFunctionSubclass())
             if job.ready is not None and job.bucket is not None:
                 stream = self._stream(job.bucket.device)

@@ -1,0 +1,82 @@
+"""Modes of a thread, such as inference_mode: updates run under fixed modes, and the inner optimizer
+under the caller's modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Modes(NamedTuple):
+    """The modes of a thread that change what an inner optimizer computes: the default *device*, if
+    it is not the CPU, and the dtype of autocast for each type of device that has it enabled.
+    """
+
+    device: torch.device | None
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def now(cls) -> Modes:
+        """The modes of this thread."""
+        device = torch.get_default_device()
+        return cls(
+            None if device.type == "cpu" else device,
+            tuple(
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda")
+                if torch.is_autocast_enabled(kind)
+            ),
+        )
+
+
+_entered = threading.local()
+
+
+@contextlib.contextmanager
+def fixed_modes(callers: Modes | None = None) -> Iterator[None]:
+    """No inference mode, gradients or autocast, and the CPU as the default device. *callers*: the
+    modes for `callers_modes`; by default the present ones.
+
+    A tensor that is made under inference_mode cannot be changed outside it.
+    """
+    if getattr(_entered, "modes", None) is not None:
+        yield
+        return
+    now = Modes.now()
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if now.device is not None:
+            stack.enter_context(torch.device("cpu"))
+        for kind, _ in now.autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        _entered.modes = now if callers is None else callers
+        try:
+            yield
+        finally:
+            _entered.modes = None
+
+
+def callers() -> Modes:
+    """Within `fixed_modes`: the modes of the caller."""
+    return getattr(_entered, "modes", None) or Modes.now()
+
+
+@contextlib.contextmanager
+def callers_modes() -> Iterator[None]:
+    """Within `fixed_modes`: the caller's default device and autocast. The meta device stays out:
+    states have values.
+    """
+    modes = callers()
+    with contextlib.ExitStack() as stack:
+        if modes.device is not None and modes.device.type != "meta":
+            stack.enter_context(modes.device)
+        for kind, dtype in modes.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
