@@ -1546,7 +1546,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with queue.lock:
             self._progress.changing = True
             if self._open_step is None:
-                self._open_step = Step(self, self._steps + 1, torch.get_num_threads())
+                self._open_step = Step(self, self._steps + 1, torch.get_num_threads(), callers())
             for bucket in due:
                 for fragment in bucket.fragments:
                     self._watch_first_gradient(fragment.weight)

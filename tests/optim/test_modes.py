@@ -133,7 +133,7 @@ def combinations():
         yield pytest.param(mode, options, when, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("mode", "options", "when"), combinations())
+@pytest.mark.parametrize(("mode", "options", "when"), list(combinations()))
 def test_adamw(tmp_path, mode, when, options):
     plain = CLASSES["adamw"]
     try:
