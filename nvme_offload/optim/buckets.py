@@ -191,13 +191,41 @@ class Fragment:
         return len(self.weight.fragments) == 1
 
     def of_weight(self) -> torch.Tensor:
-        """The elements themselves, where the parameter has them."""
+        """The elements themselves, or a copy where `is_scattered`; `put_weight` writes it back."""
+        return self.of(local(self.weight.parameter).detach())
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether its elements are not in a row: the parameter was cut, and has other strides now,
+        as after ``model.to(memory_format=torch.channels_last)``.
+        """
+        return not self.is_whole and not local(self.weight.parameter).is_contiguous()
+
+    def put_weight(self, values: torch.Tensor) -> None:
+        """Write *values* into the elements of the parameter."""
         whole = local(self.weight.parameter).detach()
-        return whole if self.is_whole else whole.view(-1)[self.start : self.stop]
+        if not self.is_scattered:
+            self.of(whole).copy_(values)
+            return
+        rows, start, stop = self._rows(whole)
+        flat = rows.reshape(-1)
+        flat[start:stop] = values
+        rows.copy_(flat.view(rows.shape))
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of *whole*, which is shaped like the parameter; where it has to be, a copy."""
-        return whole if self.is_whole else whole.reshape(-1)[self.start : self.stop]
+        if self.is_whole:
+            return whole
+        if whole.is_contiguous():
+            return whole.view(-1)[self.start : self.stop]
+        rows, start, stop = self._rows(whole)
+        return rows.reshape(-1)[start:stop]
+
+    def _rows(self, whole: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """The rows of *whole* that have elements of this fragment, and where these begin and end."""
+        size = whole[0].numel()
+        first, last = self.start // size, -(-self.stop // size)
+        return whole[first:last], self.start - first * size, self.stop - first * size
 
     def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
         """The part of *flat*, which has a value for each element of the bucket, in the order of

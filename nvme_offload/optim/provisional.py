@@ -388,11 +388,9 @@ def _restore(before: Before, others: Container[Weight]) -> None:
     """Give parameters, but for *others*, and small states back what they were."""
     bucket = before.bucket
     with torch.no_grad():
-        for fragment, part, old in zip(
-            bucket.fragments, bucket.weights(), before.elements, strict=True
-        ):
+        for fragment, old in zip(bucket.fragments, before.elements, strict=True):
             if fragment.weight not in others:
-                part.copy_(old)
+                fragment.put_weight(old)
                 if old.is_cuda:
                     old.record_stream(torch.cuda.current_stream(old.device))
     for fragment, old_states, taken_up in zip(

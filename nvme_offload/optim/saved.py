@@ -27,7 +27,7 @@ from ..io.shared_directory import SharedDirectory
 from ..optimizer_states import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
-from .buckets import Bucket, Fragment, Weight, dense_strides, like, local
+from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater
 
@@ -466,9 +466,9 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
     if layout is None:
         return {}
     part = local(fragment.weight.parameter)
-    strides = (
-        fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, dense_strides(part))
-    )
+    # cut only where the parameter was contiguous, whose strides may be others now
+    contiguous = torch.empty(part.shape, device="meta").stride()
+    strides = fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, contiguous)
     found = {
         key: torch.empty_strided(
             part.shape, strides[key], dtype=layout.states[key].dtype, device="meta"
@@ -480,7 +480,7 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
             place.shape, place.strides, dtype=place.dtype, device="meta"
         )
     if layout.master is not None and fragment.stepped:
-        whole = fragment.strides if fragment.is_whole else dense_strides(part)
+        whole = fragment.strides if fragment.is_whole else contiguous
         found[MASTER] = torch.empty_strided(
             part.shape, whole, dtype=fragment.bucket.update_dtype, device="meta"
         )

@@ -357,9 +357,9 @@ class Updater:
                 round_near(known(bucket.layout), states, self._far, seed, names)
         self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
         apart = [
-            (weight, flat.as_strided(fragment.shape, fragment.strides))
+            (fragment, flat.as_strided(fragment.shape, fragment.strides))
             for fragment, weight, flat in zip(bucket.fragments, own, own_flats, strict=True)
-            if weight.data_ptr() != flat.data_ptr()
+            if weight.data_ptr() != flat.data_ptr() or fragment.is_scattered
         ]
         if bucket.visits_device:
             stager = self._stager(bucket)
@@ -367,8 +367,12 @@ class Updater:
             if apart:
                 stager.drain()
         if master is not None or bucket.visits_device:
-            for weight, flat in apart:
-                weight.copy_(flat)
+            for fragment, flat in apart:
+                fragment.put_weight(flat)
+        else:  # the inner optimizer has changed these
+            for fragment, weight in zip(bucket.fragments, own, strict=True):
+                if fragment.is_scattered:
+                    fragment.put_weight(weight)
         for fragment in bucket.fragments:
             fragment.changes = fragment.weight.changes  # which the master has followed
         self._unbind(bucket)
