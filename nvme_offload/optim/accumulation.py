@@ -85,7 +85,15 @@ class GradientSums:
 
     @staticmethod
     def check(parameter: torch.Tensor) -> None:
-        """See that gradients of *parameter* can be moved. Raises: UsageError."""
+        """See that gradients of *parameter* can be moved. Raises: UsageError.
+
+        Source: _set_fsdp_flattened of torch.distributed.fsdp, which marks flat parameters and the
+        original ones.
+        """
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise UsageError(
+                'accumulate="host" does not take parameters of FullyShardedDataParallel, which makes views of their gradients in backward(): leave it out'
+            )
         if is_distributed(parameter):
             raise UsageError(
                 'accumulate="host" does not take DTensors, as of FSDP2 and tensor parallelism, whose gradients are sums over ranks: leave it out, '

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch
 from ..errors import UnsupportedError, UsageError
 from ..optimizer_states import BLOCK, StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
-from ..optimizer_states.traits import Traits, examine
+from ..optimizer_states.traits import Traits, examine, lasting_keys
 from .buckets import Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
+from .update import MASTER
 
 # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch
 # aligns all tensors so
@@ -173,6 +174,39 @@ class Bucketing:
                 "are thawed"
             )
 
+    def check_keys(
+        self, states: Mapping[Weight, Mapping[Any, Any]], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """See that *states* have the keys without which the optimizer fails in its next step, with
+        the options of *groups*. An empty state begins anew. Raises: UsageError.
+        """
+        needed: dict[Any, frozenset[Any]] = {}
+        for weight, state in states.items():
+            if state.keys() <= {MASTER} or not weight.fragments:
+                continue
+            fragment = weight.fragments[0]
+            bucket, group = fragment.bucket, groups[fragment.group]
+            kind = fragment.group, max(local(weight.parameter).dim(), 1), bucket.update_dtype
+            if kind not in needed:
+                options = {
+                    key: value
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                }
+
+                def make(
+                    samples: Sequence[torch.Tensor], options: Mapping[str, Any] = options
+                ) -> torch.optim.Optimizer:
+                    return self._make([{**copy.deepcopy(dict(options)), "params": list(samples)}])
+
+                needed[kind] = lasting_keys(make, kind[1], kind[2], bucket.device)
+            missing, others = needed[kind] - state.keys(), state.keys() - needed[kind]
+            if missing:
+                raise UsageError(
+                    f"the state of a parameter lacks {_listed(missing)}, without which {self._name} cannot go on"
+                    f"{f', and has {_listed(others)}' if others else ''}: load states that {self._name} has saved, or rename their keys"
+                )
+
     def _kinds(
         self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]
     ) -> Iterator[tuple[list[Weight], int]]:
@@ -256,6 +290,10 @@ class Bucketing:
         if what not in self._told:
             self._told.add(what)
             _log.info("%s updates %s (%s)", self._name, what, traits.why)
+
+
+def _listed(keys: Iterable[Any]) -> str:
+    return ", ".join(sorted(map(repr, keys)))
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

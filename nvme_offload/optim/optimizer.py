@@ -710,6 +710,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         for weight, index in zip(self._weights, indices, strict=False):
             found[weight] = given["state"].get(index, {})
             saved.check(found[weight], weight)
+        groups = given["param_groups"]
+        if len(groups) == len(self.param_groups):  # if not, the base says so
+            self._bucketing.check_keys(found, [{**self.defaults, **group} for group in groups])
         return found
 
     @fixed_modes()
@@ -1290,6 +1293,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 saved.check(state, weight)
                 given[weight] = dict(state)
         if given:
+            self._bucketing.check_keys(given, self.param_groups)
             self._restore(given)
         self._state_was_asked_for = False
         # what is small is shown of the first fragment alone, where somebody may have changed it in

@@ -207,6 +207,21 @@ def examine(
     )
 
 
+@torch.no_grad()
+def lasting_keys(
+    make: Make, dimensions: int, dtype: torch.dtype, device: torch.device
+) -> frozenset[Key]:
+    """The keys that the state of a parameter has after the first steps, whatever its size: an
+    optimizer cannot go on without them. Empty if that is not known.
+    """
+    found: list[set[Key]] = []
+    samples = [_sample(shape, dtype, device, 0) for shape in _shapes(dimensions, moderate=True)]
+    for steps in (1, _KNOWN_STEPS):
+        states = _first_states(make, [sample.clone() for sample in samples], steps)
+        found += [set(state) for state in states.values()]
+    return frozenset(set.intersection(*found) if found else ())
+
+
 def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
     """A factory of optimizers like *optimizer*, which has made no step: with its attributes, and
     the options of *group*.
@@ -513,15 +528,18 @@ def _whole_units(dimensions: int) -> tuple[int, ...]:
     return (64, 128, *(1,) * dimensions)[: max(dimensions, 2)] if dimensions > 1 else (8192,)
 
 
-def _first_states(make: Make, samples: Sequence[torch.Tensor]) -> dict[torch.Tensor, Any]:
-    """The states after one step over *samples*. Empty where that fails: the trial will report it."""
+def _first_states(
+    make: Make, samples: Sequence[torch.Tensor], steps: int = 1
+) -> dict[torch.Tensor, Any]:
+    """The states after the first *steps* over *samples*. Empty where that fails: the trial will report it."""
     with _same_random_numbers(samples[0].device):
         try:
             parameters = [torch.nn.Parameter(sample) for sample in samples]
             optimizer = make(parameters)
-            for parameter in parameters:
-                parameter.grad = parameter.detach().clone()
-            raw_step(optimizer)(optimizer)
+            for _ in range(steps):
+                for parameter in parameters:
+                    parameter.grad = parameter.detach().clone()
+                raw_step(optimizer)(optimizer)
         except Exception:
             return {}
         return {parameter: optimizer.state.get(parameter, {}) for parameter in parameters}

@@ -635,6 +635,25 @@ def test_what_is_refused(tmp_path):
             NVMeOptimizer(model().parameters(), paths=tmp_path, **options)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.filterwarnings("ignore:FSDP:UserWarning", "ignore::FutureWarning")
+def test_fully_sharded_data_parallel_is_refused_when_it_is_made(tmp_path, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net = FullyShardedDataParallel(
+            model(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        with pytest.raises(
+            UsageError, match="does not take parameters of FullyShardedDataParallel"
+        ):
+            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("host_memory", ["auto", 200_000])
 def test_state_between_micro_batches(tmp_path, host_memory):
     """A state dict has no gradients; saving, reading and loading states leave them as they are."""

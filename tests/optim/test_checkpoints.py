@@ -12,7 +12,17 @@ import signal
 
 import pytest
 import torch
-from reference import OPTIMIZERS, Reference, copied, differing, parameters, tight, train, unlike
+from reference import (
+    OPTIMIZERS,
+    Reference,
+    copied,
+    differing,
+    parameters,
+    set_gradients,
+    tight,
+    train,
+    unlike,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -376,3 +386,56 @@ def test_functools_is_enough_to_choose_options(tmp_path):
         params, tmp_path, functools.partial(torch.optim.AdamW, betas=(0.5, 0.5))
     ) as optimizer:
         assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam-amsgrad", "sgd-momentum", "adafactor", "nadam"])
+@pytest.mark.parametrize("masters", [True, False])
+def test_states_that_lack_a_key_are_refused_and_nothing_changes(tmp_path, name, masters):
+    """Such as those of an optimizer of another package, whose keys have other names."""
+    dtype = torch.bfloat16 if masters else torch.float32
+    shapes = [(40, 30), (7,), (64, 64)]
+    plain, ours = parameters(dtype, shapes=shapes), parameters(dtype, shapes=shapes)
+    reference = Reference(plain, OPTIMIZERS[name])
+    with NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path) as optimizer:
+        train(plain, reference)
+        train(ours, optimizer)
+        saved = optimizer.state_dict()
+        for index in (0, 1):
+            for key in saved["state"][index]:
+                if key == "master":
+                    continue
+                edited = {**saved, "state": copy.deepcopy(saved["state"])}
+                edited["state"][index]["another"] = edited["state"][index].pop(key)
+                if edited["state"][index].keys() - {"master", "another"} or masters:
+                    edited["param_groups"] = [{**saved["param_groups"][0], "lr": 0.5}]
+                    with pytest.raises(UsageError, match=f"lacks '{key}'.*and has.*'another'"):
+                        optimizer.load_state_dict(edited)
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+        state = optimizer.state[ours[0]]
+        kept = {key: value.clone() for key, value in state.items()}
+        for key in kept.keys() - {"master"}:
+            if len(kept.keys() - {"master"}) > 1:
+                del state[key]
+                set_gradients(ours, 6)
+                with pytest.raises(UsageError, match=f"lacks '{key}'"):
+                    optimizer.step()
+                state[key] = kept[key]
+        train(plain, reference, first=6)
+        train(ours, optimizer, first=6)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("saved_with", [False, True])
+def test_the_loaded_options_say_which_keys_are_needed(tmp_path, saved_with):
+    """Those of a group come with the states, so that either goes on as it was saved."""
+    first, plain, ours = parameters(), parameters(), parameters()
+    source = torch.optim.Adam(first, amsgrad=saved_with)
+    train(first, source)
+    reference = torch.optim.Adam(plain, amsgrad=not saved_with)
+    reference.load_state_dict(copy.deepcopy(source.state_dict()))
+    train(plain, reference)
+    with NVMeOptimizer(ours, torch.optim.Adam, amsgrad=not saved_with, paths=tmp_path) as optimizer:
+        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+        train(ours, optimizer)
+    assert differing(ours, plain) == []
