@@ -199,7 +199,8 @@ class Bucketing:
                 ) -> torch.optim.Optimizer:
                     return self._make([{**copy.deepcopy(dict(options)), "params": list(samples)}])
 
-                needed[kind] = lasting_keys(make, kind[1], kind[2], bucket.device)
+                device = local(weight.parameter).device
+                needed[kind] = lasting_keys(make, kind[1], kind[2], device)
             missing, others = needed[kind] - state.keys(), state.keys() - needed[kind]
             if missing:
                 raise UsageError(

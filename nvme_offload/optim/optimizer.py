@@ -462,8 +462,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Returns
         -------
         dict
-            Tensors are on the CPU, mapped from a file on the first drive: memory is used as they
-            are read, and the kernel can take it back.
+            Tensors are copies on the CPU, mapped from a file on the first drive: memory is used as
+            they are read, and the kernel can take it back. Unlike torch's, they do not share memory
+            with the states: change `state`, or load the changed dictionary.
 
         Raises
         ------

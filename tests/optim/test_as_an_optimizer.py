@@ -562,7 +562,7 @@ def test_states_are_saved_after_all_was_moved_to_another_device(tmp_path, dtype,
         train(params, optimizer, steps=3)
         expected = copy.deepcopy(optimizer.state_dict()["state"])
         for bucket in optimizer._buckets:
-            bucket.device = torch.device("cuda", 0)  # as if they had been there
+            bucket.home = bucket.device = torch.device("cuda", 0)  # as if they had been there
         for state in optimizer.state.values():
             for key, value in state.items():
                 if key != "step":
@@ -574,7 +574,7 @@ def test_states_are_saved_after_all_was_moved_to_another_device(tmp_path, dtype,
         with pytest.raises(UsageError, match=r"on cuda:0, has become one of \d+, \S+ on cpu"):
             optimizer.step()
         for bucket in optimizer._buckets:
-            bucket.device = torch.device("cpu")
+            bucket.home = bucket.device = torch.device("cpu")
 
 
 def test_parameters_that_are_no_longer_what_they_were_are_refused_and_nothing_is_changed(tmp_path):
