@@ -391,7 +391,7 @@ def test_functools_is_enough_to_choose_options(tmp_path):
 @pytest.mark.parametrize("name", ["adamw", "adam-amsgrad", "sgd-momentum", "adafactor", "nadam"])
 @pytest.mark.parametrize("masters", [True, False])
 def test_states_that_lack_a_key_are_refused_and_nothing_changes(tmp_path, name, masters):
-    """Such as those of an optimizer of another package, whose keys have other names."""
+    """Another package's optimizer may use other names for the keys."""
     dtype = torch.bfloat16 if masters else torch.float32
     shapes = [(40, 30), (7,), (64, 64)]
     plain, ours = parameters(dtype, shapes=shapes), parameters(dtype, shapes=shapes)
@@ -428,7 +428,7 @@ def test_states_that_lack_a_key_are_refused_and_nothing_changes(tmp_path, name, 
 
 @pytest.mark.parametrize("saved_with", [False, True])
 def test_the_loaded_options_say_which_keys_are_needed(tmp_path, saved_with):
-    """Those of a group come with the states, so that either goes on as it was saved."""
+    """The options of a group are loaded with the states, and the training goes on with both."""
     first, plain, ours = parameters(), parameters(), parameters()
     source = torch.optim.Adam(first, amsgrad=saved_with)
     train(first, source)

@@ -1,5 +1,5 @@
 """The modes of a thread, such as inference_mode, around a step, the making of the optimizer and the
-use of states: the results are those of the plain optimizer.
+use of states: the results are equal to the results of the plain optimizer.
 """
 
 from __future__ import annotations
