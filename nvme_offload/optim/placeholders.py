@@ -27,8 +27,9 @@ class SpentGradient(WithoutMemory):
     @staticmethod
     def __new__(cls: Any, parameter: torch.Tensor) -> Any:
         """Stand for the gradient of *parameter*, or of a part of one."""
-        form = torch.empty_like(parameter, device="meta")
-        return cls.make(form.shape, form.stride(), form.dtype, parameter.device)
+        # from nothing that would wait for a pending update of the parameter
+        strides = torch.empty(parameter.shape, device="meta").stride()
+        return cls.make(parameter.shape, strides, parameter.dtype, parameter.device)
 
     def refuse(self, use: str) -> NoReturn:
         """See `WithoutMemory`."""
