@@ -107,6 +107,7 @@ class Tier:
             if host_memory == "auto"
             else host_memory
         )
+        self._exceeded_bytes = 0  # see `exceed`
         self.close = weakref.finalize(self, _close, self._resources)
 
     @property
@@ -206,16 +207,21 @@ class Tier:
         if self._swapper is not None:
             _ = self.swapper  # gives back what was abandoned
         self._needed_bytes += nbytes
-        wanted = min(max(self._needed_bytes, _LEAST_BYTES), self.cap_bytes)
+        cap = max(self.cap_bytes, self._exceeded_bytes)
+        wanted = min(max(self._needed_bytes, _LEAST_BYTES), cap)
         if self._swapper is None:
             self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
         elif wanted > self._held_bytes:
             # Doubled, since every change registers the whole pool with CUDA again.
-            self._swapper.grow(
-                min(max(wanted, 2 * self._held_bytes), self.cap_bytes, self._most_bytes)
-            )
+            self._swapper.grow(min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes))
             self._tell_memory()
+
+    def exceed(self, nbytes: int) -> None:
+        """Allow the pool to grow to *nbytes* for a value that the budget cannot hold: the caller refuses
+        that later, when it knows how many bytes would be enough for everything.
+        """
+        self._exceeded_bytes = max(self._exceeded_bytes, nbytes)
 
     def give_back(self, nbytes: int) -> None:
         """Undo a `require` of *nbytes*."""

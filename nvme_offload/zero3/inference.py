@@ -11,8 +11,9 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import compat
+from .agreement import all_or_none
 from .moving import move_partitions
-from .param_swapper import return_to_device, swappers_of
+from .param_swapper import require_budget, return_to_device, swappers_of
 from .settings import SECTION
 from .shared_tier import trained
 from .stage3 import as_mapping
@@ -30,6 +31,12 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         move_partitions(module, ds_config)
         super().__init__(module, timers, ds_config, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
+        try:
+            all_or_none(lambda: require_budget(module))
+        except BaseException:
+            super().destroy()
+            compat.let_go_of(module)
+            raise
         self.clock = StepClock(self._tiers[0]) if self._tiers else None
         self.tier = next(iter(self._tiers), None)
         trained.difference_update(self._tiers)

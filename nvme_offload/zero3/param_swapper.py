@@ -51,6 +51,7 @@ class _Value:
 
     def __init__(self, tier: Tier, name: str, nbytes: int) -> None:
         self.name = name
+        self.nbytes = nbytes
         # Of a copy on the accelerator that the gathered parameter may share: see `_has_changed`.
         self.read: torch.Tensor | None = None
         tier.require(nbytes)
@@ -244,9 +245,8 @@ class ParameterSwapper:
         if value is None or value.name != name:
             nbytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
             if nbytes > self.tier.cap_bytes:
-                raise UsageError(
-                    f'"host_memory" of {format_bytes(self.tier.cap_bytes)} cannot hold a parameter of {numel} elements: allow at least {nbytes} bytes'
-                )
+                # `initialize` refuses that: it knows all parameters, and what an update needs.
+                self.tier.exceed(nbytes)
             param.nvme_value = _Value(self.tier, name, nbytes)
         return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
@@ -325,6 +325,13 @@ def has_value(param: Any) -> bool:
     return hasattr(param, "nvme_value")
 
 
+def value_bytes(param: Any) -> int:
+    """The host memory that *param*'s partition needs while it is used; 0 where no `ParameterSwapper`
+    keeps it.
+    """
+    return param.nvme_value.nbytes if has_value(param) else 0
+
+
 def is_offloaded(param: Any) -> bool:
     """Whether a `ParameterSwapper` keeps *param*'s partition, and the accelerator has no copy."""
     return has_value(param) and bool(param.nvme_swapper.is_offloaded(param))
@@ -360,6 +367,18 @@ def swappers_of(module: torch.nn.Module) -> list[ParameterSwapper]:
     """
     params: Iterator[Any] = module.parameters()
     return list(dict.fromkeys(param.nvme_swapper for param in params if has_value(param)))
+
+
+def require_budget(module: torch.nn.Module) -> None:
+    """Check that host memory can hold each partition of *module*'s parameters. Raises: UsageError."""
+    params: Iterator[Any] = module.parameters()
+    for param in params:
+        nbytes = value_bytes(param)
+        if nbytes and nbytes > param.nvme_swapper.tier.cap_bytes:
+            largest = max(map(value_bytes, module.parameters()))
+            raise UsageError(
+                f'"host_memory" of {format_bytes(param.nvme_swapper.tier.cap_bytes)} cannot hold the largest parameter: allow at least {largest} bytes'
+            )
 
 
 def return_to_device(module: torch.nn.Module) -> None:

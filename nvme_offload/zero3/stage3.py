@@ -43,7 +43,7 @@ from .once_per_step import (
 )
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
 from .overlap import Overlap, has_hooks, tell_left_out
-from .param_swapper import has_value, return_to_device, swappers_of
+from .param_swapper import has_value, require_budget, return_to_device, swappers_of, value_bytes
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
@@ -163,6 +163,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             all_or_none(lambda: self._open_tier(fp16_param_groups))
             self.tier.cap_bytes = least(self.tier.cap_bytes)
             all_or_none(self._plan)
+        elif self.native and self.params_in_nvme_and_cpu:
+            all_or_none(lambda: require_budget(self.module))
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if has_value(param):
@@ -213,6 +215,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             parameter=self.dtype.itemsize
             if any(has_value(param) for group in param_groups for param in group["params"])
             else 0,
+            largest_parameter=max(map(value_bytes, self.module.parameters()), default=0),
         )
         self._elementwise = is_elementwise(self.optimizer)
         sizes = [param.partition_numel() for group in param_groups for param in group["params"]]

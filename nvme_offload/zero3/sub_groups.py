@@ -39,12 +39,15 @@ class Footprint:
         states.
     parameter
         A parameter on a drive; 0 for others.
+    largest_parameter
+        Bytes in all of the largest parameter on a drive, trained or not; 0 for none.
     """
 
     states: float
     gradient: int
     scratch: int
     parameter: int
+    largest_parameter: int = 0
 
     @property
     def _at_once(self) -> float:
@@ -53,17 +56,20 @@ class Footprint:
         return self.states + self.scratch + 2 * self.parameter
 
     def least_bytes(self, elements: int) -> int:
-        """The memory that sub-groups, and parameters, of up to *elements* need."""
-        return math.ceil(elements * self._at_once) + 2 * _SLACK_BYTES
+        """The memory that sub-groups of up to *elements* need, and all parameters."""
+        at_once = max(elements * self._at_once, self.largest_parameter + elements * self.scratch)
+        return math.ceil(at_once) + 2 * _SLACK_BYTES
 
     def most_elements(self, nbytes: int) -> int:
         """The elements of the largest sub-group for which *nbytes* of memory suffice."""
-        return int((nbytes - 2 * _SLACK_BYTES) / self._at_once)
+        room = nbytes - 2 * _SLACK_BYTES
+        return int(min(room / self._at_once, (room - self.largest_parameter) / self.scratch))
 
     def wanted_elements(self, nbytes: int) -> int:
         """The best size of sub-groups for *nbytes* of memory, in elements."""
         return min(
             _LARGEST_SUB_GROUP,
+            max(1, self.most_elements(nbytes)),
             max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.scratch))),
         )
 

@@ -218,6 +218,12 @@ def embedding() -> nn.Module:
     return Words(5001, 64, tied=False)
 
 
+def frozen_embedding() -> nn.Module:
+    model = Words(5001, 64, tied=False)
+    model.embedding.requires_grad_(False)
+    return model
+
+
 def tied() -> nn.Module:
     return Words(301, 24, tied=True)
 
@@ -240,24 +246,30 @@ def wide() -> nn.Module:
     return layers(24, 64)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    made.__name__: made
-    for made in (
-        odd,
-        gain,
-        misaligned,
-        blocks,
-        frozen,
-        adapted,
-        checkpointed,
-        reentrant,
-        embedding,
-        tied,
-        sometimes,
-        dropped,
-        wide,
-    )
-} | {f"{count} layers": functools.partial(layers, count) for count in (16, 32, 64)}
+MODELS: dict[str, Callable[[], nn.Module]] = (
+    {
+        made.__name__: made
+        for made in (
+            odd,
+            gain,
+            misaligned,
+            blocks,
+            frozen,
+            adapted,
+            checkpointed,
+            reentrant,
+            embedding,
+            tied,
+            sometimes,
+            dropped,
+            wide,
+        )
+    }
+    | {
+        "frozen embedding": frozen_embedding,
+    }
+    | {f"{count} layers": functools.partial(layers, count) for count in (16, 32, 64)}
+)
 
 
 class Sign(torch.optim.Optimizer):

@@ -230,6 +230,7 @@ class Training:
         )
         self.config = self._config(directory)
         self.directory = directory
+        self.refusals: list[str] = []  # of budgets that were too small
         self.kept: dict[str, Any] = {}  # by the case's loop
         self.told: dict[str, Any] = {
             key: [] for key in ("losses", "norms", "scales", "skipped", "observed")
@@ -265,6 +266,7 @@ class Training:
             # stores that outlive the engines, which are destroyed: a gigabyte of the drive each
             "left": len(self.watch.alive),
             "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
+            "refusals": self.refusals,
         }
 
     def _of_program(self) -> dict[str, Any]:
@@ -277,6 +279,7 @@ class Training:
             **self._final(made["engine"]),
             "traffic": self.watch.traffic() if self.ours else {},
             "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
+            "refusals": self.refusals,
         }
 
     def _config(self, directory: str) -> dict[str, Any]:
@@ -330,6 +333,7 @@ class Training:
                     or int(named[1]) <= self.config["nvme_offload"]["host_memory"]
                 ):
                     raise
+                self.refusals.append(str(refusal))
             self.config["nvme_offload"]["host_memory"] = int(named[1]) * self.seeks
 
     def _try_engine(self, seed: int) -> Any:
