@@ -277,25 +277,26 @@ ADAMS = {
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
 def test_deepspeeds_adam_goes_on_as_if_it_had_not_ended(cpu_adam: None, place: Path) -> None:
-    # It multiplies powers of its betas in every step, and would take them by `pow` after a load.
+    # It multiplies powers of its betas in every step, and would take them by `pow` after a load: with
+    # 0.999 these differ at step 6, with 0.9 at step 9.
     lives = []
     for name, case in ADAMS.items():
         first, second = (str(place / f"adam {name} {number}") for number in (1, 2))
         lives += [
-            Life(f"{name}, whole", case, last=12, saves=[[7, first]]),
-            Life(f"{name}, resumed", case, first=7, last=12, load=first, saves=[[9, second]]),
-            Life(f"{name}, again", case, first=9, last=12, load=second),
+            Life(f"{name}, whole", case, last=11, saves=[[5, first]]),
+            Life(f"{name}, resumed", case, first=5, last=11, load=first, saves=[[8, second]]),
+            Life(f"{name}, again", case, first=8, last=11, load=second),
         ]
     universal = ADAM.but(top={"checkpoint": {"load_universal": True}})
     target = str(place / "adam one 1")
-    lives.append(Life("one, universal", universal, first=7, last=12, load=target, universal=target))
+    lives.append(Life("one, universal", universal, first=5, last=11, load=target, universal=target))
     results = run(lives, place)
     for life in lives:
         name = life.name.partition(",")[0]
         whole = results[f"{name}, whole"]
         assert results[life.name]["end"] == whole["end"], life.name
         assert whole["end"]["scalars"], life.name
-    cpu = Life("cpu", on_cpu(ADAM), ours=False, last=12)
+    cpu = Life("cpu", on_cpu(ADAM), ours=False, last=11)
     assert run([cpu], place)["cpu"]["end"] == results["one, whole"]["end"]
 
 
