@@ -138,10 +138,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
     brings a copy; writing to it, replacing it or taking it out takes effect at once or before the
     next step. Changing a 16-bit parameter in place between steps changes its master, too.
 
-    After a step that raised an error of the drive, some parameters are updated and others are not.
-    Calling `step` again with the same gradients goes on with the others, and updates none twice;
-    `zero_grad` gives up the rest of that step. After an error in the middle of an update, load a
-    checkpoint; until then a step is refused.
+    After a step that raised, as with an error of the drive or Ctrl-C, some parameters are updated and
+    others are not. `step` with the same gradients updates only those that are left;
+    `zero_grad` drops the rest of that step. After an exception in the middle of a change, `step`
+    raises UsageError until weights and states are loaded from a checkpoint, also into this object.
     """
 
     @fixed_modes()
