@@ -180,8 +180,23 @@ def short_name(model: str, device: str) -> str:
 
 
 def filesystem_space(path: str | Path) -> os.statvfs_result:
-    """Size and free space of the filesystem of *path*; as much as a filesystem can have where a
-    container refuses the call. Raises: OSError. Source: statvfs(3).
+    """Size and free space of a filesystem; as much as a filesystem can have where a container
+    refuses the call. Source: statvfs(3).
+
+    Parameters
+    ----------
+    path : str or Path
+        On the filesystem.
+
+    Returns
+    -------
+    os.statvfs_result
+        As `os.statvfs` returns it.
+
+    Raises
+    ------
+    OSError
+        The call failed.
     """
     try:
         return os.statvfs(path)
