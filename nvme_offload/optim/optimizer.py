@@ -1264,6 +1264,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if fragment is weight.fragments[0]:
                 if weight.shown is None:
                     weight.shown = ShownState(weight, saved.check, _settling(self._source))
+                elif weight.shown.shows(fragment):
+                    continue
                 there: dict[Key, torch.Tensor] = {}
                 for key, form in saved.forms(fragment).items():
                     own = local(weight.placeholders[key]) if key in weight.placeholders else None
@@ -1281,7 +1283,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                             else like(weight.parameter, placeholder)
                         )
                 weight.placeholders = there
-                weight.shown.show(saved.in_place_of_leaves(weight, there, lambda small: small))
+                whole = saved.in_place_of_leaves(weight, there, lambda small: small)
+                weight.shown.show(whole, fragment)
                 if dict.__len__(weight.shown):
                     dict.__setitem__(self._state, weight.parameter, weight.shown)
 

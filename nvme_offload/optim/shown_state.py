@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer_states.tree import content
 from .placeholders import is_on_drive
 
 if TYPE_CHECKING:
-    from .buckets import Weight
+    from .buckets import Fragment, Weight
 
 # All that a dictionary can do, except to be made.
 _USES = (
@@ -55,25 +55,33 @@ class ShownState(dict[Any, Any]):
         # the leaves, each with its path
         self._shown: list[tuple[tuple[Any, ...], Any]] = []
         self._guards: list[Any] = []
+        # the arrangement of the fragment that was shown, and the leaves of its states
+        self._arrangement: tuple[Any, ...] = ()
+        self._leaves: list[tuple[tuple[Any, ...], Any]] = []
 
-    def show(self, state: Mapping[Any, Any]) -> None:
-        """Replace the content by *state*, which is known."""
+    def show(self, state: Mapping[Any, Any], fragment: Fragment) -> None:
+        """Replace the content by *state*, made of the states of *fragment*."""
         dict.clear(self)
         dict.update(self, state)
         self._shown = content(state)
+        self._arrangement, self._leaves = _arrangement(fragment), content(fragment.states)
         # torch.utils.swap_tensors exchanges objects behind our back. It refuses tensors that have
         # weak references.
         self._guards = [weakref.ref(leaf) for _, leaf in self._shown if is_on_drive(leaf)]
+
+    def shows(self, fragment: Fragment) -> bool:
+        """Whether `show` would show the same: the states of *fragment* are the same objects, arranged
+        in the same way.
+        """
+        return _arrangement(fragment) == self._arrangement and _same(
+            content(fragment.states), self._leaves
+        )
 
     def differs_from(self, state: Mapping[Any, Any]) -> bool:
         """Whether *state*, which may be this object, is not what was shown."""
         if state is not self:
             return bool(state or self._shown)
-        now = content(dict.copy(self))
-        return len(now) != len(self._shown) or any(
-            one is not other or way != where
-            for (way, one), (where, other) in zip(now, self._shown, strict=True)
-        )
+        return not _same(content(dict.copy(self)), self._shown)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check({key: value}, self._weight)
@@ -103,6 +111,24 @@ class ShownState(dict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copy(),)
+
+
+def _arrangement(fragment: Fragment) -> tuple[Any, ...]:
+    """All that the placeholders of a fragment's states depend on, but for the parameter."""
+    layout = fragment.bucket.layout
+    dtypes = {} if layout is None else {key: layout.states[key].dtype for key in fragment.keys}
+    has_master = layout is not None and layout.master is not None and fragment.stepped
+    return fragment.keys, fragment.rest, dtypes, has_master and fragment.strides
+
+
+def _same(
+    leaves: Sequence[tuple[tuple[Any, ...], Any]], others: Sequence[tuple[tuple[Any, ...], Any]]
+) -> bool:
+    """Whether both have the same objects in the same places."""
+    return len(leaves) == len(others) and all(
+        one is other and way == where
+        for (way, one), (where, other) in zip(leaves, others, strict=True)
+    )
 
 
 def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
