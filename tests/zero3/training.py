@@ -274,13 +274,16 @@ class Training:
         place.mkdir(exist_ok=True)  # by another rank
         made = (PROGRAMS | SEVERAL)[self.case.program](self.config, place)
         self.told["losses"] = [float(loss).hex() for loss in made["losses"]]
-        return {
+        found = {
             **self.told,
             **self._final(made["engine"]),
             "traffic": self.watch.traffic() if self.ours else {},
             "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
             "refusals": self.refusals,
         }
+        # These programs do not destroy their engines; the cases that follow do not count them.
+        self.watch.alive.clear()
+        return found
 
     def _config(self, directory: str) -> dict[str, Any]:
         case = self.case
