@@ -37,6 +37,10 @@ class AdamPowers:
         same = set(betas) <= {self._betas or betas[-1]}
         self._betas, self._multiplied = betas[-1], self._multiplied + 1 if same else 0
 
+    def jump(self) -> None:
+        """The next step does not follow the last one: the powers will be taken by `pow`."""
+        self._multiplied = -1
+
     def state(self, optimizer: Any) -> dict[str, Any]:
         """For `restore`; empty where there are no powers."""
         if not _keeps_powers(optimizer):

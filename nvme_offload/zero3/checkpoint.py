@@ -172,6 +172,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         # With it, ranks load one after another to save memory, which a load here does not need,
         # and would wait for ever for a rank that has failed.
         zero.pipeline_loading_checkpoint = False
+        self.optimizer.resumes = True
         try:
             with (
                 _reading(self, functools.partial(_read_states, engine=_engine_of(self)))
@@ -183,6 +184,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
                 )
         finally:
             zero.pipeline_loading_checkpoint = serial
+            self.optimizer.resumes = False
 
     def _get_zero_param_shapes(self: Any) -> Any:
         with (

@@ -106,6 +106,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._once: OncePerStep | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self.powers = AdamPowers()
+        # Whether a load is of engine.load_checkpoint, to continue a run bit for bit. One by
+        # `load_state_dict` has the bits of "device": "cpu".
+        self.resumes = False
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
         self._tiers: list[Tier] = []  # of states and of parameters

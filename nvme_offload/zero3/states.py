@@ -463,9 +463,14 @@ def _load_optimizer(
 
 
 def _restore_powers(stage3: Stage3, saved: Mapping[str, Any], loaded: list[dict[str, Any]]) -> None:
-    step = max((int(state.get("step", 0)) for state in loaded), default=0)
-    groups = stage3.groups_of_sub_groups
-    stage3.powers.restore(stage3.optimizer, saved.get(POWERS, {}), step, groups)
+    def last_step(states: Iterable[Mapping[str, Any]]) -> int:
+        return max((int(state.get("step", 0)) for state in states), default=0)
+
+    step, groups = last_step(loaded), stage3.groups_of_sub_groups
+    if stage3.resumes:
+        stage3.powers.restore(stage3.optimizer, saved.get(POWERS, {}), step, groups)
+    elif last_step(filter(None, stage3.optimizer.state.values())) != step:
+        stage3.powers.jump()
 
 
 def _provider(stage3: Stage3, index: int) -> Provider:
