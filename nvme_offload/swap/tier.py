@@ -108,6 +108,14 @@ class Tier:
             else host_memory
         )
         self._exceeded_bytes = 0  # see `exceed`
+        _log.info(
+            "engine for %s: %s, blocks of %s, %d in flight in each of %d threads",
+            ", ".join(paths),
+            aio.backend,
+            format_bytes(aio.block_size),
+            aio.queue_depth,
+            aio.thread_count,
+        )
         self.close = weakref.finalize(self, _close, self._resources)
 
     @property
@@ -408,10 +416,19 @@ def engine_config(path: str, backend: str = "libaio") -> AioConfig:
     never swept; O_DIRECT where the filesystem has it.
     """
     try:
-        return AioConfig.for_path(path, backend=backend, direct="auto")
+        tuned = AioConfig.for_path(path, backend=backend, direct="auto")
+        profile = profile_shelf.find(path)
     except (OffloadError, OSError) as reason:
-        _log.info("no tuned settings for %s, so the engine's defaults are used: %s", path, reason)
+        _log_once(f"no tuned settings for {path}, so the engine's defaults are used: {reason}")
         return AioConfig(backend=backend, direct="auto")
+    swept = f"{profile.drive['path']} on {profile.created[:10]}"
+    _log_once(f"engine settings for {path} are those that nvme-sweep chose for {swept}")
+    return tuned
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    _log.info("%s", line)
 
 
 def memory_size(value: object) -> int | Literal["auto"]:

@@ -5,6 +5,7 @@ earlier engine of the same module too. DeepSpeed expects partitions on a drive t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ..units import format_bytes
 from . import compat
 from .param_swapper import has_value, open_swapper
 from .settings import Settings
+
+_log = logging.getLogger(__name__)
 
 
 def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
@@ -26,6 +30,7 @@ def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> No
         return
     section = ds_config.get("zero_optimization", {}).get("offload_param") or {}
     device = section.get("device", OffloadDeviceEnum.none)
+    _log_whole_parameters(module, device)
     param: Any
     for param in module.parameters():
         if not hasattr(param, "ds_id") or has_value(param) == (device == OffloadDeviceEnum.nvme):
@@ -36,6 +41,17 @@ def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> No
             _move_to_drive(param, ds_config)
         else:
             _move_to_memory(param, on_host=device == OffloadDeviceEnum.cpu)
+
+
+def _log_whole_parameters(module: torch.nn.Module, device: Any) -> None:
+    """Log the bytes of parameters that are going to a drive and are all in memory before that."""
+    nbytes = sum(param.nbytes for param in module.parameters() if not hasattr(param, "ds_id"))
+    if device == OffloadDeviceEnum.nvme and nbytes:
+        _log.info(
+            "%s of parameters were made outside of zero.Init, so all of them are in memory until they are partitioned: make the model under "
+            "deepspeed.zero.Init(config_dict_or_path=...) to move each parameter to the drive when it is made",
+            format_bytes(nbytes),
+        )
 
 
 def _move_to_drive(param: Any, ds_config: Mapping[str, Any]) -> None:

@@ -34,6 +34,8 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
     with _lock:
         tier = _tiers.get(key)
         if tier is None:
+            if "aio" in ds_config:
+                _log.info('engine settings are those of the section "aio"')
             tier = _tiers[key] = Tier(
                 paths,
                 aio,

@@ -16,7 +16,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 from launch import differences, train
-from test_parity import CASES, ON_TWO_RANKS
+from test_parity import CASES as ALL_CASES
+from test_parity import ON_TWO_RANKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +27,11 @@ pytestmark = [
         importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
     ),
 ]
+
+
+# On a GPU DeepSpeed itself stops at an assertion where "device": "cpu" follows zero.Init without a
+# configuration, so these programs have nothing to be compared with.
+CASES = {name: case for name, case in ALL_CASES.items() if case.program != "moved"}
 
 
 @pytest.fixture(scope="module")

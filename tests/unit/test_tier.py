@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,13 @@ def test_what_nobody_closed_is_closed_in_its_order_when_the_interpreter_ends(wha
     )
     said = [line for line in ended.stderr.splitlines() if "is on the root filesystem" not in line]
     assert (ended.returncode, said) == (0, [])
+
+
+def test_the_log_says_which_engine_settings_are_in_effect(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "nvme_offload")
+    aio = AioConfig(block_size=256 << 10, queue_depth=7, thread_count=2, backend="posix")
+    Tier([str(tmp_path)], aio, host_memory=1 << 20).close()
+    lines = [line for line in caplog.messages if line.startswith("engine for")]
+    assert lines == [
+        f"engine for {tmp_path}: posix, blocks of 256 KiB, 7 in flight in each of 2 threads"
+    ]

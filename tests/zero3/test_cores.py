@@ -36,7 +36,12 @@ deepspeed.comm.destroy_process_group()
 
 
 def threads(
-    tmp_path: Path, ranks: int, omp: int | None, nvme: bool = True, launcher: str = ""
+    tmp_path: Path,
+    ranks: int,
+    omp: int | None,
+    nvme: bool = True,
+    launcher: str = "",
+    parameters: bool = False,
 ) -> tuple[list[list[int]], str]:
     """The threads of each rank before and after DeepSpeed was given a model, and rank 0's log; all
     ranks have the first two cores.
@@ -44,6 +49,8 @@ def threads(
     section = {"stage": 3, "stage3_param_persistence_threshold": 0}
     if nvme:
         section["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    if parameters:
+        section["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -122,6 +129,14 @@ def test_one_thread_of_a_launcher_becomes_the_share(tmp_path, launcher):
     assert counts == [[1, 2]]
     assert "updates compute on 2 threads in each rank, its share of the cores" in log
     assert "set OMP_NUM_THREADS" not in log
+
+
+def test_a_model_made_outside_of_zero_init_gets_a_line(tmp_path):
+    _, log = threads(tmp_path, 1, None, parameters=True)
+    # 64 x 64 weights and 64 biases, in bfloat16
+    assert "8.12 KiB of parameters were made outside of zero.Init" in log
+    _, log = threads(tmp_path, 1, None)
+    assert "outside of zero.Init" not in log
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
