@@ -15,7 +15,7 @@ from ..errors import UnsupportedError, UsageError
 from ..optimizer_states import BLOCK, StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
 from ..optimizer_states.traits import Traits, examine, lasting_keys
-from .buckets import Bucket, Weight, cut, is_distributed, local
+from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 from .update import MASTER
 
@@ -108,21 +108,17 @@ class Bucketing:
         """Bytes of the values of *buckets*, of states and gradients, for which the budget is
         divided.
         """
-        layouts = [
-            self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name)
-            for bucket in buckets
-        ]
-        values = [
-            layout.nbytes + int(bucket.numel * bucket.traits.rest)
-            for layout, bucket in zip(layouts, buckets, strict=True)
-        ]
-        for bucket, nbytes in zip(buckets, values, strict=True):
-            bucket.room_bytes = nbytes
-        beside = [
-            bucket.numel * self._beside_bytes(bucket.traits, bucket.dtype, bucket.device)
-            for bucket in buckets
-            if bucket.device.type == "cpu"
-        ]
+        values, beside = [], []
+        for bucket in buckets:
+            states, rest_bytes = bucket.foreseen()
+            layout = self._format.layout(bucket.numel, states, bucket.dtype, self._name)
+            bucket.room_bytes = layout.nbytes + rest_bytes
+            values.append(bucket.room_bytes)
+            if bucket.device.type == "cpu":
+                each = self._beside_bytes(bucket.traits, bucket.dtype, bucket.device)
+                if rest_bytes and layout.master is not None:
+                    each += 4  # a copy of the master, while the first step makes the value anew
+                beside.append(bucket.numel * each + rest_bytes)
         # of the two values of a bucket one at a time is in use
         gradients = [bucket.gradient_bytes if self._gradients else 0 for bucket in buckets]
         most = [*map(self._wide_bytes, buckets), *gradients]
@@ -142,9 +138,8 @@ class Bucketing:
     def _wide_bytes(self, bucket: Bucket) -> int:
         """Of the bucket's value, should its states show to need 16 bits."""
         wide = dataclasses.replace(self._format, wide=self._format.eight_bit)
-        return wide.layout(
-            bucket.numel, bucket.traits.states, bucket.dtype, self._name
-        ).nbytes + int(bucket.numel * bucket.traits.rest)
+        states, rest_bytes = bucket.foreseen()
+        return wide.layout(bucket.numel, states, bucket.dtype, self._name).nbytes + rest_bytes
 
     def joined(self, buckets: list[Bucket], *, alone: bool) -> list[Bucket]:
         """*buckets*, or one of all that is trained, where parameters cannot be updated apart.
@@ -244,7 +239,9 @@ class Bucketing:
                     f"{self._name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
                     "use an optimizer that treats every element by itself, such as AdamW"
                 )
-            value_bytes = self._format.element_bytes(found.states, dtype, self._name) + found.rest
+            value_bytes = self._format.element_bytes(found.states, dtype, self._name) + max(
+                map(_rest_share, weights)
+            )
             if self._gradients:
                 value_bytes = max(value_bytes, dtype.itemsize)
             most = most_elements(
@@ -295,6 +292,21 @@ class Bucketing:
 
 def _listed(keys: Iterable[Any]) -> str:
     return ", ".join(sorted(map(repr, keys)))
+
+
+def _rest_share(weight: Weight) -> float:
+    """Bytes for each element of *weight* of its states that are not elementwise, rounded up as in a
+    bucket.
+    """
+    if not weight.traits.rest:
+        return 0.0
+    shape = local(weight.parameter).shape
+    nbytes = sum(
+        -(-form.nbytes // SLOT_BYTES) * SLOT_BYTES
+        for key, form in weight.traits.foreseen(shape).items()
+        if key not in weight.traits.states
+    )
+    return nbytes / max(-(-shape.numel() // _ALIGNED) * _ALIGNED, 1)
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TAKEN = "_nvme_offload_taken"  # in the __dict__ of a gradient
 _marks = itertools.count()
-_SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
+SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 
 
 @dataclasses.dataclass(eq=False)
@@ -332,6 +332,30 @@ class Bucket:
         """Find places for all that travels, of which *forms* has what it is like: the states of the
         layout, and the bytes of the rest.
         """
+        states, places, end = self._arranged(forms)
+        for fragment, (keys, rest) in places.items():
+            fragment.keys, fragment.rest = keys, rest  # never by half, after an exception
+        return states, end
+
+    def foreseen(self) -> tuple[dict[Key, torch.dtype], int]:
+        """What `arrange` will find, as far as the trial has seen the states."""
+        if not self.traits.rest:
+            return dict(self.traits.states), 0
+        states, _, end = self._arranged(
+            {fragment: self.traits.foreseen(fragment.shape) for fragment in self.fragments}
+        )
+        return {**self.traits.states, **states}, end
+
+    def _arranged(
+        self, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]]
+    ) -> tuple[
+        dict[Key, torch.dtype],
+        dict[Fragment, tuple[dict[Key, tuple[int, ...]], dict[Key, Place]]],
+        int,
+    ]:
+        """The states of the layout, what each fragment has of them and of the rest, and the bytes of
+        the rest.
+        """
         # What has a value for each element of a vector, say, and not of a matrix, would take room
         # for those of the matrix, too.
         uneven = {
@@ -341,6 +365,7 @@ class Bucket:
             if not is_for_each(form, fragment.shape)
         }
         states: dict[Key, torch.dtype] = {}
+        places = {}
         end = 0
         for fragment in self.fragments:
             keys: dict[Key, tuple[int, ...]] = {}
@@ -350,14 +375,14 @@ class Bucket:
                     keys[key] = dense_strides(form)
                 else:
                     rest[key] = Place(
-                        -(-end // _SLOT_BYTES) * _SLOT_BYTES,
+                        -(-end // SLOT_BYTES) * SLOT_BYTES,
                         form.shape,
                         dense_strides(form),
                         form.dtype,
                     )
                     end = rest[key].stop
-            fragment.keys, fragment.rest = keys, rest  # never by half, after an exception
-        return states, end
+            places[fragment] = keys, rest
+        return states, places, end
 
     @property
     def numel(self) -> int:

@@ -20,12 +20,13 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnsupportedError
-from .tree import Key, content, is_for_each, tensors, top, travelling
+from .tree import Key, content, is_for_each, tensors, top, travelling, travels
 
 # Elements. Parameters are cut at multiples of it, in the trial and in training, because vectorized
 # code rounds the last elements of a tensor differently.
@@ -70,6 +71,28 @@ Make = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 _Part = tuple[int, int, int]  # sample, start, stop
 
 
+class Form(NamedTuple):
+    """What a state is like. *sizes*: for each of its dimensions, the dimensions of the parameter
+    that may have its size, and the least size that it can have. None where the sizes follow nothing
+    that is known: then it has a *share* of the parameter's elements.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[tuple[Sequence[int], int], ...] | None
+    share: float
+
+    def of(self, shape: Sequence[int]) -> torch.Tensor:
+        """The state of a parameter of this *shape*, without its contents."""
+        if self.sizes is None:
+            sizes = [math.ceil(math.prod(shape) * self.share) + 1]
+        else:
+            sizes = [
+                max([least, *(shape[dimension] for dimension in dimensions)])
+                for dimensions, least in self.sizes
+            ]
+        return torch.empty(sizes, dtype=self.dtype, device="meta")
+
+
 class Traits(NamedTuple):
     """What `examine` found.
 
@@ -90,6 +113,8 @@ class Traits(NamedTuple):
     undoable
         Whether parameters, states and options are all that a step changes, as far as the trial has
         seen: whoever puts these back has undone it.
+    forms
+        What all states are like, by key, for each number of dimensions that a parameter may have.
     """
 
     states: Mapping[Key, torch.dtype]
@@ -99,6 +124,17 @@ class Traits(NamedTuple):
     why: str
     rest: float = 0.0
     undoable: bool = True
+    forms: Mapping[int, Mapping[Key, Form]] = MappingProxyType({})
+
+    def foreseen(self, shape: torch.Size) -> dict[Key, torch.Tensor]:
+        """The states that a parameter of this *shape* will have and that travel with it, without
+        their contents.
+        """
+        sizes = shape or torch.Size([1])
+        # of a part of a parameter, which the trial does not have
+        unknown = {"rest": Form(torch.uint8, None, self.rest)}
+        made = {key: form.of(sizes) for key, form in self.forms.get(len(sizes), unknown).items()}
+        return {key: value for key, value in made.items() if travels(key, value, shape)}
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -180,6 +216,7 @@ def examine(
             "declared" if declared else "known",
             together.rest,
             not together.changes_outside,
+            together.forms,
         )
     separable = together.same(
         [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
@@ -204,6 +241,7 @@ def examine(
         "tried",
         together.rest,
         not together.changes_outside,
+        together.forms,
     )
 
 
@@ -301,6 +339,8 @@ class _Trial:
         self._dtypes: dict[Key, torch.dtype] = {}
         self._not_elementwise: set[Key] = set()
         self._rest_bytes: dict[int, float] = {}  # bytes for each element, by sample
+        # the largest that each state has been, by sample
+        self._largest: dict[Key, dict[int, tuple[torch.Size, torch.dtype]]] = {}
         self.shared: str = ""  # a key of the state that is not a parameter
         self.outside: str = ""  # what the optimizer keeps outside of its state
         self.changes_outside = False  # anything there, however small
@@ -330,6 +370,21 @@ class _Trial:
         that have such states.
         """
         return min(filter(None, self._rest_bytes.values()), default=0.0)
+
+    @property
+    def forms(self) -> dict[int, dict[Key, Form]]:
+        """Of all states, by the samples' numbers of dimensions and by key."""
+        found: dict[int, dict[Key, Form]] = {sample.dim(): {} for sample in self._samples}
+        for key, largest in self._largest.items():
+            for dimensions, forms in found.items():
+                cases = [
+                    (self._samples[index].shape, *seen)
+                    for index, seen in largest.items()
+                    if self._samples[index].dim() == dimensions
+                ]
+                if cases:
+                    forms[key] = _form(cases)
+        return found
 
     def same(self, buckets: Sequence[Sequence[_Part]]) -> bool:
         """Whether the result is the same where each of *buckets* has its own optimizer."""
@@ -403,6 +458,10 @@ class _Trial:
                 key for key, value in found.items() if not is_for_each(value, parameter.shape)
             }
             self._dtypes.update({key: value.dtype for key, value in found.items()})
+            for key, value in found.items():
+                seen = self._largest.setdefault(key, {})
+                if index not in seen or value.numel() > seen[index][0].numel():
+                    seen[index] = value.shape, value.dtype
             rest = (
                 sum(value.nbytes for key, value in found.items() if key in self._not_elementwise)
                 / parameter.numel()
@@ -485,6 +544,31 @@ class _Trial:
         return gradients
 
 
+def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:
+    """The form of a state. Each of *cases*: the shape of a parameter, and the shape and the dtype
+    that the state has for it.
+    """
+    dtype = max((dtype for _, _, dtype in cases), key=lambda dtype: dtype.itemsize)
+    share = max(state.numel() / parameter.numel() for parameter, state, _ in cases)
+    if len({len(state) for _, state, _ in cases}) > 1:
+        return Form(dtype, None, share)
+    sizes: list[tuple[Sequence[int], int]] = []
+    for place in range(len(cases[0][1])):
+        numbers = {state[place] for _, state, _ in cases}
+        same = [
+            dimension
+            for dimension in range(len(cases[0][0]))
+            if all(parameter[dimension] == state[place] for parameter, state, _ in cases)
+        ]
+        if not same and (len(numbers) > 1 or (len(cases) == 1 and numbers != {1})):
+            return Form(dtype, None, share)
+        if place in same:
+            sizes.append(([place], 0))
+        else:  # a size that all samples have may be fixed, too
+            sizes.append((same, min(numbers) if len(numbers) == 1 else 0))
+    return Form(dtype, tuple(sizes), share)
+
+
 class _same_random_numbers:
     """Context in which torch, Python and NumPy draw the same numbers each time. Their generators
     are restored at its end.
@@ -519,7 +603,7 @@ def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
     """
     if dimensions == 1:
         return [(130,), (67,)] if moderate else [(5003,), (67,)]
-    rest = (3, 2, *(1,) * dimensions)[: dimensions - 2]
+    rest = (3, *(2,) * dimensions)[: dimensions - 2]
     return [(20, 22, *rest) if moderate and rest else (130, 132, *rest), (9, 14, *rest)]
 
 
