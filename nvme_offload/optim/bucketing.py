@@ -150,7 +150,7 @@ class Bucketing:
         trained = [bucket for bucket in buckets if bucket.trained]
         if not trained:
             return buckets
-        if not alone or len({(bucket.dtype, bucket.device) for bucket in trained}) > 1:
+        if not alone or len({(bucket.dtype, bucket.home, bucket.device) for bucket in trained}) > 1:
             raise UnsupportedError(
                 f"{self._name} looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype on one device, all of them given when "
                 "it is made. Use an optimizer that treats every parameter by itself, such as AdamW"

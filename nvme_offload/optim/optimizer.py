@@ -1264,7 +1264,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if fragment is weight.fragments[0]:
                 if weight.shown is None:
                     weight.shown = ShownState(weight, saved.check, _settling(self._source))
-                elif weight.shown.shows(fragment):
+                elif weight.shown.shows(fragment) and (
+                    dict.get(self._state, weight.parameter) is weight.shown
+                    or not dict.__len__(weight.shown)
+                ):
                     continue
                 there: dict[Key, torch.Tensor] = {}
                 for key, form in saved.forms(fragment).items():
@@ -1477,6 +1480,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         def drain() -> None:
             optimizer = source()
             if optimizer is not None:
+                # FSDP2 may reduce the gradients of another root after this.
+                optimizer._draining_task = -1
                 with optimizer._lock:
                     if optimizer._queue is None or optimizer._queue.quiesce():
                         optimizer._updater.drain()

@@ -249,11 +249,13 @@ def examine(
 def lasting_keys(
     make: Make, dimensions: int, dtype: torch.dtype, device: torch.device
 ) -> frozenset[Key]:
-    """The keys that the state of a parameter has after the first steps, whatever its size: an
-    optimizer cannot go on without them. Empty if that is not known.
+    """The keys that the state of a parameter has after the first steps: an optimizer cannot go on
+    without them. Empty for classes that are unknown, which may choose the keys by the size.
     """
     found: list[set[Key]] = []
     samples = [_sample(shape, dtype, device, 0) for shape in _shapes(dimensions, moderate=True)]
+    if known(make(samples)) is None:
+        return frozenset()
     for steps in (1, _KNOWN_STEPS):
         states = _first_states(make, [sample.clone() for sample in samples], steps)
         found += [set(state) for state in states.values()]

@@ -165,8 +165,8 @@ class TensorStore(Closing):
         size gets new space; the old value is freed when the write succeeds and stays when it fails.
         A cancelled put leaves the old value in either case. Source: io_submit(2).
         """
-        if not isinstance(name, str):
-            raise UsageError(f"the name of a tensor must be a str, not {name!r}")
+        _check_name(name)
+        _check_tickets(after)
         nbytes = _checked_nbytes(tensor, writable=False)
         while True:
             with self._catalog.locked(), self._catalog.opened:
@@ -213,6 +213,8 @@ class TensorStore(Closing):
         -----
         Source: io_submit(2).
         """
+        _check_name(name)
+        _check_tickets(after)
         nbytes = _checked_nbytes(out, writable=True)
         while True:  # not `settled`, which would cost each get a generator
             with self._catalog.locked(), self._catalog.opened:
@@ -240,6 +242,7 @@ class TensorStore(Closing):
         UsageError
             There is no such tensor.
         """
+        _check_name(name)
         with self._catalog.locked(), self._catalog.opened:
             if self._catalog.nbytes(name) is None:
                 raise UsageError(f"no tensor {name!r} in the store")
@@ -329,7 +332,7 @@ class TensorStore(Closing):
 
     def __contains__(self, name: object) -> bool:
         with self._catalog.locked(), self._catalog.opened:
-            return self._catalog.nbytes(name) is not None
+            return isinstance(name, str) and self._catalog.nbytes(name) is not None
 
     def __len__(self) -> int:
         return len(self.names())
@@ -571,9 +574,12 @@ class TensorStore(Closing):
             if self._catalog.closed:
                 raise UsageError("the store is closed")
             interrupted = self._catalog.changing.interrupted_by
-            self._catalog.changing.interrupted_by = "reset()"  # should an exception end this
-            self._wait_for_all()
             if not interrupted:
+                self._wait_for_all()  # finishes tickets, which frees what they hold
+            self._catalog.changing.interrupted_by = "reset()"  # should an exception end this
+            if interrupted:
+                self._wait_for_all()
+            else:
                 for name in self._catalog.sizes():
                     self._catalog.forget(name)
                 self._catalog.changing.interrupted_by = ""
@@ -655,6 +661,16 @@ class TensorStore(Closing):
 
 _open_stores: weakref.WeakSet[TensorStore] = weakref.WeakSet()
 close_at_exit(_open_stores)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"the name of a tensor must be a str, not {name!r}")
+
+
+def _check_tickets(after: Sequence[StoreTicket]) -> None:
+    if not all(isinstance(one, StoreTicket) for one in after):
+        raise UsageError(f"after must hold tickets of the store, not {list(after)!r}")
 
 
 def _checked_nbytes(buffer: Any, writable: bool) -> int:

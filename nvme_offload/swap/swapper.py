@@ -124,6 +124,12 @@ class TensorSwapper(Closing):
         self._lock = threading.RLock()
         self._changing = Section("swapper")
         self._lookahead_bytes = lookahead_bytes
+        # counters, which `reset` leaves
+        self._bytes = {False: 0, True: 0}
+        self._read_wait_seconds = 0.0
+        self._room_wait_seconds = 0.0
+        self._hits = 0
+        self._misses = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -139,11 +145,6 @@ class TensorSwapper(Closing):
         self._flushing = False  # the drive is to have a copy of everything
         self._write_errors: dict[str, OffloadError] = {}  # not raised yet
         self._read_errors: dict[str, OffloadError] = {}
-        self._bytes = {False: 0, True: 0}
-        self._read_wait_seconds = 0.0
-        self._room_wait_seconds = 0.0
-        self._hits = 0
-        self._misses = 0
 
     def create(self, name: str, nbytes: int, *, lowest: bool = False) -> torch.Tensor:
         """Create a value, replacing an existing one. It is in use; its contents are undefined.
@@ -247,12 +248,11 @@ class TensorSwapper(Closing):
         UsageError
             The value is not in use, or *nbytes* is out of range.
         """
+        kept = None if nbytes is None else operator.index(nbytes)
         with self._lock:
             with self._changing:
                 self._live()
-                self._schedule.release(
-                    name, changed, None if nbytes is None else operator.index(nbytes)
-                )
+                self._schedule.release(name, changed, kept)
             self._pump()
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> None:
@@ -291,6 +291,9 @@ class TensorSwapper(Closing):
             In order of use; after earlier hints, except for names that are repeated here. Unknown
             names are ignored.
         """
+        names = list(
+            names
+        )  # outside of the section, in which an error of the caller is one of ours
         with self._lock:
             with self._changing:
                 self._live()
@@ -414,6 +417,7 @@ class TensorSwapper(Closing):
             Never have other values stay in memory instead, even if they are used in another way: the
             drive has little more room than for those that do not.
         """
+        sizes = dict(sizes)
         with self._lock, self._changing:
             self._live()
             self._schedule.foretell(sizes, at_once, stay)

@@ -17,7 +17,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 from launch import differences, train
 from test_parity import CASES as ALL_CASES
-from test_parity import ON_TWO_RANKS
+from test_parity import ON_TWO_RANKS as ALL_ON_TWO_RANKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,10 @@ pytestmark = [
 
 # On a GPU DeepSpeed itself stops at an assertion where "device": "cpu" follows zero.Init without a
 # configuration, so these programs have nothing to be compared with.
-CASES = {name: case for name, case in ALL_CASES.items() if case.program != "moved"}
+CASES, ON_TWO_RANKS = (
+    {name: case for name, case in cases.items() if case.program != "moved"}
+    for cases in (ALL_CASES, ALL_ON_TWO_RANKS)
+)
 
 
 @pytest.fixture(scope="module")

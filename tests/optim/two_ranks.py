@@ -49,7 +49,10 @@ def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -
         ("cuda", False): 45_000,
         ("cuda", True): 60_000,
     }
-    cap = caps[local(params[0]).device.type, params[0].dtype == torch.bfloat16]
+    home = local(params[0]).device.type
+    # under CPUOffloadPolicy updates run on the GPU
+    place = DEVICE if kwargs.get("update_device", "auto") == "auto" else home
+    cap = caps[place, params[0].dtype == torch.bfloat16]
     if kwargs.get("state_format", "exact") != "exact":
         cap = cap * 3 // 2
     return NVMeOptimizer(
