@@ -111,6 +111,7 @@ class ActivationCache:
         self._saving: deque[tuple[SavedBytes, Copy]] = deque()
         self._restoring: deque[tuple[SavedBytes, Copy]] = deque()
         self._warned_too_large = False
+        self._searched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._warned_bypassing = False
         self._closed = False
         self._process_id = os.getpid()
@@ -214,10 +215,14 @@ class ActivationCache:
         begin, end = span(local)
         return self._fits(end - begin)
 
-    def warn_bypassing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Log, once, that a checkpoint keeps *tensors* in memory, and their bytes."""
-        if self._warned_bypassing:
+    def warn_bypassing(self, tensors: Iterable[torch.Tensor], of: Any = None) -> None:
+        """Log, once, that a checkpoint keeps *tensors* in memory, and their bytes. The tensors of a
+        function are looked for once: *of* is its code, or its class.
+        """
+        if self._warned_bypassing or (of is not None and of in self._searched):
             return
+        if of is not None:
+            self._searched.add(of)
         found = {id(tensor): tensor for tensor in tensors if self.offloads(tensor)}
         if found:
             self._warned_bypassing = True

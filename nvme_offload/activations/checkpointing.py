@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import types
@@ -24,15 +25,18 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from . import storages
 from .cache import ActivationCache
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 # Both modules call the generator by a global name.
 _CALLERS = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
 _DEPTH = 8  # of containers in containers
+_PARTS = 1000  # that are searched for tensors that stay in memory
 
 _untyped_checkpoint: Any = checkpoint
 _untyped_torch: Any = torch._C
+_forward_ad: Any = torch.autograd.forward_ad
 
 
 def install() -> None:
@@ -72,7 +76,8 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
             one if isinstance(one, torch.Tensor) else inputs.take(one) for one in arguments
         )
         others = [one for one in arguments if not isinstance(one, torch.Tensor)]
-        cache.warn_bypassing(_tensors((function, others, keywords)))
+        code = getattr(function, "__code__", type(function))
+        cache.warn_bypassing(_tensors((function, others, keywords)), code)
         return generator(inputs.restoring(function), *own, *arguments, **keywords)
 
     checkpointed.offloads = True  # type: ignore[attr-defined]
@@ -107,8 +112,8 @@ class _Inputs:
 
     def __init__(self, cache: ActivationCache) -> None:
         self._cache = cache
-        # By the address of the empty tensor: that, the tensor, and the node that saved it.
-        self._taken: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], Any]] = {}
+        # By the address of the empty tensor.
+        self._taken: dict[int, _Taken] = {}
 
     def take(self, value: Any) -> Any:
         """*value* without the tensors in it that can be offloaded."""
@@ -128,25 +133,49 @@ class _Inputs:
         return restored
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._cache.offloads(tensor):
+        # A node outside of any graph has no forward-mode derivative.
+        if not self._cache.offloads(tensor) or _forward_ad._current_level >= 0:
             return tensor
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         node = _save(torch.empty(0, requires_grad=True), tensor).grad_fn
-        self._taken[id(empty)] = (empty, weakref.ref(tensor), node)
+        self._taken[id(empty)] = _Taken(empty, tensor, node)
         return empty
 
     def _restore(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._taken:
             return tensor
-        _, original, node = self._taken[id(tensor)]
-        # The caller may have kept it, and even changed it, which the recomputation sees without us.
-        kept = original()
-        if kept is not None:
-            return kept
+        taken = self._taken[id(tensor)]
         # The contexts of the recomputation are entered, and the drive's copies are no part of it.
         with _disable_current_modes():
-            saved: torch.Tensor = node.saved_tensors[0]
+            # The caller may have kept it, or a tensor with the same storage, and even changed it,
+            # which the recomputation sees without us.
+            kept = taken.kept()
+            saved: torch.Tensor = taken.node.saved_tensors[0] if kept is None else kept
         return saved
+
+
+class _Taken:
+    """A *tensor* that was saved by *node*, and the *empty* one in its place."""
+
+    def __init__(self, empty: torch.Tensor, tensor: torch.Tensor, node: Any) -> None:
+        self.node = node
+        self._empty = empty  # keeps its address from being reused
+        self._tensor = weakref.ref(tensor)
+        self._storage = storages.weak_reference(tensor.untyped_storage())
+        self._form = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._flags = tensor.requires_grad, tensor.is_conj() or tensor.is_neg()
+
+    def kept(self) -> torch.Tensor | None:
+        """The tensor, if it or its storage is alive."""
+        tensor, (requires_grad, is_lazy) = self._tensor(), self._flags
+        if tensor is not None or is_lazy:
+            return tensor
+        storage = storages.locked(self._storage)
+        if storage is None:
+            return None
+        rebuilt: Any = self._empty.new_empty(0)
+        whole: torch.Tensor = rebuilt.set_(storage, *self._form)
+        return whole.requires_grad_(requires_grad)
 
 
 def _contexts(cache: ActivationCache, make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -244,13 +273,19 @@ def _replace(value: Any, change: Callable[[torch.Tensor], Any], depth: int = _DE
     return kind(*after) if named else kind(after)
 
 
-def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """The tensors that *value* holds, in containers, dataclasses, closures and defaults."""
+def _tensors(
+    value: Any, depth: int = _DEPTH, seen: set[int] | None = None
+) -> Iterator[torch.Tensor]:
+    """The tensors that *value* holds, in containers, dataclasses, closures and defaults, as far as
+    they are among the first `_PARTS` objects.
+    """
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth > 0:
-        for part in _parts(value):
-            yield from _tensors(part, depth - 1)
+    elif depth > 0 and id(value) not in seen and len(seen) < _PARTS:
+        seen.add(id(value))
+        for part in itertools.islice(_parts(value), _PARTS):
+            yield from _tensors(part, depth - 1, seen)
 
 
 def _parts(value: Any) -> Iterable[Any]:

@@ -69,10 +69,10 @@ class SavedBytes:
         """A live storage on the device that has the bytes, and the offset in the original storage
         where it begins; None if there is none.
         """
-        whole = _locked(self.source)
+        whole = locked(self.source)
         if whole is not None and whole.nbytes() >= self.end:
             return whole, 0
-        restored = None if self.restored is None else _locked(self.restored)
+        restored = None if self.restored is None else locked(self.restored)
         return None if restored is None else (restored, self.begin)
 
 
@@ -146,7 +146,7 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tenso
     return viewed
 
 
-def _locked(reference: Any) -> torch.UntypedStorage | None:
+def locked(reference: Any) -> torch.UntypedStorage | None:
     """The storage of a weak *reference*, if it is alive."""
     import torch
 

@@ -126,7 +126,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any
     ) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
-            _refuse_swap_files(load_dir, tag)
+            _everywhere(lambda: _refuse_swap_files(load_dir, tag))
         given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
         if isinstance(self.optimizer, Stage3 | Inference) and not self.load_universal_checkpoint():
             found = _agree_on_checkpoint(self, load_dir, tag)
@@ -134,7 +134,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
                 alone = _takes_weights_alone(self, given)
                 _verify(self, Path(load_dir, found).resolve(), not alone)
         if isinstance(self.optimizer, Stage3) and self.optimizer.has_offloaded_states:
-            self.optimizer.begin_load()
+            _everywhere(self.optimizer.begin_load)
             # the next micro-batch is the first of its step
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)

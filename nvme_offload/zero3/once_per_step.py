@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -107,7 +108,8 @@ def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
             )
             for seed in range(2)
         ]
-        try:
+        # An optimizer's constructor and step may require and raise anything.
+        with contextlib.suppress(Exception):
             made = alike(optimizer, group)(samples)
             for _ in range(_TRIED):
                 step = OncePerStep(made)
@@ -119,8 +121,6 @@ def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
                 step.end()
                 if step.conflict:
                     return step.conflict
-        except Exception:  # an optimizer's constructor and step may require and raise anything
-            continue
     return ""
 
 
@@ -155,11 +155,11 @@ class _Snapshot:
                 for key, value in content.items():
                     if key not in container or container[key] is not value:
                         container[key] = value
-            elif list(container) != content:
+            elif not _same_objects(container, content):
                 container.clear()
                 container.extend(content)
         for tensor, copied in self._tensors:
-            if not torch.equal(tensor, copied):
+            if not _same_bits(tensor, copied):
                 tensor.detach().copy_(copied)
 
     def difference(self, other: _Snapshot) -> str:
@@ -169,7 +169,7 @@ class _Snapshot:
         for path in {**self._leaves, **other._leaves}:
             one, two = self._leaves.get(path, path), other._leaves.get(path, path)
             tensors = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
-            if not (torch.equal(one, two) if tensors else one is two or repr(one) == repr(two)):
+            if not (_same_bits(one, two) if tensors else one is two or repr(one) == repr(two)):
                 return str(path[0])
         return ""
 
@@ -191,6 +191,18 @@ class _Snapshot:
                 self._containers.append((value, inside if isinstance(value, dict) else list(value)))
             for key, inner in inside.items():
                 self._take(inner, (*path, key))
+
+
+def _same_objects(container: Any, content: list[Any]) -> bool:
+    return len(container) == len(content) and all(map(operator.is_, container, content))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same values; a NaN is the same as another."""
+    return torch.equal(one, other) or (
+        (one.dtype, one.shape) == (other.dtype, other.shape)
+        and bool(((one == other) | ((one != one) & (other != other))).all())
+    )
 
 
 def _is_taken(key: Any) -> bool:

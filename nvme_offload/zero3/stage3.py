@@ -547,8 +547,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             norms = [
                 self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups
             ]
-        # DeepSpeed has -1 for the norm of gradients that are not finite.
-        self._found_inf = not all(0 <= float(norm) < math.inf for norm in norms)
+        if self._scaler is not None:  # a GPU is waited for
+            # DeepSpeed has -1 for the norm of gradients that are not finite.
+            self._found_inf = not all(0 <= float(norm) < math.inf for norm in norms)
         return norms
 
     # The step.

@@ -257,3 +257,31 @@ def test_what_a_policy_keeps_and_the_block_changes(
         for context in (None, offload):
             with pytest.raises(RuntimeError, match=r"mutated|modified"):
                 gradients_of(call, context)
+
+
+def test_a_part_of_a_buffer_whose_rest_changes(tmp_path):
+    def train(context: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        block, x = Block(), torch.randn(ROWS, WIDTH)
+        buffer = torch.rand(2 * ROWS, WIDTH)
+        with context:
+            result = run(block, x, mask=buffer[:ROWS])
+            buffer[ROWS:].fill_(0.5)
+        result.square().mean().backward()
+        return [parameter.grad for parameter in block.parameters()]
+
+    assert same(train(save_on_nvme(tmp_path, host_memory="1MiB")), train(contextlib.nullcontext()))
+
+
+# torch's decompositions, which it loads now, use it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_derivatives(tmp_path):
+    torch.manual_seed(0)
+    block, x, mask, tangent = Block(), *(torch.rand(ROWS, WIDTH) for _ in range(3))
+    forward_ad = torch.autograd.forward_ad
+    found = []
+    for context in (save_on_nvme(tmp_path, host_memory="1MiB"), contextlib.nullcontext()):
+        with context, forward_ad.dual_level():
+            result = run(block, x, mask=forward_ad.make_dual(mask, tangent))
+            found.append(forward_ad.unpack_dual(result).tangent)
+    assert torch.equal(*found)

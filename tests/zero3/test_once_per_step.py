@@ -108,3 +108,27 @@ def test_hooks_that_are_called_for_each_sub_group_are_warned_of(tmp_path):
     (rank,) = run([case], tmp_path)
     assert "error" not in rank.results[0]
     assert rank.complaints.count("hooks of the step of AdamW are called") == 1
+
+
+class Remembering(Counting):
+    """Has a tensor with a NaN, and a list of tensors that each step replaces."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.unset = torch.full((3,), torch.nan)
+        self.latest = [torch.zeros(3), torch.zeros(3)]
+
+    def step(self, closure=None):
+        """One step."""
+        super().step(closure)
+        self.latest[0] = self.latest[0] + 1
+
+
+def test_tensors_in_lists_and_nans_are_kept():
+    optimizer, params = made(Remembering)
+    assert computed_from_values(optimizer) == ""
+    for steps in range(1, 4):
+        for param in params:
+            param.grad = param.detach().clone()
+        assert step_one_by_one(optimizer, params) == ""
+        assert torch.equal(optimizer.latest[0], torch.full((3,), float(steps)))
