@@ -1638,7 +1638,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._last = self._clock.end_step(step.number, **step.counts)
 
     def job_ended(self, error: BaseException | None) -> None:
-        """The queue has recorded that the last job is made, or that *error* has ended it."""
+        """The queue has recorded that the last job is made, or that *error* has ended it.
+
+        Parameters
+        ----------
+        error : BaseException, optional
+            The exception; None for a job that is made.
+        """
         if error is None:
             self._job_progress.changing = self._job_progress.running = False
         elif self._job_progress.changing and not self._broken:

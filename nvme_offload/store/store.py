@@ -166,7 +166,7 @@ class TensorStore(Closing):
         A cancelled put leaves the old value in either case. Source: io_submit(2).
         """
         _check_name(name)
-        _check_tickets(after)
+        requests = _requests_of(after)
         nbytes = _checked_nbytes(tensor, writable=False)
         while True:
             with self._catalog.locked(), self._catalog.opened:
@@ -174,7 +174,7 @@ class TensorStore(Closing):
                 if not blockers:
                     try:
                         return self._start(
-                            name, self._catalog.target_for(name, nbytes), tensor, True, after
+                            name, self._catalog.target_for(name, nbytes), tensor, True, requests
                         )
                     except NoSpaceError:
                         blockers += self._catalog.may_free_space()
@@ -214,7 +214,7 @@ class TensorStore(Closing):
         Source: io_submit(2).
         """
         _check_name(name)
-        _check_tickets(after)
+        requests = _requests_of(after)
         nbytes = _checked_nbytes(out, writable=True)
         while True:  # not `settled`, which would cost each get a generator
             with self._catalog.locked(), self._catalog.opened:
@@ -225,7 +225,7 @@ class TensorStore(Closing):
                         raise UsageError(
                             f"tensor {name!r} has {value.nbytes} bytes, not the {nbytes} of what it is to be read into"
                         )
-                    return self._start(name, value, out, False, after)
+                    return self._start(name, value, out, False, requests)
             for one in blockers:
                 one.finish()
 
@@ -622,14 +622,13 @@ class TensorStore(Closing):
         value: StoredTensor,
         buffer: Buffer,
         writes: bool,
-        after: Sequence[StoreTicket],
+        requests: list[Any],
     ) -> StoreTicket:
         """Start the transfers of every segment. When one is refused, none stays in flight. Raises:
         OffloadError.
         """
         put = self._catalog.put_in_flight(name) if self.checksum and not writes else None
         ticket = self._catalog.start_ticket(name, value, writes)
-        requests = [transfer._request for other in after for transfer in other._transfers]
         try:
             address, owner = _memory(buffer) if value.segments else (0, None)
             for index, segment in enumerate(value.segments):
@@ -668,9 +667,11 @@ def _check_name(name: object) -> None:
         raise UsageError(f"the name of a tensor must be a str, not {name!r}")
 
 
-def _check_tickets(after: Sequence[StoreTicket]) -> None:
-    if not all(isinstance(one, StoreTicket) for one in after):
-        raise UsageError(f"after must hold tickets of the store, not {list(after)!r}")
+def _requests_of(after: Sequence[StoreTicket]) -> list[Any]:
+    try:
+        return [transfer._request for other in after for transfer in other._transfers]
+    except AttributeError:
+        raise UsageError(f"after must hold tickets of the store, not {list(after)!r}") from None
 
 
 def _checked_nbytes(buffer: Any, writable: bool) -> int:

@@ -231,7 +231,18 @@ def question_names(ds_config: Mapping[str, Any]) -> None:
 
 
 def checked_first(sanity_check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """*sanity_check*, the last call of `DeepSpeedConfig.__init__`, after `refuse_ineffective`."""
+    """A sanity check that first refuses settings without an effect.
+
+    Parameters
+    ----------
+    sanity_check : callable
+        The last call of `DeepSpeedConfig.__init__`.
+
+    Returns
+    -------
+    callable
+        `refuse_ineffective`, then *sanity_check*.
+    """
 
     @functools.wraps(sanity_check)
     def checking(config: Any) -> None:

@@ -58,7 +58,7 @@ def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
         tmp_path,
         Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST),
         "calls",
-        stride=23,
+        stride=21,
     )
     assert result["wrong"] == []
     assert len(result["seen"]) > 3, result["seen"]
