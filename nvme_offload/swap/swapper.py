@@ -723,7 +723,8 @@ class TensorSwapper(Closing):
         """Start *transfers*, after those that an error kept an earlier call from starting."""
         self._to_start.extend(transfers)
         while self._to_start:
-            self._start(self._to_start.popleft())
+            self._start(self._to_start[0])
+            self._to_start.popleft()
 
     def _start(self, transfer: Transfer) -> None:
         if transfer.cancelled:  # a transfer that it waits for could not be started
@@ -794,6 +795,9 @@ class TensorSwapper(Closing):
                 self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
                 raise
             self._note(transfer, error)
+        elif transfer in self._to_start:
+            self._start_all()
+            self._finish(transfer)
         elif not transfer.ended:
             self._empty.remove(transfer)
             self._schedule.finished(transfer, succeeded=True)
