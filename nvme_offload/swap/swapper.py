@@ -792,7 +792,8 @@ class TensorSwapper(Closing):
                 error = failure
             except BaseException as interrupt:
                 self._tickets[transfer] = ticket
-                self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
+                if not self._store.interrupted:
+                    self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
                 raise
             self._note(transfer, error)
         elif transfer in self._to_start:
