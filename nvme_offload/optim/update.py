@@ -439,8 +439,7 @@ class Updater:
     @staticmethod
     def _resident() -> int:
         try:
-            with Path("/proc/self/statm").open("rb") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
+            return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
         except OSError:  # without /proc
             return 0
 
