@@ -489,7 +489,6 @@ PYBIND11_MODULE(_aio, module) {
       .def("submit_at", &PyEngine::submit_at, "write"_a, "address"_a, "nbytes"_a, "owner"_a,
            "file"_a, "offset"_a, "checksum"_a, "after"_a)
       .def("require_live", &PyEngine::require_live)
-      .def("release_buffers", [](PyEngine& engine) { engine.release_owners(); })
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);

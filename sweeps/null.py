@@ -11,9 +11,6 @@ import mmap
 import tempfile
 from typing import Any
 
-import numpy as np
-import torch
-
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, File, StrPath
 from nvme_offload.io.pool import PinnedPool
@@ -103,8 +100,7 @@ class UntouchedPool(PinnedPool):
             -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         )
 
-    def empty(self, numel: int, dtype: torch.dtype, timeout: float | None = None) -> torch.Tensor:
+    @property
+    def memory(self) -> memoryview:
         """All of it, which is what a swapper asks for."""
-        return torch.from_numpy(np.frombuffer(self._addresses, np.uint8))[
-            : numel * dtype.itemsize
-        ].view(dtype)
+        return memoryview(self._addresses)

@@ -257,7 +257,7 @@ def write_pattern(engine: Engine, file: File, pool: PinnedPool, size: int) -> to
     """Fill *file*: piece number n is the pattern, which this returns on the GPU, with n added to
     each of its words.
     """
-    pattern = pool.empty(PIECE_BYTES // 8, torch.int64)
+    pattern = pieces_of(pool)[0].view(torch.int64)
     pattern.random_(generator=torch.Generator().manual_seed(1))
     for number in range(size // PIECE_BYTES):
         engine.write(pattern + number, file, number * PIECE_BYTES).wait()
@@ -281,6 +281,7 @@ def pass_through(
     """
     reading: deque[tuple[Ticket, torch.Tensor, int]] = deque()
     copying: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+    free = pieces_of(pool)
     cuda: Any = torch.cuda  # its Event is untyped
 
     def finish_read() -> None:
@@ -291,15 +292,18 @@ def pass_through(
             copied = cuda.Event()
             copied.record()
             copying.append((copied, piece))
+        else:
+            free.append(piece)
 
     for offset in range(0, size, PIECE_BYTES):
         if len(reading) == PIECES_READING:
             finish_read()
         if len(reading) + len(copying) == PIECES_HELD:
-            copying.popleft()[0].synchronize()
-        piece = pool.empty(PIECE_BYTES, torch.uint8, timeout=60)
+            copied, piece = copying.popleft()
+            copied.synchronize()
+            free.append(piece)
+        piece = free.pop()
         reading.append((engine.read(piece, file, offset), piece, offset))
-        del piece
     while reading:
         finish_read()
     torch.cuda.synchronize()
@@ -307,10 +311,15 @@ def pass_through(
 
 def copy_pieces(pool: PinnedPool, target: torch.Tensor) -> None:
     """Copy as many pieces as `pass_through` does, from as many places of the pool."""
-    pieces = [pool.empty(PIECE_BYTES, torch.uint8, timeout=60) for _ in range(PIECES_HELD)]
+    pieces = pieces_of(pool)
     for number, place in enumerate(target.view(-1, PIECE_BYTES)):
         place.copy_(pieces[number % PIECES_HELD], non_blocking=True)
     torch.cuda.synchronize()
+
+
+def pieces_of(pool: PinnedPool) -> list[torch.Tensor]:
+    """All memory of the pool, cut into pieces."""
+    return list(torch.frombuffer(pool.memory, dtype=torch.uint8).split(PIECE_BYTES))
 
 
 # Memories
@@ -319,7 +328,7 @@ def copy_pieces(pool: PinnedPool, target: torch.Tensor) -> None:
 def cuda_pool_tensor(nbytes: int) -> torch.Tensor:
     """All of a pool that is registered with CUDA; the pool's memory goes with the tensor."""
     with PinnedPool(nbytes, pin=True) as pool:
-        return pool.empty(nbytes, torch.uint8)
+        return torch.frombuffer(pool.memory, dtype=torch.uint8)[:nbytes]
 
 
 def locked_pool_tensor(nbytes: int) -> torch.Tensor:
@@ -328,7 +337,7 @@ def locked_pool_tensor(nbytes: int) -> torch.Tensor:
         mock.patch("torch.cuda.is_available", return_value=False),
         PinnedPool(nbytes, pin=True) as pool,
     ):
-        return pool.empty(nbytes, torch.uint8)
+        return torch.frombuffer(pool.memory, dtype=torch.uint8)[:nbytes]
 
 
 def torch_pinned(nbytes: int) -> torch.Tensor:

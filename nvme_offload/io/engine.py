@@ -61,16 +61,6 @@ def allocate(nbytes: int) -> memoryview:
     return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
 
-def release_buffers() -> None:
-    """Release the buffers of finished requests, on every engine of this process.
-
-    Every call on an engine or a ticket does that for its own engine. The pool calls this while it
-    waits for memory.
-    """
-    for engine in list(_open_engines):
-        engine._core.release_buffers()
-
-
 class File(Closing):
     """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`.
 

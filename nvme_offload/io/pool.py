@@ -1,43 +1,32 @@
-"""`PinnedPool`: pinned host memory with a hard byte budget, handed out as tensors."""
+"""`PinnedPool`: pinned host memory of a fixed size, which can grow in place."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import queue
 import resource
 import sys
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import numpy as np
-
-from ..errors import UnsupportedError, UsageError, WaitTimeout, whole_number
+from ..errors import UnsupportedError, UsageError, whole_number
 from ..units import format_bytes
 from .closing import Closing
-from .engine import Memory, release_buffers
-from .extents import Extents
-
-if TYPE_CHECKING:
-    import torch
+from .engine import Memory
 
 _GRANULE_BYTES = 4096
 _CUDA_HOST_REGISTER_DEFAULT = 0
-# poll interval of a waiter, for tensors that only a finished request still holds
-_POLL_SECONDS = 0.01
 
 _log = logging.getLogger(__name__)
 
 
 class _Arena(Memory):
-    """The memory of a pool. Every tensor on it references it, so it is unregistered and unmapped
-    after the last of them.
+    """The memory of a pool. Views of the memory and tensors on them reference the arena, so it is
+    unregistered and unmapped after the last of them.
     """
 
     _unregister: Callable[[int], object] | None = None  # defined also where __init__ raised
@@ -81,12 +70,12 @@ class _Arena(Memory):
 
 
 class PinnedPool(Closing):
-    """A fixed budget of pinned host memory, shared by tensors of any size.
+    """One arena of pinned host memory.
 
-    The budget is one arena on huge pages where the kernel grants them. With a GPU it is registered
-    with CUDA on the current device, so call `torch.cuda.set_device` first. Otherwise it is locked
-    in memory (mlock) as far as RLIMIT_MEMLOCK allows, so that it is not swapped out. All methods
-    are thread-safe.
+    The arena is on huge pages where the kernel grants them. With a GPU it is registered with CUDA
+    on the current device, so call `torch.cuda.set_device` first. Otherwise it is locked in memory
+    (mlock) as far as RLIMIT_MEMLOCK allows, so that it is not swapped out. All methods are
+    thread-safe.
 
     Parameters
     ----------
@@ -118,9 +107,9 @@ class PinnedPool(Closing):
 
     Notes
     -----
-    The memory is freed after `close`, or after the pool is dropped, with its last tensor. It is not
-    mapped in forked children, such as the workers of a DataLoader: a tensor of the pool must not be
-    used there. Source: mlock(2), madvise(2) for MADV_HUGEPAGE and MADV_DONTFORK, cudaHostRegister.
+    The memory is freed after `close`, or after the pool is dropped, with the last view of `memory`.
+    It is not mapped in forked children, such as the workers of a DataLoader, which must not use it.
+    Source: mlock(2), madvise(2) for MADV_HUGEPAGE and MADV_DONTFORK, cudaHostRegister.
     """
 
     def __init__(
@@ -139,94 +128,41 @@ class PinnedPool(Closing):
         self._pin_wanted = pin
         self._pin(self._arena)
         self._process_id = os.getpid()
-        self._extents = Extents(self.nbytes, _GRANULE_BYTES)
-        self._peak_bytes = 0
-        # A tensor is finalized in any thread, also by the garbage collector in the middle of any
-        # line here. The finalizer must not take a lock, so it only puts the offset on this queue.
-        # None wakes the first waiter.
-        self._freed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the extents and all attributes below
-        # in order of arrival; the event of the first is set: it is its turn
-        self._waiters: deque[threading.Event] = deque()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the live tensors, each rounded up to 4 KiB. Raises `UsageError` in a process
-        forked since.
-        """
-        self._check_process()
-        with self._lock:
-            self._process_freed()
-            if self._waiters:
-                self._freed.put(None)  # this call may have taken the wake-up of the first waiter
-            return self._extents.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The maximum of `used_bytes` so far."""
-        return self._peak_bytes
+        self._lock = threading.Lock()  # guards growth
+        self._user: weakref.ref[object] | None = None
 
     @property
     def memory(self) -> memoryview:
-        """The whole arena. It holds the memory as a tensor does. Raises `UsageError` when the pool
-        is closed.
+        """The whole arena, as unsigned bytes; `torch.frombuffer` makes a tensor of it. The view
+        holds the memory. Raises `UsageError` when the pool is closed, and in a process forked since.
         """
         return memoryview(self._live())
 
-    def empty(self, numel: int, dtype: torch.dtype, timeout: float | None = None) -> torch.Tensor:
-        """Allocate an uninitialised tensor, waiting until there is space for it.
-
-        Waiters are served in order of arrival, so that small tensors do not starve a large one.
+    def take(self, user: object) -> None:
+        """Take the pool for one user.
 
         Parameters
         ----------
-        numel : int
-            Number of elements.
-        dtype : torch.dtype
-            Not a quantized one: its scale is kept outside of the memory.
-        timeout : float, optional
-            Seconds; None waits without a limit.
-
-        Returns
-        -------
-        torch.Tensor
-            One dimension, page-aligned. Its memory is free again when it and every view of it are
-            gone. A GPU copy in flight does not hold it: drop the tensor after
-            `torch.cuda.Stream.synchronize`. A request of an engine holds it until it finishes.
+        user : object
+            Which nothing shares the pool with, until `give_back` or until the object is gone.
 
         Raises
         ------
-        WaitTimeout
-            *timeout* passed.
         UsageError
-            The tensor is larger than the pool, *dtype* is quantized, the pool is closed, or the
-            process was forked since the pool was made.
+            Another user has the pool, or the pool is closed.
         """
-        import torch
+        self._live()
+        if self._user is not None and self._user() is not None:
+            raise UsageError("another swapper uses the pool: give each swapper a separate pool")
+        self._user = weakref.ref(user)
 
-        arena = self._live()
-        numel = whole_number("numel", numel)
-        if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
-            raise UsageError(f"dtype must be a torch.dtype that is not quantized, not {dtype!r}")
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        nbytes = numel * dtype.itemsize
-        if nbytes > self.nbytes:
-            needed = self._extents.rounded(nbytes)
-            raise UsageError(
-                f"{numel} elements of {dtype} are {format_bytes(nbytes)} and never fit in a pool of {format_bytes(self.nbytes)}: "
-                f"make it at least PinnedPool({needed})"
-            )
-        offset = self._allocate(nbytes, timeout)
-        # The storage of a tensor made from an array references that array, so the finalizer runs
-        # with the last view. The length is that of now: the arena may have grown.
-        array = np.frombuffer(memoryview(arena), np.uint8, nbytes, offset)
-        weakref.finalize(array, self._freed.put, offset).atexit = False
-        return torch.from_numpy(array).view(dtype)
+    def give_back(self) -> None:
+        """End the use that began with `take`."""
+        self._user = None
 
     def grow(self, nbytes: int) -> None:
         """Grow the arena to *nbytes* in all, rounded up to 4 KiB; do nothing where it has as many.
-        Allocated tensors stay where they are. An arena that is registered with CUDA is registered
+        Views and tensors stay where they are. An arena that is registered with CUDA is registered
         anew, which waits for the GPU.
 
         Parameters
@@ -254,16 +190,11 @@ class PinnedPool(Closing):
                 )
             arena.grow(count)
             self.nbytes = count
-            self._extents.grow(count)
-            self._freed.put(None)  # there may be space for a waiter now
             self._pin(arena)
 
     def close(self) -> None:
-        """Refuse further tensors, and end waits for one with a `UsageError`. A second call does
-        nothing.
-        """
+        """Refuse further use. A second call does nothing."""
         self._arena = None
-        self._freed.put(None)
 
     def __repr__(self) -> str:
         pinned = (
@@ -271,14 +202,8 @@ class PinnedPool(Closing):
             if self.pinned_bytes in (0, self.nbytes)
             else f"{self.pinned} of {format_bytes(self.pinned_bytes)}"
         )
-        state = (
-            " closed"
-            if self._arena is None
-            else f", {len(self._waiters)} waiting"
-            if self._waiters
-            else ""
-        )
-        return f"<PinnedPool {format_bytes(self.nbytes)}, pinned: {pinned}, peak: {format_bytes(self._peak_bytes)}{state}>"
+        closed = " closed" if self._arena is None else ""
+        return f"<PinnedPool {format_bytes(self.nbytes)}, pinned: {pinned}{closed}>"
 
     def _pin(self, arena: _Arena) -> None:
         import torch
@@ -318,59 +243,6 @@ class PinnedPool(Closing):
             )
         _log.info("%s; the rest may be swapped out", shortfall)
 
-    def _allocate(self, nbytes: int, timeout: float | None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        turn = threading.Event()
-        try:
-            with self._lock:
-                if not self._waiters:
-                    turn.set()
-                self._waiters.append(turn)
-            while turn.wait(_left(deadline)):
-                with self._lock:
-                    self._live()
-                    self._process_freed()
-                    offset = self._extents.allocate(nbytes)
-                    if offset is not None:
-                        self._peak_bytes = max(self._peak_bytes, self._extents.used_bytes)
-                        return offset
-                # Wait without the lock for a freed offset, then put it back: it is processed under
-                # the lock.
-                self._freed.put(self._next_freed(deadline))
-        except queue.Empty:
-            pass
-        finally:
-            with self._lock:
-                if turn in self._waiters:  # not there when Ctrl-C arrived before the append
-                    self._waiters.remove(turn)
-                if self._waiters:
-                    self._waiters[0].set()
-        raise WaitTimeout(
-            f"no space for {format_bytes(nbytes)} within {timeout} s: {format_bytes(self.used_bytes)} of {format_bytes(self.nbytes)} are in use, "
-            f"and the largest free extent has {format_bytes(self._extents.largest_free_bytes)}"
-        )
-
-    def _next_freed(self, deadline: float | None) -> int | None:
-        """Wait until a tensor is freed; its offset. Raises: queue.Empty at the deadline."""
-        while True:
-            release_buffers()
-            left = _left(deadline)
-            try:
-                return self._freed.get(
-                    timeout=_POLL_SECONDS if left is None else min(left, _POLL_SECONDS)
-                )
-            except queue.Empty:
-                if left is not None and left <= _POLL_SECONDS:
-                    raise
-
-    def _process_freed(self) -> None:
-        """Free the extents of finalized tensors. Needs the lock."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                offset = self._freed.get_nowait()
-                if offset is not None:
-                    self._extents.free(offset)
-
     def _live(self) -> _Arena:
         self._check_process()
         if self._arena is None:
@@ -405,11 +277,3 @@ def _clear_cuda_error() -> None:
 
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
-
-
-def _left(deadline: float | None) -> float | None:
-    return (
-        None
-        if deadline is None
-        else min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-    )

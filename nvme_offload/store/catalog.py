@@ -14,9 +14,23 @@ from types import TracebackType
 from ..errors import CancelledError, OffloadError, UsageError, WaitTimeout, time_limit
 from ..io.engine import Ticket, cancel_all
 from ..io.section import Section
-from ..io.waits import wait
 from .slabs import Extent, Stripes
-from .snapshot import WINDOW_BYTES, Segment, name_tensor
+
+# The most that one checksum covers.
+SUMMED_BYTES = 8 << 20
+
+
+@dataclasses.dataclass
+class Segment:
+    """A piece of a stored tensor: *nbytes* from byte *start* of it, at *offset* of the extent's
+    file, with a *checksum* where the store keeps them.
+    """
+
+    extent: Extent
+    offset: int
+    start: int
+    nbytes: int
+    checksum: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,18 +47,7 @@ class StoredTensor:
     users: int = 0
     dropped: bool = False
     lost_by: StoreTicket | None = None
-    readers: list[StoreTicket | ReadHold] = dataclasses.field(default_factory=list)
-
-
-class ReadHold:
-    """A reader without a ticket: a snapshot."""
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def finish(self) -> None:
-        """Wait until the reader is done."""
-        wait(self.over)
+    readers: list[StoreTicket] = dataclasses.field(default_factory=list)
 
 
 class StoreTicket:
@@ -186,7 +189,7 @@ class _OpenSection:
 
 
 class Catalog:
-    """The current value of each name. All methods but `locked`, `opened`, `held` and `check_process`
+    """The current value of each name. All methods but `locked`, `opened` and `check_process`
     need *lock*; methods that change a table need `changing` or `opened`, too.
 
     An in-flight put does not replace the current value until it completes. The space of the old
@@ -238,30 +241,6 @@ class Catalog:
             for one in blockers:
                 one.finish()
 
-    @contextlib.contextmanager
-    def held(self, names: Sequence[str]) -> Iterator[dict[str, StoredTensor]]:
-        """The values of *names*, neither overwritten nor freed within the block. Waits for puts in
-        flight. Raises: as `current`.
-        """
-        hold = ReadHold()
-        values: dict[str, StoredTensor] = {}
-        try:
-            for name in names:
-                with self.settled(name):
-                    values[name] = self.current(name)
-                    values[name].users += 1
-                    values[name].readers.append(hold)
-            yield values
-        finally:
-            with self.lock:
-                if not self.changing.interrupted_by:
-                    with self.changing:
-                        for value in values.values():
-                            value.users -= 1
-                            value.readers.remove(hold)
-                            self._free_if_unused(value)
-            hold.over.set()
-
     def sizes(self) -> dict[str, int]:
         """Bytes by name, as of the last put; in-flight and failed puts count."""
         return {name: value.nbytes for name, value in self._stored.items()} | {
@@ -288,7 +267,7 @@ class Catalog:
 
     def conflicts(
         self, name: str, written_bytes: int | None = None, after: Sequence[StoreTicket] = ()
-    ) -> list[StoreTicket | ReadHold]:
+    ) -> list[StoreTicket]:
         """What a get of *name*, or a put of *written_bytes*, must wait for: the put in flight, and
         the readers of a value that the put would overwrite.
 
@@ -296,7 +275,7 @@ class Catalog:
         puts of one name are never in flight together.
         """
         put = self._puts.get(name)
-        found: list[StoreTicket | ReadHold] = (
+        found: list[StoreTicket] = (
             [] if put is None or (written_bytes is None and put in after) else [put]
         )
         value = self._overwritten(name, written_bytes)
@@ -319,8 +298,7 @@ class Catalog:
         extents = self._space.allocate(nbytes, operation)
         segments, start = [], 0
         for extent in extents:
-            # a segment per snapshot window, so that a snapshot can check each as it copies it
-            step = WINDOW_BYTES if self._summed else extent.nbytes
+            step = SUMMED_BYTES if self._summed else extent.nbytes
             for inner in range(0, extent.nbytes, step):
                 segments.append(
                     Segment(
@@ -364,7 +342,7 @@ class Catalog:
         """A ticket for a transfer of *value*, without its transfers yet."""
         if value.readers:
             for reader in list(value.readers):  # collect finished ones that nobody waits for
-                if isinstance(reader, StoreTicket) and reader.done():
+                if reader.done():
                     self.complete(reader, reader._outcome())
         ticket = StoreTicket(self, name, value, writes)
         value.users += 1
@@ -405,11 +383,6 @@ class Catalog:
             del self._puts[ticket.name]
             self._written(ticket)
         self._free_if_unused(value)
-
-    def install(self, name: str, value: StoredTensor) -> None:
-        """Make *value*, which is complete, that of *name*."""
-        self.forget(name)
-        self._stored[name] = value
 
     def forget(self, name: str) -> None:
         """Drop the value of *name*, and that of its put in flight."""
@@ -465,3 +438,10 @@ class Catalog:
         if value.dropped and value.users == 0:
             self._space.free(value.extents)
             value.extents = []
+
+
+def name_tensor(error: OffloadError, name: str) -> None:
+    """Add the tensor's name to the message of a failed transfer."""
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, str) and not reason.endswith(suffix := f", of tensor {name!r}"):
+        error.reason = reason + suffix  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from ..io.engine import Engine, StrPath, Ticket, close_at_exit
 from .catalog import Catalog, StoredTensor
 from .catalog import StoreTicket as StoreTicket
 from .slabs import Stripes
-from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ..io.engine import Buffer
@@ -33,7 +32,7 @@ _FIELD_NAME = re.compile(":[^:]*:")  # in the format string of a buffer
 
 @dataclasses.dataclass(frozen=True)
 class StoreStats:
-    """Counters of a store since it was made. Reads of snapshots and writes of restores count.
+    """Counters of a store since it was made.
 
     Attributes
     ----------
@@ -408,101 +407,6 @@ class TensorStore(Closing):
             tickets = list(self._catalog.in_flight)
         for ticket in tickets:
             ticket.finish()
-
-    def snapshot(self, directory: StrPath, names: Iterable[str] | None = None) -> None:
-        """Write tensors into a directory, for `restore` in another process.
-
-        An existing snapshot there stays valid until the new one is complete and synced, also across
-        a crash or power loss; so there must be space for both.
-
-        Parameters
-        ----------
-        directory : path
-            Created where it is missing. On any drive; without O_DIRECT it is written through the
-            page cache.
-        names : iterable of str, optional
-            The tensors; all unless given.
-
-        Raises
-        ------
-        UsageError
-            There is no such tensor, or another snapshot is being written to *directory*.
-        IOFailure, NoSpaceError
-            A transfer failed, now or in the put that lost one of the values.
-        CorruptionError
-            A checksum differs.
-
-        Notes
-        -----
-        Takes 32 MiB of memory for overlapping reads and writes. Waits for puts in flight; a put of
-        the same size to one of the names waits for the snapshot. After an error the old snapshot is
-        intact. Source: rename(2), fsync(2), flock(2).
-        """
-        chosen = self.names() if names is None else list(dict.fromkeys(names))
-        with self._catalog.held(chosen) as values:
-            with self._catalog.locked(), self._catalog.opened:
-                self._counts["bytes_read"] += sum(value.nbytes for value in values.values())
-            Snapshot(self.engine, directory).save(
-                {name: value.segments for name, value in values.items()}
-            )
-
-    def restore(self, directory: StrPath) -> list[str]:
-        """Put every tensor of a snapshot into the store, replacing tensors of the same names.
-
-        All tensors are read and checked before the first is replaced: there must be space for both,
-        and after an error the store is unchanged.
-
-        Parameters
-        ----------
-        directory : path
-            As given to `snapshot`.
-
-        Returns
-        -------
-        list of str
-            The names.
-
-        Raises
-        ------
-        UsageError
-            There is no snapshot in *directory*, or one is being written.
-        CorruptionError
-            The snapshot is damaged.
-        UnsupportedError
-            A later version wrote it, or this build lacks its checksums.
-        IOFailure, NoSpaceError
-            A transfer failed.
-
-        Notes
-        -----
-        Takes 32 MiB of memory. Source: flock(2).
-        """
-        with self._catalog.locked(), self._catalog.opened:
-            tickets = self._catalog.may_free_space()
-        for ticket in tickets:
-            ticket.finish()
-        with Snapshot(self.engine, directory).opened() as saved:
-            values: dict[str, StoredTensor] = {}
-            try:
-                with self._catalog.locked(), self._catalog.opened:
-                    for name, nbytes in saved.sizes().items():
-                        values[name] = self._catalog.new(nbytes, "restore")
-                segments = saved.load(
-                    {name: value.extents for name, value in values.items()}, self.checksum
-                )
-                with self._catalog.locked(), self._catalog.opened:
-                    for name, value in values.items():
-                        value.segments = segments[name]
-                        self._counts["bytes_written"] += value.nbytes
-                        self._catalog.install(name, value)
-            except BaseException:
-                with self._catalog.lock:
-                    if not self._catalog.changing.interrupted_by:
-                        with self._catalog.changing:
-                            for value in values.values():
-                                self._catalog.release(value)
-                raise
-        return list(values)
 
     def end_step(self) -> None:
         """End a training step in the counters: see `StoreStats.bytes_written_by_step`."""

@@ -87,8 +87,8 @@ class TensorSwapper(Closing):
     store : TensorStore
         The caller's; close it after the swapper.
     pool : PinnedPool
-        The caller's, unused so far; the swapper takes all of its memory. With one value in use at a
-        time, a pool that holds the largest value is enough.
+        The caller's, which no other swapper uses; the swapper takes all of its memory. With one
+        value in use at a time, a pool that holds the largest value is enough.
     lookahead_bytes : int, optional
         How much to prefetch. By default the size of the next two values of a learned order; before
         that, twice the largest value, at most half of the memory.
@@ -96,7 +96,7 @@ class TensorSwapper(Closing):
     Raises
     ------
     UsageError
-        An argument is invalid, or memory of the pool is in use.
+        An argument is invalid, or another swapper uses the pool.
 
     Notes
     -----
@@ -111,15 +111,10 @@ class TensorSwapper(Closing):
 
         if lookahead_bytes is not None and lookahead_bytes < 0:
             raise UsageError(f"{lookahead_bytes} bytes cannot be read ahead")
-        if pool.used_bytes:
-            raise UsageError(
-                f"a swapper takes all memory of its pool, of which {format_bytes(pool.used_bytes)} are in use"
-            )
+        pool.take(self)
         self._store = store
         self._pool = pool
-        # all memory of the pool: nobody else can allocate it
-        self._taken = [pool.empty(pool.nbytes, torch.uint8)]
-        self._memory: torch.Tensor | None = self._taken[0]
+        self._memory: torch.Tensor | None = torch.frombuffer(pool.memory, dtype=torch.uint8)
         # guards all attributes below; held for a whole call, including waits
         self._lock = threading.RLock()
         self._changing = Section("swapper")
@@ -584,7 +579,6 @@ class TensorSwapper(Closing):
             with self._changing:
                 pool = self._pool
                 if pool.nbytes > self._schedule.nbytes:
-                    self._taken.append(pool.empty(pool.nbytes - self._schedule.nbytes, torch.uint8))
                     self._memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
                     self._schedule.grow(pool.nbytes)
             self._pump()
@@ -655,13 +649,11 @@ class TensorSwapper(Closing):
                 return
             if self._changing.interrupted_by or self._store.interrupted:
                 # The store waits for the transfers, which hold their memory, and frees the space.
-                self._memory = None
-                self._taken.clear()
+                self._release_memory()
                 return
             with self._changing:
                 self._finish_all()
-            self._memory = None
-            self._taken.clear()
+            self._release_memory()
             for name in list(self._on_drive):
                 self._delete(name)
             # what a full drive had no room for was in memory, as it is meant to be
@@ -874,6 +866,10 @@ class TensorSwapper(Closing):
         self._write_errors.clear()
         if errors:
             raise errors[0]
+
+    def _release_memory(self) -> None:
+        self._memory = None
+        self._pool.give_back()
 
     def _live(self) -> torch.Tensor:
         if self._memory is None:

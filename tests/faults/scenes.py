@@ -11,38 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.files import commit
-from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
-from nvme_offload.store.store import TensorStore
 
 ROOT = Path(__file__).parents[2]
 _PROFILE = ROOT / "reports" / "vda-2026-11-21" / "profile.json"
 _CONFIG = '{\n  // mine\n  "aio": {"block_size": 1048576},\n  "mine": "' + "x" * 9000 + '"\n}\n'
 _CHANGED = ds_config.edit(_CONFIG, {"block_size": 4 << 20})
-_SIZES = {"a": 700, "b": 5000, "c": 20_000}
 
 _HEAD = f"""
 import dataclasses, os, sys
 from pathlib import Path
-import numpy as np
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
-from nvme_offload.store.store import TensorStore
 place = Path(sys.argv[1])
 profile = Profile.load({str(_PROFILE)!r})
 os.environ["XDG_CONFIG_HOME"] = str(place)
-
-def snapshot(fill):
-    with TensorStore(sys.argv[2], AioConfig(backend="posix", direct="auto")) as store:
-        for name, nbytes in {_SIZES!r}.items():
-            store.put(name, np.full(nbytes, fill, np.uint8)).wait()
-        store.snapshot(place / "snapshot")
 
 def optimizer(fill):
     import torch
@@ -91,18 +78,6 @@ def _profile(found: Path, _: Path, __: Path) -> str:
     return Profile.load(path).command
 
 
-def _snapshot(found: Path, scratch: Path, _: Path) -> str:
-    with TensorStore(scratch, AioConfig(backend="posix", direct="auto")) as store:
-        store.restore(found / "snapshot")
-        fills = set()
-        for name, nbytes in _SIZES.items():
-            value = np.empty(nbytes, np.uint8)
-            store.get(name, value).wait()
-            fills |= set(value.tolist())
-    (fill,) = fills
-    return {1: "old", 2: "new"}[fill]
-
-
 def _optimizer(found: Path, _: Path, __: Path) -> str:
     import torch
 
@@ -146,7 +121,6 @@ SCENES = {
         "profile_shelf.keep(dataclasses.replace(profile, command='new'))",
         _profile,
     ),
-    "snapshot": Scene("snapshot(1)", "snapshot(2)", _snapshot),
     "optimizer": Scene("optimizer(1)", "optimizer(2)", _optimizer),
     "report": Scene("", "report()", _report),
 }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -86,16 +85,11 @@ class Soak:
             self.under_way.append(
                 (self.store.get(name, buffer), buffer, BYTES[start : start + nbytes])
             )
-        elif kind < 0.9995:
+        else:
             name = name if name in self.expected else self.chance.choice(list(self.expected))
             self.counts["deletes"] += 1
             self.store.delete(name)
             del self.expected[name]
-        else:
-            self.counts["snapshots"] += 1
-            with tempfile.TemporaryDirectory(dir=self.directory) as place:
-                self.store.snapshot(place)
-                assert sorted(self.store.restore(place)) == sorted(self.expected)
         while len(self.under_way) > self.chance.randint(0, IN_FLIGHT):
             self.settle()
 

@@ -61,8 +61,6 @@ def test_a_drive_that_goes_away_in_the_middle(backend: str, drive: Drive) -> Non
     for number in range(8):
         with pytest.raises(OffloadError):
             store.get(f"{number}", out).wait(PATIENCE)
-    with pytest.raises(OffloadError):
-        store.snapshot(drive.place / "snapshot")
     store.close()
 
 
@@ -86,11 +84,8 @@ def test_a_filesystem_that_turns_read_only(backend: str, drive: Drive) -> None:
     store = TensorStore(drive.place, AioConfig(backend=backend))
     for number in range(4):
         store.put(f"{number}", value(number)).wait(PATIENCE)
-    store.snapshot(drive.place / "snapshot")
     store.put("0", value(9)).wait(PATIENCE)
     command("mount", "-o", "remount,abort", drive.place)
-    with pytest.raises(OffloadError):
-        store.snapshot(drive.place / "snapshot")
     codes = set()
     for number in range(4):
         try:
@@ -147,9 +142,6 @@ def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
     with TensorStore(limited, AioConfig(backend=backend, direct="auto")) as store:
         kept = fill(store)
         assert 4 <= kept < 63
-        with pytest.raises(NoSpaceError):
-            store.snapshot(limited / "snapshot")
-        assert not (limited / "snapshot").exists()
         store.delete("0")
         try:  # which copies what it writes over, and may have no room for that
             store.put("again", value(99, 2 << 20)).wait(PATIENCE)

@@ -11,17 +11,14 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nvme_offload.errors import OffloadError
-from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile, Setting
-from nvme_offload.store.store import TensorStore
 from nvme_offload.sweep.journal import Begun, Entry, Journal
 from nvme_offload.sweep.preflight import Refusal
 from nvme_offload.sweep.verdict import Ask, Result
@@ -111,36 +108,3 @@ def test_journals(count: int, tmp_path: Path) -> None:
 
     ends = campaign({path: damage.TEXT}, check, count, 2)
     assert ends["the same"] > 0.3 * count
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TensorStore]:
-    with TensorStore(tmp_path, AioConfig(backend="posix", direct="auto")) as made:
-        yield made
-
-
-def test_snapshots(count: int, store: TensorStore, tmp_path: Path) -> None:
-    draw = np.random.default_rng(3)
-    values = {
-        f"t{number}": draw.integers(0, 256, nbytes, dtype=np.uint8)
-        for number, nbytes in enumerate((3, 700, 4096, 5000, 0, 20_000))
-    }
-    for name, value in values.items():
-        store.put(name, value).wait()
-    directory = tmp_path / "snapshot"
-    store.snapshot(directory)
-
-    def check() -> bool:
-        store.restore(directory)
-        for name, value in values.items():
-            found = np.empty_like(value)
-            store.get(name, found).wait()
-            if not np.array_equal(found, value):
-                return False
-        return True
-
-    (data,) = directory.glob("tensors-*")
-    ends = campaign(
-        {directory / "snapshot.json": damage.TEXT, data: damage.BINARY}, check, count, 3
-    )
-    assert ends["refused"] > 0.9 * count

@@ -30,30 +30,41 @@ def pool() -> Iterator[PinnedPool]:
         yield made
 
 
-def random(pool: PinnedPool, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    tensor = pool.empty(numel, dtype, timeout=0)
-    tensor.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return tensor
+def whole(pool: PinnedPool) -> torch.Tensor:
+    return torch.frombuffer(pool.memory, dtype=torch.uint8)
+
+
+def pieces(pool: PinnedPool, count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """*count* tensors on the pool's memory, each from a page on."""
+    nbytes = numel * dtype.itemsize
+    room = -(-nbytes // 4096) * 4096
+    return [
+        whole(pool)[number * room : number * room + nbytes].view(dtype) for number in range(count)
+    ]
 
 
 def test_tensors_and_their_views_are_pinned(pool):
     assert (pool.pinned, pool.pinned_bytes) == ("cuda", 256 * MIB)
-    first, last = pool.empty(5, torch.float32), pool.empty(255 * MIB, torch.uint8)
+    first, last = whole(pool)[:20].view(torch.float32), whole(pool)[MIB:]
     for tensor in (first, first[2:], last, last[-1:], last.view(torch.int64).reshape(2, -1)):
         assert tensor.is_pinned()
 
 
 def test_a_pool_that_is_not_to_be_pinned_is_not():
     with PinnedPool(MIB, pin=False) as pool:
-        assert not pool.empty(1, torch.uint8).is_pinned()
+        assert not whole(pool).is_pinned()
 
 
 @pytest.mark.parametrize("numel", [1, 1023, 4097, 3 * MIB + 3])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int64])
 def test_copies_under_way_on_several_streams_bring_the_same_bytes_back(pool, numel, dtype):
     streams = [torch.cuda.Stream() for _ in range(2)]
-    sent = [random(pool, numel, dtype, seed) for seed in range(4)]
-    back = [pool.empty(numel, dtype, timeout=0).zero_() for _ in sent]
+    tensors = pieces(pool, 8, numel, dtype)
+    sent, back = tensors[:4], tensors[4:]
+    for seed, tensor in enumerate(sent):
+        tensor.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    for tensor in back:
+        tensor.zero_()
     on_gpu = []
     for number, tensor in enumerate(sent):
         with torch.cuda.stream(streams[number % 2]):
@@ -66,7 +77,7 @@ def test_copies_under_way_on_several_streams_bring_the_same_bytes_back(pool, num
 
 
 def test_a_copy_from_the_pool_returns_before_it_is_done(pool):
-    source = pool.empty(128 * MIB, torch.uint8).fill_(3)
+    source = whole(pool)[: 128 * MIB].fill_(3)
     target = torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
     done = torch.cuda.Event()
     torch.cuda.synchronize()
@@ -82,7 +93,7 @@ def test_what_was_registered_can_be_registered_again():
     addresses = set()
     for number in range(16):
         with PinnedPool(64 * MIB, pin=True) as pool:
-            tensor = pool.empty(pool.nbytes, torch.uint8).fill_(number)
+            tensor = whole(pool).fill_(number)
             addresses.add(tensor.data_ptr())
             assert int(tensor.cuda().max()) == number
         del tensor, pool
@@ -91,7 +102,7 @@ def test_what_was_registered_can_be_registered_again():
 
 def test_memory_stays_registered_while_a_tensor_lives_on_it():
     with PinnedPool(MIB, pin=True) as pool:
-        tensor = pool.empty(1000, torch.uint8).fill_(5)
+        tensor = whole(pool)[:1000].fill_(5)
     del pool
     assert tensor.is_pinned()
     assert int(tensor.cuda().sum()) == 5000
@@ -107,7 +118,7 @@ def test_a_refused_registration_says_why_and_leaves_cuda_in_order():
         assert int(torch.full((1000,), 7, device="cuda").sum()) == 7000
         assert int(cudart.cudaHostUnregister(arena.address)) == 0
         assert arena.register_with_cuda(pool.nbytes) is None
-        assert pool.empty(1, torch.uint8).is_pinned()
+        assert whole(pool).is_pinned()
 
 
 def test_the_interpreter_may_end_with_tensors_and_copies_alive():
@@ -116,7 +127,7 @@ def test_the_interpreter_may_end_with_tensors_and_copies_alive():
         from nvme_offload.io.pool import PinnedPool
 
         pool = PinnedPool(256 << 20, pin=True)
-        tensor = pool.empty(pool.nbytes, torch.uint8).fill_(1)
+        tensor = torch.frombuffer(pool.memory, dtype=torch.uint8).fill_(1)
         tensor.itself = tensor  # a cycle, which only the end of the interpreter takes apart
         copied = tensor.to("cuda", non_blocking=True)
         print("end")

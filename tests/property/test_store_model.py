@@ -1,5 +1,5 @@
-"""The store against a dict: puts, gets, deletes, values that are retained and returned to, snapshots
-and restores of odd sizes in any order, over one to three drives.
+"""The store against a dict: puts, gets, deletes, values that are retained and returned to, of odd
+sizes in any order, over one to three drives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -57,7 +56,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[str, bytes] = {}
         self.retained: dict[str, bytes] = {}
         self.replaced: set[str] = set()  # of these, those with a later value
-        self.saved: dict[str, bytes] | None = None
         self.under_way: list[tuple[StoreTicket, npt.NDArray[np.uint8], bytes]] = []
 
     @initialize(
@@ -122,22 +120,6 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.delete(name)
         else:
             self.store.delete(name)
-            self.forget_retained(name)
-
-    @rule(chosen=st.none() | st.sets(NAMES))
-    def snapshot(self, chosen: set[str] | None) -> None:
-        names = None if chosen is None else sorted(chosen & set(self.model))
-        self.store.snapshot(self.directory / "snapshot", names)
-        self.saved = {name: self.model[name] for name in (self.model if names is None else names)}
-        assert len(list((self.directory / "snapshot").iterdir())) == 2
-
-    @precondition(lambda self: self.saved is not None)
-    @rule()
-    def restore(self) -> None:
-        assert self.saved is not None
-        assert sorted(self.store.restore(self.directory / "snapshot")) == sorted(self.saved)
-        self.model.update(self.saved)
-        for name in self.saved:
             self.forget_retained(name)
 
     @rule(size=st.integers(0, 200 * PAGE))

@@ -1,11 +1,10 @@
 """The store: tensors come back as they were put, in the order of the calls; room, stripes,
-checksums, snapshots.
+checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import subprocess
@@ -33,10 +32,9 @@ from nvme_offload.errors import (
     UsageError,
     WaitTimeout,
 )
-from nvme_offload.files import sealed
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, allocate
-from nvme_offload.store import slabs, snapshot
+from nvme_offload.store import slabs
 from nvme_offload.store.store import StoreStats, TensorStore
 
 Bytes = npt.NDArray[np.uint8]
@@ -461,9 +459,6 @@ def test_a_flipped_bit_on_the_drive_is_found(
             store.get("weights", np.zeros(nbytes, np.uint8)).wait(PATIENCE)
         assert caught.value.path.startswith(str(paths[1 if nbytes > 5000 else 0]))
         assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
-        with pytest.raises(CorruptionError, match="of tensor 'weights'"):
-            store.snapshot(paths[2])
-        assert list(paths[2].iterdir()) == []
         store.put("weights", data)
         assert_array_equal(contents(store, "weights"), data)
 
@@ -512,13 +507,10 @@ def test_a_closed_store_is_refused_and_its_room_is_free(tmp_path: Path) -> None:
         lambda: store.names(),
         lambda: "a" in store,
         lambda: store.reserve(1),
-        lambda: store.snapshot(tmp_path / "snap"),
-        lambda: store.restore(tmp_path),
         lambda: store.stats(),
     ):
         with pytest.raises(UsageError):
             call()
-    assert not (tmp_path / "snap").exists()
 
 
 FORK = """
@@ -533,7 +525,7 @@ data, out = numpy.arange(1 << 20), numpy.zeros(1 << 20, int)
 ticket = store.put("a", data)
 if (child := os.fork()) == 0:
     calls = [lambda: store.put("b", data), lambda: store.get("a", out), lambda: store.delete("a"), lambda: "a" in store, store.names, store.stats,
-        lambda: store.nbytes("a"), lambda: store.used_bytes, lambda: store.reserve(1), lambda: store.snapshot("s"), lambda: store.restore("s"), ticket.wait]
+        lambda: store.nbytes("a"), lambda: store.used_bytes, lambda: store.reserve(1), ticket.wait]
     for place, call in enumerate(calls):
         try:
             call()
@@ -561,242 +553,6 @@ def test_a_forked_child_can_neither_use_nor_hurt_the_store(tmp_path: Path) -> No
     )
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
     assert list(tmp_path.iterdir()) == []
-
-
-# Snapshots
-
-
-@pytest.fixture
-def saved(
-    store: TensorStore, tmp_path: Path, random_bytes: RandomBytes
-) -> tuple[Path, dict[str, bytes]]:
-    """A snapshot of tensors of several windows, and what is in it."""
-    values = {
-        "": b"",
-        "one": b"1",
-        "odd": random_bytes(5001).tobytes(),
-        "large": random_bytes(19 * MIB + 7).tobytes(),
-        "π/\n": random_bytes(PAGE).tobytes(),
-    }
-    for name, value in values.items():
-        store.put(name, value)
-    directory = tmp_path / "deep" / "snapshot"
-    store.snapshot(directory)
-    return directory, values
-
-
-@pytest.mark.parametrize("checksums", [(False, False), (False, True), (True, False), (True, True)])
-def test_a_snapshot_is_restored_into_any_store(
-    paths: list[Path], random_bytes: RandomBytes, checksums: tuple[bool, bool]
-) -> None:
-    needs_checksums(paths[0])
-    values = {
-        str(size): random_bytes(size).tobytes()
-        for size in (0, 3, 9 * MIB, PAGE, 21 * MIB + 4097, 77)
-    }
-    with TensorStore(paths[:2], CONFIG, weights=[1, 2], checksum=checksums[0]) as store:
-        for name, value in values.items():
-            store.put(name, value)
-        store.snapshot(paths[2])
-    with TensorStore(paths, CONFIG, checksum=checksums[1]) as store:
-        store.put("77", bytes(12))
-        store.put("other", b"kept")
-        assert store.restore(paths[2]) == list(values)
-        assert everything(store) == {**values, "other": b"kept"}
-        store.put("77", values["77"][::-1])
-        store.put(str(9 * MIB), values[str(9 * MIB)][::-1])
-        store.snapshot(paths[2], ["77", str(9 * MIB), "77"])
-        assert store.restore(paths[2]) == ["77", str(9 * MIB)]
-        values.update({name: values[name][::-1] for name in ("77", str(9 * MIB))})
-        assert everything(store) == {**values, "other": b"kept"}
-        assert store.used_bytes == sum(
-            -(-len(value) // PAGE) * PAGE for value in [*values.values(), b"kept"]
-        )
-
-
-@pytest.mark.every_filesystem
-def test_snapshots_on_every_filesystem(
-    tmp_path: Path, directory: Path, random_bytes: RandomBytes
-) -> None:
-    """Also on one without O_DIRECT, though the store demands it of its own drive."""
-    data = random_bytes(9 * MIB + 1)
-    with TensorStore(tmp_path, AioConfig(direct=True)) as store:
-        for _ in range(2):
-            store.put("a", data)
-            store.snapshot(directory / "snapshot")
-        store.delete("a")
-        assert store.restore(directory / "snapshot") == ["a"]
-        assert_array_equal(contents(store, "a"), data)
-    assert len(list((directory / "snapshot").iterdir())) == 2
-    assert {entry.stat().st_mode & 0o777 for entry in (directory / "snapshot").iterdir()} == {0o600}
-
-
-def test_a_snapshot_takes_the_place_of_the_last(
-    store: TensorStore, saved: tuple[Path, dict[str, bytes]]
-) -> None:
-    directory, _ = saved
-    before = {entry.name for entry in directory.iterdir()}
-    (directory / ("tensors-" + "0" * 32)).write_bytes(b"left from a process that was killed")
-    (directory / ("snapshot.json.tmp-" + "0" * 32)).write_bytes(b"likewise")
-    (directory / "notes.txt").write_text("mine")
-    store.put("odd", b"new")
-    store.snapshot(directory, ["odd"])
-    after = {entry.name for entry in directory.iterdir()}
-    assert before & after == {"snapshot.json"}
-    assert len(after) == 3
-    assert (directory / "notes.txt").read_text() == "mine"
-    store.put("odd", b"newer")
-    assert store.restore(directory) == ["odd"]
-    assert contents(store, "odd").tobytes() == b"new"
-
-
-def test_an_empty_snapshot(store: TensorStore, tmp_path: Path) -> None:
-    store.snapshot(tmp_path / "snapshot")
-    assert store.restore(tmp_path / "snapshot") == []
-    with pytest.raises(UsageError, match="no tensor 'missing'"):
-        store.snapshot(tmp_path / "other", ["missing"])
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_damaged_snapshot_is_refused_and_changes_nothing(
-    store: TensorStore, saved: tuple[Path, dict[str, bytes]], random_bytes: RandomBytes
-) -> None:
-    directory, values = saved
-    data = next(entry for entry in directory.iterdir() if entry.name.startswith("tensors-"))
-    manifest = directory / "snapshot.json"
-    whole, said = data.read_bytes(), manifest.read_bytes()
-    changed = {name: value[::-1] for name, value in values.items()}
-    for name, value in changed.items():
-        store.put(name, value)
-    damages: dict[str, Callable[[], object]] = {
-        "first window": lambda: data.write_bytes(bytes([whole[0] ^ 1]) + whole[1:]),
-        "last byte": lambda: data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])),
-        "cut": lambda: data.write_bytes(whole[:-PAGE]),
-        "longer": lambda: data.write_bytes(whole + b"1"),
-        "no data": data.unlink,
-        "no JSON": lambda: manifest.write_bytes(said[:-10]),
-        "binary": lambda: manifest.write_bytes(random_bytes(500).tobytes()),
-        "another number": lambda: manifest.write_bytes(said.replace(b"5001", b"5002")),
-        "another place": lambda: manifest.write_bytes(resealed(said, tensors=[["a", 0, 1 << 40]])),
-        "outside": lambda: manifest.write_bytes(resealed(said, data="../elsewhere")),
-        "twice": lambda: manifest.write_bytes(
-            resealed(said, tensors=[["a", 0, 5], ["a", PAGE, 5]])
-        ),
-        "odd window": lambda: manifest.write_bytes(resealed(said, windows=[[100, 5]])),
-        "no list": lambda: manifest.write_bytes(resealed(said, windows=5)),
-    }
-    for damage, make in damages.items():
-        make()
-        with pytest.raises(CorruptionError) as caught:
-            store.restore(directory)
-        assert str(directory) in str(caught.value), damage
-        assert "\n" not in str(caught.value)
-        data.write_bytes(whole)
-        manifest.write_bytes(said)
-    assert everything(store) == changed
-    assert store.used_bytes == sum(-(-len(value) // PAGE) * PAGE for value in values.values())
-    manifest.write_bytes(said[:-10])
-    store.snapshot(directory)
-    assert store.restore(directory) == list(values)
-    assert len(list(directory.iterdir())) == 2
-    assert everything(store) == changed
-
-
-def resealed(text: bytes, **changes: object) -> bytes:
-    manifest = {**json.loads(text), **changes}
-    del manifest["sha256"]
-    return sealed.dumps(manifest).encode()
-
-
-def test_what_is_no_snapshot_of_ours(
-    store: TensorStore, saved: tuple[Path, dict[str, bytes]], tmp_path: Path
-) -> None:
-    directory, _ = saved
-    with pytest.raises(UsageError, match="is not a directory"):
-        store.restore(tmp_path / "missing")
-    with pytest.raises(UsageError, match=r"has no snapshot\.json"):
-        store.restore(tmp_path)
-    manifest = directory / "snapshot.json"
-    said = manifest.read_bytes()
-    for foreign in (b'{"epoch": 3}', b"[]", b"null"):
-        manifest.write_bytes(foreign)
-        with pytest.raises(UsageError, match="is not of a snapshot"):
-            store.restore(directory)
-        with pytest.raises(UsageError, match="is not of a snapshot"):
-            store.snapshot(directory)
-        assert manifest.read_bytes() == foreign
-    manifest.write_bytes(resealed(said, version=2))
-    with pytest.raises(UnsupportedError, match="version 2"):
-        store.restore(directory)
-
-
-def test_a_directory_takes_one_writer_at_a_time(
-    store: TensorStore, saved: tuple[Path, dict[str, bytes]]
-) -> None:
-    directory, values = saved
-    with (
-        snapshot.Snapshot(store.engine, directory).opened() as first,
-        snapshot.Snapshot(store.engine, directory).opened() as second,
-    ):
-        assert (
-            first.sizes() == second.sizes() == {name: len(value) for name, value in values.items()}
-        )
-        with pytest.raises(UsageError, match="in use"):
-            store.snapshot(directory)
-    store.snapshot(directory, ["one"])
-
-
-def test_a_build_without_checksums_sums_by_itself(
-    store: TensorStore,
-    saved: tuple[Path, dict[str, bytes]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    needs_checksums(tmp_path)
-    directory, values = saved
-    with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "_has_checksums", lambda *_: False)
-        with pytest.raises(UnsupportedError, match="libxxhash-dev"):
-            store.restore(directory)
-        store.snapshot(directory)
-        assert store.restore(directory) == list(values)
-    assert store.restore(directory) == list(values)
-    assert everything(store) == values
-    data = next(entry for entry in directory.iterdir() if entry.name.startswith("tensors-"))
-    whole = data.read_bytes()
-    data.write_bytes(whole[: 9 * MIB] + bytes([whole[9 * MIB] ^ 8]) + whole[9 * MIB + 1 :])
-    with pytest.raises(CorruptionError, match="the checksum is not"):
-        store.restore(directory)
-    assert everything(store) == values
-
-
-def test_a_snapshot_is_of_one_moment_for_each_name(
-    stalling_store: TensorStore, stall: Stall, tmp_path: Path, random_bytes: RandomBytes
-) -> None:
-    """A put under way is waited for, and what is put or deleted while a snapshot is written does
-    not reach it.
-    """
-    first, second = random_bytes(MIB), random_bytes(MIB)
-    with ThreadPoolExecutor(1) as threads, stall() as let_go:
-        stalling_store.put("a", first)
-        written = threads.submit(stalling_store.snapshot, tmp_path / "snapshot")
-        assert not wait([written], 0.05).done
-        let_go()
-        written.result(PATIENCE)
-    with ThreadPoolExecutor(1) as threads:
-        with stalling_store._catalog.held(["a"]):
-            put = threads.submit(stalling_store.put, "a", second)
-            assert not wait([put], 0.05).done
-            assert_array_equal(contents(stalling_store, "a"), first)
-        put.result(PATIENCE)
-    with stalling_store._catalog.held(["a"]):
-        stalling_store.delete("a")
-        stalling_store.put("a", second)
-        assert stalling_store.used_bytes == 2 * MIB
-    assert stalling_store.used_bytes == MIB
-    assert_array_equal(contents(stalling_store, "a"), second)
-    stalling_store.restore(tmp_path / "snapshot")
-    assert_array_equal(contents(stalling_store, "a"), first)
 
 
 def test_names_sizes_and_timeouts_are_checked_at_the_door(tmp_path: Path) -> None:
