@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import operator
+import sys
 from collections import deque
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -23,6 +24,8 @@ from ..optimizer_states.traits import UNIT, alike, known, raw_step
 
 # Steps of a trial. Optimizers that estimate a distance (Prodigy) show it in the second.
 _TRIED = 8
+# Attributes of a `step` that a scheduler of torch has wrapped, by release.
+_SCHEDULERS = ("_wrapped_by_lr_sched", "_with_counter")
 _PLAIN = (int, float, complex, str, bool, type(None))
 # Keys that snapshots skip: parameters, and attributes that `_snapshot` handles separately.
 _SKIPPED = {"params", "param_groups", "state"}
@@ -44,6 +47,7 @@ class OncePerStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.conflict = ""
         self._optimizer = optimizer
+        self._counts = _may_count(optimizer)
         self._before = self._snapshot(range(len(optimizer.param_groups)))
         self._after: dict[int, _Snapshot] = {}  # by group
 
@@ -67,6 +71,8 @@ class OncePerStep:
 
     def _snapshot(self, groups: range | list[int]) -> _Snapshot:
         optimizer = self._optimizer
+        if not self._counts:
+            return _Snapshot([])
         return _Snapshot(
             [
                 vars(optimizer),
@@ -74,6 +80,43 @@ class OncePerStep:
                 *(optimizer.param_groups[number] for number in groups),
             ]
         )
+
+
+def has_hooks(optimizer: Any) -> bool:
+    """Whether functions were registered to be called before or after the steps of *optimizer*."""
+    module: Any = sys.modules["torch.optim.optimizer"]
+    return any(
+        (
+            *(
+                getattr(optimizer, f"_optimizer_step_{place}_hooks", None)
+                for place in ("pre", "post")
+            ),
+            *(
+                getattr(module, f"_global_optimizer_{place}_hooks", None)
+                for place in ("pre", "post")
+            ),
+        )
+    )
+
+
+def replaces_step(optimizer: Any) -> bool:
+    """Whether the method step of *optimizer* was replaced, other than by one of torch's schedulers,
+    which only see whether it was called.
+    """
+    step = vars(optimizer).get("step")
+    return step is not None and not any(hasattr(step, mark) for mark in _SCHEDULERS)
+
+
+def _may_count(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of *optimizer* may change more than its parameters and their states. The
+    optimizers of torch do not, and snapshots cost as much as their steps for 1,000 sub-groups.
+    """
+    return (
+        known(optimizer) is None
+        or not type(optimizer).__module__.startswith("torch.optim.")
+        or has_hooks(optimizer)
+        or replaces_step(optimizer)
+    )
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import copy
 import functools
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,13 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
 from . import ahead, compat
+from .once_per_step import has_hooks, replaces_step
 from .updates import Update, Updates, quiesce_all
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
-
-# attributes of a `step` that a scheduler of torch has wrapped, by release
-_SCHEDULERS = ("_wrapped_by_lr_sched", "_with_counter")
 
 # what DeepSpeed's `step` calls for each sub-group
 _NOTED = (
@@ -257,9 +254,7 @@ def _reason(stage3: Stage3) -> str:
         return (
             f"{name} is not among the optimizers that are known to update sub-groups in any order"
         )
-    step = vars(optimizer).get("step")
-    # which torch's schedulers do, to see whether it was called
-    if step is not None and not any(hasattr(step, mark) for mark in _SCHEDULERS):
+    if replaces_step(optimizer):
         return f"the method step of this {name} was replaced"
     if has_hooks(optimizer):
         return f"hooks are called before or after the steps of {name}"
@@ -272,23 +267,6 @@ def _reason(stage3: Stage3) -> str:
     if _anything_is_compiled():
         return "torch.compile is used in this process"
     return ""
-
-
-def has_hooks(optimizer: Any) -> bool:
-    """Whether functions were registered to be called before or after the steps of *optimizer*."""
-    module: Any = sys.modules["torch.optim.optimizer"]
-    return any(
-        (
-            *(
-                getattr(optimizer, f"_optimizer_step_{place}_hooks", None)
-                for place in ("pre", "post")
-            ),
-            *(
-                getattr(module, f"_global_optimizer_{place}_hooks", None)
-                for place in ("pre", "post")
-            ),
-        )
-    )
 
 
 def _needs_order(stage3: Stage3) -> bool:

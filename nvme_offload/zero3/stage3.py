@@ -38,11 +38,12 @@ from .once_per_step import (
     OncePerStep,
     computed_from_values,
     depends_on_values,
+    has_hooks,
     update_scale,
     warn_of_hooks,
 )
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
-from .overlap import Overlap, has_hooks, tell_left_out
+from .overlap import Overlap, tell_left_out
 from .param_swapper import has_value, require_budget, return_to_device, swappers_of, value_bytes
 from .settings import Settings
 from .shared_tier import tier_of, trained

@@ -58,6 +58,25 @@ def test_sub_groups_of_two_groups_are_updated_as_by_one_call():
     assert cut.param_groups[0]["seen"] is held[0]
 
 
+@pytest.mark.parametrize("how", ["replaced", "hook"])
+def test_what_is_counted_around_a_step_of_torch_counts_once(how):
+    optimizer, params = made(torch.optim.SGD)
+    for param in params:
+        param.grad = param.detach().clone()
+
+    def count(*_):
+        group = optimizer.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+
+    if how == "hook":
+        optimizer.register_step_post_hook(count)
+    else:
+        step = optimizer.step
+        optimizer.step = lambda: (step(), count())
+    assert step_one_by_one(optimizer, params) == ""
+    assert optimizer.param_groups[0]["count"] == 1
+
+
 def test_a_step_that_is_undone_counts_nothing():
     (optimizer, _), (other, _) = made(), made()
     step = OncePerStep(optimizer)
