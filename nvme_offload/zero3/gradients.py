@@ -178,11 +178,12 @@ class Gradients:
         """The optimizer has the gradient of sub-group *index* multiplied by *factor*, too."""
         self._factors[index] = self._factors.get(index, 1.0) * factor
 
-    def replace(self, index: int) -> None:
-        """Make the memory that `widened` returned the gradient of sub-group *index*, in full
-        precision.
+    def replace(self, index: int, gradient: torch.Tensor | None = None) -> None:
+        """Make *gradient*, by default the memory that `widened` returned, the gradient of sub-group
+        *index*, in full precision.
         """
-        name, memory = self._replacements[index], self._widened_memory(index)
+        name = self._replacements[index]
+        memory = self._widened_memory(index) if gradient is None else gradient
         self.pause()
         self._factors.pop(index, None)
         self._taken = name

@@ -89,9 +89,11 @@ class LastGradients(Gradients):
     def used(self, index: int, factor: Any) -> None:
         """Do nothing: the gradient is kept as the optimizer leaves it."""
 
-    def replace(self, index: int) -> None:
-        """Make the memory that `widened` returned the gradient of sub-group *index*."""
-        super().replace(index)
+    def replace(self, index: int, gradient: torch.Tensor | None = None) -> None:
+        """Make *gradient*, by default the memory that `widened` returned, the gradient of sub-group
+        *index*.
+        """
+        super().replace(index, gradient)
         self._existing.add(self._replacements[index])
 
     def close(self) -> None:

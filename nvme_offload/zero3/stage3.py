@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -106,6 +106,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
         self._once: OncePerStep | None = None
         self._scaler: torch.amp.GradScaler | None = None
+        # The sub-group whose gradient is being edited, and the copy that holds it meanwhile.
+        self._edited: tuple[int, torch.Tensor] | None = None
         self.powers = AdamPowers()
         # Whether a load is of engine.load_checkpoint, to continue a run bit for bit. One by
         # `load_state_dict` has the bits of "device": "cpu".
@@ -883,7 +885,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.optimizer_swapper.release_swap_buffers(parameter)
         if write_gradients:
             self._awaits_backward = False
-            self._gradients.replace(sub_group_id)
+            if self._edited is None or self._edited[0] != sub_group_id:
+                self._gradients.replace(sub_group_id)
 
     # Fragments: the memory returned must not be what the next read overwrites.
 
@@ -891,10 +894,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         index, offset, numel = self.grad_position[self.get_param_id(param)]
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
-        self.finish_updates()
-        self._gradients.require_whole()
-        self.optimizer_swapper.give_back()
-        fragment = self._gradients.widened(index).narrow(0, offset, numel)
+        if self._edited is not None and self._edited[0] == index:
+            fragment = self._edited[1].narrow(0, offset, numel)
+        else:
+            self.finish_updates()
+            self._gradients.require_whole()
+            self.optimizer_swapper.give_back()
+            fragment = self._gradients.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
@@ -910,11 +916,36 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         params: dict[int, list[Any]] = {}  # in the base's order: one sub-group after another
         for param in param_list:
             if param.requires_grad:
-                index = self.grad_position[self.get_param_id(param)][0]
-                params.setdefault(numbers[index], []).append(param)
-        for param in itertools.chain.from_iterable(params.values()):
-            gradient = update_func(self.get_fp32_grad_for_param(param), param)
-            self.set_fp32_grad_for_param(gradient, param)
+                params.setdefault(numbers[self._sub_group_of(param)], []).append(param)
+        in_order = itertools.chain.from_iterable(params.values())
+        for index, together in itertools.groupby(in_order, self._sub_group_of):
+            with self._editing_gradient(index):
+                for param in together:
+                    gradient = update_func(self.get_fp32_grad_for_param(param), param)
+                    self.set_fp32_grad_for_param(gradient, param)
+
+    def _sub_group_of(self, param: Any) -> int:
+        index: int = self.grad_position[self.get_param_id(param)][0]
+        return index
+
+    @contextlib.contextmanager
+    def _editing_gradient(self, index: int) -> Iterator[None]:
+        """Context in which the gradient of sub-group *index* is read and changed in a copy, and at
+        its end stored once, also after an exception.
+        """
+        if not self._swappable_optimizer_subgroup(index):
+            yield
+            return
+        self.finish_updates()
+        self._gradients.require_whole()
+        self.optimizer_swapper.give_back()
+        copy = self._gradients.widened(index).clone()
+        self._edited = index, copy
+        try:
+            yield
+        finally:
+            self._edited = None
+            self._gradients.replace(index, copy)
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """As the base, but copies: all gradients of this rank, by sub-group and parameter."""

@@ -449,11 +449,27 @@ class Training:
                     + 0.1 * utils.safe_get_full_grad(params[-1]).norm()
                 ),
             )
+            # a function that sets other gradients, then a function that fails at the third parameter
+            utils.safe_update_full_grad_vectorized(
+                params, lambda gradient, _: self._set_first(params, gradient)
+            )
+            with contextlib.suppress(ZeroDivisionError):
+                utils.safe_update_full_grad_vectorized(
+                    params,
+                    lambda gradient, parameter: 1 / 0 if parameter is params[2] else gradient * 0.9,
+                )
             for parameter in params:
                 self._observe(utils.safe_get_full_grad(parameter))
         if step == 2:
             engine.optimizer.zero_grad()  # the step uses the reduced gradients all the same
         self._observe_gradients(engine)
+
+    @staticmethod
+    def _set_first(params: list[Any], gradient: torch.Tensor) -> torch.Tensor:
+        from deepspeed import utils
+
+        utils.safe_set_full_grad(params[0], utils.safe_get_full_grad(params[0]) * 0.5)
+        return gradient + 1e-3
 
     def _use_partial_gradients(self, engine: Any) -> None:
         """Before the last micro-batch, gradients are those of the last step, or not available."""
