@@ -5,6 +5,7 @@ do about it.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -67,15 +68,22 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
         "ok",
         f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}",
     )
-    yield backend("libaio")
+    missing = extension()
+    if missing is not None:
+        yield missing
+    else:
+        yield backend("libaio")
     yield aio_requests(_number("/proc/sys/fs/aio-max-nr"), _number("/proc/sys/fs/aio-nr"))
-    yield backend("io_uring")
-    yield locked_memory(_lock(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    if missing is None:
+        yield backend("io_uring")
+        yield locked_memory(_lock(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield huge_pages(sysfs.read(Path("/sys/kernel/mm/transparent_hugepage/enabled")))
     yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
-    yield gpu_registration()
+    if missing is None:
+        yield gpu_registration()
     yield torch_version(_version("torch"))
-    yield packing()
+    if missing is None:
+        yield packing()
     yield processor(
         precisions(),
         gpu_count() > 0,
@@ -84,7 +92,7 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
     yield deepspeed_version(_version("deepspeed"))
     yield compilers(gpu_count() > 0)
     for path in paths:
-        yield from drive(path)
+        yield from drive(path, opens_files=missing is None)
     if not paths:
         yield Finding(
             "drive",
@@ -114,6 +122,16 @@ def text(found: Sequence[Finding]) -> str:
     else:
         lines += ["", "It works." + (f" {warnings} of these could be better." if warnings else "")]
     return "\n".join(lines)
+
+
+def extension() -> Finding | None:
+    """The finding where the compiled part does not load; without it some checks cannot run."""
+    try:
+        importlib.import_module("nvme_offload.extension")
+    except UnsupportedError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Finding("extension", "problem", found, remedy)
+    return None
 
 
 def backend(name: str) -> Finding:
@@ -360,8 +378,8 @@ def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) 
     )
 
 
-def drive(path: str) -> Iterator[Finding]:
-    """What *path* sits on, direct I/O on it, and its profile."""
+def drive(path: str, *, opens_files: bool = True) -> Iterator[Finding]:
+    """What *path* sits on, direct I/O on it if this process *opens_files*, and its profile."""
     name = f"drive {path}"
     try:
         seen = describe(path)
@@ -377,7 +395,8 @@ def drive(path: str) -> Iterator[Finding]:
     yield Finding(
         name, "problem" if seen.is_memory else "ok", f"{what}; {format_bytes(seen.free_bytes)} free"
     )
-    yield direct_io(path, name)
+    if opens_files:
+        yield direct_io(path, name)
     for warning in drive_warnings(seen):
         found, _, remedy = warning.partition(". ")
         yield Finding(name, "warning", found, remedy)

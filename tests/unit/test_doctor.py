@@ -710,3 +710,24 @@ def test_the_entry_point_is_installed_beside_the_sweeps():
     assert subprocess.run(
         [Path(sys.executable).parent / "nvme-offload", "--version"], capture_output=True, text=True
     ).stdout.startswith("nvme-offload, version ")
+
+
+def test_a_doctor_without_the_extension_still_says_what_works(tmp_path):
+    program = (
+        "import sys; sys.modules['nvme_offload._aio'] = None; "
+        "from nvme_offload.commands.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor", "--path", str(tmp_path), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 3, done.stderr
+    said = json.loads(done.stdout)
+    by_name = {each["name"]: each for each in said["checks"]}
+    assert not said["works"]
+    assert by_name["extension"]["status"] == "problem"
+    assert "build it again" in by_name["extension"]["remedy"]
+    assert by_name["torch"]["found"] == torch.__version__
+    assert f"drive {tmp_path}" in by_name
