@@ -297,7 +297,9 @@ def _claimed(partial: Path, mode: int | None) -> int | None:
         if mode is None:
             return None
         raise
-    lock(descriptor)
+    # A network filesystem may lack locks: `abandoned` does not remove anything there either.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     if os.fstat(descriptor).st_nlink > 0:
         return descriptor
     os.close(descriptor)
@@ -311,15 +313,6 @@ def claim_directory(path: Path) -> int:
     while (descriptor := _claimed(path, None)) is None:
         pass  # another process took it for abandoned before it was locked
     return descriptor
-
-
-def lock(descriptor: int) -> None:
-    """Lock an open file or directory until it is closed or the process ends: `remove_abandoned`
-    skips it.
-    """
-    # a network filesystem without locks: nothing is removed there either
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
