@@ -489,6 +489,8 @@ def local_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a DTensor. Nothing is imported to find that out."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
     kind = _dtensor()
     return kind is not None and isinstance(tensor, kind)
 
@@ -532,6 +534,8 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between
     its elements, and no two in one place.
     """
+    if tensor.is_contiguous():
+        return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()
 
 

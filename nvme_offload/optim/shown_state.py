@@ -81,7 +81,8 @@ class ShownState(dict[Any, Any]):
         """Whether *state*, which may be this object, is not what was shown."""
         if state is not self:
             return bool(state or self._shown)
-        return not _same(content(dict.copy(self)), self._shown)
+        # dict.copy would call the methods of this class, which settle for every key.
+        return not _same(content(dict(dict.items(self))), self._shown)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check({key: value}, self._weight)

@@ -68,8 +68,12 @@ def is_for_each(value: Any, shape: torch.Size) -> bool:
 
 def drop_memory(held: Iterable[torch.Tensor]) -> None:
     """Leave the tensors *held* empty, so that what they were views of can be used for others."""
+    empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     for tensor in held:
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        kind = tensor.dtype, tensor.device
+        if kind not in empty:
+            empty[kind] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = empty[kind]
 
 
 def top(key: Key) -> Any:
