@@ -1,5 +1,5 @@
-"""What the drive gives at a setting, to fio and to the engine alone; and the floor: the least time
-in which bytes can be moved.
+"""The drive's speed at a setting, for fio and for the engine alone; and the floor, the least time to
+move given bytes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 
+from .peers.buffers import allocated, fill
 from .peers.fio import Fio
-from .peers.plan import Job
-from .peers.rig import Buffers, Rig
+from .peers.job import Job
 from .report import shown
 
 _CHUNK_BYTES = 16 << 20
-_PIECES = 64  # that the engine is given of each file
+_PIECES = 64  # requests of the engine per file
 
 
 class Speeds(NamedTuple):
-    """Bytes a second that fio reached: reading, writing, and both at once (the sum)."""
+    """fio's bytes per second: reading, writing, and both at once (the sum)."""
 
     read: float
     write: float
@@ -38,26 +38,26 @@ Measured = TypeVar("Measured", bound=NamedTuple)
 
 
 def mean(before: Measured | None, after: Measured | None) -> Measured | None:
-    """Of two measurements, field by field; None where one is missing."""
+    """The mean of two measurements, by field; None where one is missing."""
     if before is None or after is None:
         return None
     return type(before)(*map(statistics.fmean, zip(before, after, strict=True)))
 
 
 def floor_seconds(read: float, written: float, drive: Any) -> float:
-    """The least time in which a drive of the speeds *drive* moves that many bytes."""
+    """The least time in which a drive of those speeds moves the bytes."""
     return max(read / drive.read, written / drive.write, (read + written) / drive.mixed)
 
 
 def described(speeds: Sequence[Any]) -> str:
-    """All that fio measured, as text."""
+    """fio's measurements as text."""
     each = {name: [getattr(one, name) / 1e9 for one in speeds] for name in Speeds._fields}
     figures = ", ".join(f"{name} {shown(values)} GB/s" for name, values in each.items())
-    return f"{figures}; mixed is as many bytes each way at once, the sum"
+    return f"{figures}; mixed is reading and writing equal amounts at once, the sum"
 
 
 class _Files(NamedTuple):
-    """What fio wants of a rig."""
+    """The files of fio: a `Place` without buffers."""
 
     directory: Path
     direct: bool
@@ -67,7 +67,7 @@ class _Files(NamedTuple):
 
 
 class Floor:
-    """fio with two files on the drive, every byte of them written. Made by `floor`."""
+    """fio with two written files on the drive. Made by `floor`."""
 
     def __init__(self, files: Path, aio: AioConfig, nbytes: int) -> None:
         self._fio = Fio(frozenset())
@@ -76,7 +76,7 @@ class Floor:
         whole = nbytes // (block_size * threads) * block_size * threads
         if whole == 0:
             raise UnsupportedError(f"fio_bytes of {nbytes} is less than a block for each thread")
-        sizes = (block_size, aio.queue_depth, threads, "huge", whole, whole, 1, 1)
+        sizes = (block_size, aio.queue_depth, threads, "huge", whole, 1)
         self._jobs = {way: Job(way, "libaio", *sizes) for way in Speeds._fields}
         self._files = _Files(files, _takes_direct(files))
         for direction in ("read", "write"):
@@ -84,23 +84,21 @@ class Floor:
 
     def measure(self) -> Speeds:
         """Read, write, and both at once."""
-        found = [self._fio.run(cast(Rig, self._files), job) for job in self._jobs.values()]
+        found = [self._fio.run(cast(Any, self._files), job) for job in self._jobs.values()]
         return Speeds(*(one.nbytes / one.seconds for one in found))
 
     def engine_speed(self, config: AioConfig, nbytes: int) -> float:
-        """Bytes a second that the engine reads and writes at once through *nbytes* of memory, with
-        nothing else to do.
-
-        fio moves everything through as much memory as it has blocks in flight, which caches may
-        hold: what this is slower, no schedule makes up.
+        """The engine's bytes per second when it only reads and writes at once, through *nbytes* of
+        memory. It can be slower than fio, whose few blocks in flight may stay in CPU caches.
         """
         job = self._jobs["mixed"]
         piece = max(job.file_bytes // _PIECES // job.block_size, 1) * job.block_size
         footprint = max(min(nbytes // 2, job.file_bytes) // piece, 1) * piece
-        buffers = Buffers(footprint)
         with Engine(config) as engine:
             files = {way: engine.open(self._files.path(way), way[0]) for way in ("read", "write")}
-            memory = {way: buffers.get("huge", number) for number, way in enumerate(files)}
+            memory = {way: allocated("huge", footprint) for way in files}
+            for number, buffer in enumerate(memory.values()):
+                fill(buffer, number)
             verbs = {"read": engine.read, "write": engine.write}
             began = time.perf_counter()
             tickets = [
@@ -119,7 +117,7 @@ def floor(
 ) -> Iterator[Floor | None]:
     """fio with two files of *nbytes* in *directory*, removed at the end of the `with`.
 
-    None without bytes, and where fio cannot be used, which *notes* say then. Its version goes to
+    None if *nbytes* is 0 or fio cannot be used, which is added to *notes*. Its version is added to
     *facts*.
     """
     with tempfile.TemporaryDirectory(prefix="sweeps-fio-", dir=directory) as files:

@@ -1,11 +1,9 @@
-"""`python -m sweeps.compare DIR`: the field side by side on the drive of DIR, as a page, a table in
-Markdown and JSON.
-"""
+"""`python -m sweeps.compare DIR`: compare the engine with other libraries on the drive of DIR."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import dataclasses
 import platform
 import shutil
 import statistics
@@ -23,21 +21,20 @@ from nvme_offload.units import format_bytes
 from .. import apart, command
 from ..command import Names, Size, option, say
 from ..machine import commit, facts
+from ..peers.buffers import allocated, fill
 from ..peers.page_cache import evict
-from ..peers.rig import allocated, fill
+from ..report import write
 from ..turns import interruptible, there_and_back
 from ..turns import rounds as rounds_of
-from . import page, training
 from .plan import Plan, Setting, Side, Task, describe, fastest, read_plan, turns
-from .results import Results, Run, SideFacts, Skipped, TaskFacts
+from .report import Results, Run, SideFacts, Skipped, TaskFacts, render
 from .state import shapes
 from .team import SideFailed, Team
 from .worker import READ_SEED
 
-_ROOT = apart.ROOT
-_DEFAULT_PLAN = _ROOT / "sweeps" / "plans" / "compare.toml"
+_DEFAULT_PLAN = apart.ROOT / "sweeps" / "plans" / "compare.toml"
 _LEAST_BYTES = 8 << 20
-_TIMEOUT_SECONDS = 60.0  # and as long again as a drive of 50 MB/s needs
+_TIMEOUT_SECONDS = 60.0  # plus the time of a drive of 50 MB/s
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _SPARE = 1.1
 _TUNING_SEED = 1
@@ -46,25 +43,15 @@ _TUNING_SEED = 1
 @click.command()
 @command.directory
 @option(
-    "--size",
-    type=Size("8 MiB"),
-    default="1GiB",
-    help="Bytes of a task; a checkpoint has twice as many.",
+    "--size", type=Size("8 MiB"), default="1GiB", help="Bytes of a task; of a checkpoint, twice."
 )
-@click.option("--plan", "plan_path", type=command.FILE, default=_DEFAULT_PLAN)
+@option("--plan", "plan_path", type=command.FILE, default=_DEFAULT_PLAN)
 @command.rounds
 @command.seconds(340)
-@option("--only", type=Names(), help="Of the plan's sides only these, with commas between.")
-@option("--tasks", type=Names(), help="Of the plan's tasks only these, with commas between.")
-@command.output("Directory of the report: reports/compare-NAME-DATE unless given.")
+@option("--only", type=Names(), help="Sides of the plan, separated by commas.")
+@option("--tasks", type=Names(), help="Tasks of the plan, separated by commas.")
+@command.output("Write OUTPUT.md and OUTPUT.json.")
 @command.note
-@option(
-    "--training",
-    "training_reports",
-    multiple=True,
-    type=command.FILE,
-    help="JSON of sweeps.training whose rows are shown; those of reports/ that were made on a machine with this processor unless given.",
-)
 def main(
     directory: Path,
     size: int,
@@ -75,43 +62,37 @@ def main(
     tasks: list[str] | None,
     output: Path | None,
     notes: tuple[str, ...],
-    training_reports: tuple[Path, ...],
 ) -> None:
-    """Compare this package with others on the drive of DIRECTORY, in interleaved runs, and write a
-    report.
+    """Compare this package's engine with other libraries on the drive of DIRECTORY in interleaved
+    runs, and print a report in Markdown.
     """
     command.stop_at_sigterm()
     plan = read_plan(plan_path).narrowed(only, tasks)
-    told = facts(directory, "sweeps.compare")
     done = [_task_facts(task, size) for task in plan.tasks]
-    results = Results(told, size, plan.reference, plan.ceiling, done, [], notes=list(notes))
-    ours = (_ROOT / "reports").glob("training-*.json")
-    for report in training_reports or training.of_this_machine(ours, told):
-        results.training += training.read(report, _shown(report))
+    machine = facts(directory, "sweeps.compare")
+    results = Results(machine, size, plan.reference, done, notes=list(notes))
     with (
         interruptible(results.facts, results.notes),
         apart.place("compare", directory) as place,
         _team(results, plan, place, directory) as team,
     ):
-        field = _Field(results, plan, team)
-        field.prepare()
-        field.tune()
+        comparison = _Comparison(results, plan, team)
+        comparison.prepare()
+        comparison.tune()
         count = rounds or plan.rounds
         for number in rounds_of(count, seconds, results.notes):
-            field.hold(number, count)
+            comparison.run_round(number, count)
     if not results.runs:
         reasons = "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped)
-        raise UsageError(
-            f"no side did anything: {reasons or 'it was interrupted before the first'}"
-        )
-    target = output or _ROOT / "reports" / f"compare-{platform.node()}-{datetime.date.today()}"
-    for path in page.write(results, target):
-        click.echo(path)
+        raise UsageError(f"no side ran: {reasons or 'interrupted before the first run'}")
+    text = render(results)
+    write(output, text, dataclasses.asdict(results))
+    click.echo(text)
 
 
 @contextlib.contextmanager
 def _team(results: Results, plan: Plan, place: Path, directory: Path) -> Iterator[Team]:
-    """The workers, with the files of all of them in *place*."""
+    """The workers, with their shared files in *place*."""
     largest = max(task.nbytes(results.size_bytes) for task in plan.tasks)
     _require_room(plan, results.size_bytes, place)
     say(f"two files of {format_bytes(largest)} in {place}")
@@ -120,58 +101,56 @@ def _team(results: Results, plan: Plan, place: Path, directory: Path) -> Iterato
         evict(place / "read")
     except IOFailure as error:
         raise UnsupportedError(
-            f"files in {directory} stay in memory, where everybody would read them from: name a directory on a drive ({error})"
+            f"files in {directory} stay in memory, so all sides would read from memory: name a directory on a drive ({error})"
         ) from None
     results.facts["direct I/O"] = (
-        "yes"
-        if direct
-        else "no: the filesystem has none, so that everybody goes through the page cache"
+        "yes" if direct else "no: the filesystem lacks it, so all sides use the page cache"
     )
     most = max(task.share for task in plan.tasks) * results.size_bytes
     with Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND) as team:
         yield team
 
 
-class _Field:
-    """The sides that are there, with their settings."""
+class _Comparison:
+    """The available sides, with their settings."""
 
     def __init__(self, results: Results, plan: Plan, team: Team) -> None:
         self._results = results
         self._plan = plan
         self._team = team
         self._sides: dict[str, Side] = {}
+        self._versions: dict[str, str] = {}
         self._settings: dict[str, Setting] = {}
         self._refused: set[tuple[str, str]] = set()  # side and task
 
     def prepare(self) -> None:
-        """Load every side, those of different workers at once."""
-        versions: dict[str, str] = {}
+        """Load every side; workers load theirs concurrently."""
         tasks = {task.name for task in self._plan.tasks}
         wanted = [side for side in self._plan.sides if tasks & set(side.tasks)]
         for side in wanted:
-            asked = {
+            options = side.candidates[0].get("options", [])
+            job = {
                 "verb": "prepare",
                 "side": side.name,
-                "transfer": _transfer_of(side),
+                "transfer": "+".join([side.transfer, *options]) if side.transfer else "",
                 "checkpoint": side.checkpoint,
                 "setting": side.candidates[0],
             }
-            self._team.start(side.worker, asked)
+            self._team.start(side.worker, job)
         for side in wanted:
-            say(f"getting {side.title} ready")
+            say(f"preparing {side.title}")
             try:
-                versions[side.name] = self._team.prepared(side.worker)["version"]
+                self._versions[side.name] = self._team.prepared(side.worker)["version"]
                 self._sides[side.name] = side
             except (UnsupportedError, SideFailed) as error:
                 self._skip(side, "", error)
-        told = {version for found in versions.values() for version in found.split(", ")}
+        versions = {version for found in self._versions.values() for version in found.split(", ")}
         self._results.facts["versions"] = ", ".join(
-            [*sorted(told), f"Python {platform.python_version()}", commit()]
+            [*sorted(versions), f"Python {platform.python_version()}", commit()]
         )
-        self._versions = versions
 
     def tune(self) -> None:
-        """Let every side choose its setting, and note what it tried."""
+        """Choose the setting of every side, and record the candidates' speeds."""
         for side in list(self._sides.values()):
             tasks = [task for task in self._plan.tasks if task.name in side.tuned_by]
             tried: list[dict[str, Any]] = []
@@ -179,7 +158,7 @@ class _Field:
             if len(side.candidates) > 1 and tasks:
                 speeds = self._try(side, tasks)
                 if not any(any(found.values()) for found in speeds):
-                    continue  # every setting failed, and why is noted
+                    continue  # every setting failed; `_try` has recorded the reason
                 chosen = fastest(speeds)
                 for setting, found in zip(side.candidates, speeds, strict=True):
                     medians = {
@@ -190,8 +169,8 @@ class _Field:
                     tried.append({"setting": setting, "gb_per_second": medians})
                 say(f"{side.title}: {describe(side.candidates[chosen])}")
             self._settings[side.name] = side.candidates[chosen]
-            facts_of = (side.name, side.title, self._versions[side.name], side.done)
-            self._results.sides.append(SideFacts(*facts_of, side.candidates[chosen], tuple(tried)))
+            about = (side.name, side.title, self._versions[side.name], side.done)
+            self._results.sides.append(SideFacts(*about, side.candidates[chosen], tuple(tried)))
 
     def _try(self, side: Side, tasks: list[Task]) -> list[dict[str, list[float]]]:
         speeds: list[dict[str, list[float]]] = [
@@ -204,33 +183,32 @@ class _Field:
                 for index in there_and_back(range(len(side.candidates)), number):
                     if index in failed:
                         continue
+                    setting = side.candidates[index]
                     try:
-                        setting = side.candidates[index]
-                        found = self._ask(side, task, setting, size, _TUNING_SEED, keep=True)
+                        found = self._run(side, task, setting, size, _TUNING_SEED, keep=True)
                         speeds[index][task.name].append(found["nbytes"] / found["seconds"])
                     except (UnsupportedError, SideFailed) as error:
                         failed[index] = error
                         speeds[index] = {}
-                        say(f"{side.title}, {describe(side.candidates[index])}: {error}")
+                        say(f"{side.title}, {describe(setting)}: {error}")
         if len(failed) == len(side.candidates):
             self._skip(side, "", failed[0])
             del self._sides[side.name]
         return speeds
 
-    def hold(self, number: int, rounds: int) -> None:
-        """A round: every task, by everybody in turn; the first round looks at every byte."""
+    def run_round(self, number: int, rounds: int) -> None:
+        """Run every task on every side; the first round checks every byte."""
         for task in self._plan.tasks:
             sides = [side for side in self._plan.sides_of(task) if side.name in self._settings]
-            order = turns([side.name for side in sides], number, rounds)
-            for position, name in enumerate(order):
+            for position, name in enumerate(turns([side.name for side in sides], number, rounds)):
                 side = self._plan.side(name)
                 if (name, task.name) in self._refused:
                     continue
-                # two buffers are filled by seeds that follow
+                # a task uses this seed and the next one, for its two buffers
                 seed = _TUNING_SEED + 2 * (1 + len(self._plan.sides) * number + position)
+                setting, size = self._settings[name], self._results.size_bytes
                 try:
-                    setting, size = self._settings[name], self._results.size_bytes
-                    found = self._ask(side, task, setting, size, seed, verify=number == 0)
+                    found = self._run(side, task, setting, size, seed, verify=number == 0)
                 except (UnsupportedError, SideFailed) as error:
                     self._refused.add((name, task.name))
                     self._skip(side, task.name, error)
@@ -239,7 +217,7 @@ class _Field:
                 speed = found["nbytes"] / found["seconds"] / 1e9
                 say(f"round {number + 1}, {task.name}: {side.title} {speed:.2f} GB/s")
 
-    def _ask(
+    def _run(
         self,
         side: Side,
         task: Task,
@@ -250,8 +228,9 @@ class _Field:
         verify: bool = False,
         keep: bool = False,
     ) -> dict[str, Any]:
+        """Run *task* once in the side's worker."""
         nbytes = task.nbytes(size)
-        asked: dict[str, Any] = {
+        job: dict[str, Any] = {
             "side": side.name,
             "direction": task.direction,
             "setting": setting,
@@ -259,48 +238,29 @@ class _Field:
             "keep": keep,
         }
         if task.checkpoint and side.checkpoint:
-            return self._team.ask(
-                side.worker,
-                {**asked, "verb": "checkpoint", "checkpoint": side.checkpoint, "nbytes": nbytes},
-            )
-        requests = task.requests(size)
-        move = {
-            "verb": "transfer",
-            "transfer": side.transfer,
-            "request_bytes": nbytes // requests,
-            "requests": requests,
-            "seed": seed,
-        }
-        return self._team.ask(side.worker, {**asked, **move})
+            job |= {"verb": "checkpoint", "checkpoint": side.checkpoint, "nbytes": nbytes}
+        else:
+            requests = task.requests(size)
+            job |= {"verb": "transfer", "transfer": side.transfer, "seed": seed}
+            job |= {"request_bytes": nbytes // requests, "requests": requests}
+        return self._team.ask(side.worker, job)
 
     def _skip(self, side: Side, task: str, error: Exception) -> None:
         self._results.skipped.append(Skipped(side.title, task, str(error)))
-        say(f"without {side.title}{f' at {task}' if task else ''}: {error}")
-
-
-def _transfer_of(side: Side) -> str:
-    """The name of the side with the options of its first candidate, which is the one that is surely
-    asked for.
-    """
-    options = side.candidates[0].get("options", []) if side.candidates else []
-    return "+".join([side.transfer, *options]) if side.transfer else ""
+        say(f"skipping {side.title}{f' at {task}' if task else ''}: {error}")
 
 
 def _task_facts(task: Task, size: int) -> TaskFacts:
-    nbytes, requests = (
-        task.nbytes(size) * (2 if task.direction == "mixed" else 1),
-        task.requests(size),
-    )
+    nbytes = task.nbytes(size) * (2 if task.direction == "mixed" else 1)
+    requests = task.requests(size)
     if task.checkpoint:
         tensors = shapes(nbytes)
         nbytes, requests = sum(tensor.nbytes for tensor in tensors), len(tensors)
-    return TaskFacts(
-        task.name, task.title, task.group, task.direction, nbytes, requests, task.checkpoint
-    )
+    return TaskFacts(task.name, task.title, task.direction, nbytes, requests, task.checkpoint)
 
 
 def _require_room(plan: Plan, size: int, place: Path) -> None:
-    """Raises: NoSpaceError where the drive has no room for the files of all sides."""
+    """Raises: NoSpaceError where the files of all sides do not fit on the drive."""
     largest = max(task.nbytes(size) for task in plan.tasks)
     formats = len({side.checkpoint for side in plan.sides if side.checkpoint})
     checkpoints = max((task.nbytes(size) for task in plan.tasks if task.checkpoint), default=0)
@@ -314,9 +274,7 @@ def _require_room(plan: Plan, size: int, place: Path) -> None:
 
 
 def _make_files(place: Path, nbytes: int) -> bool:
-    """The file that everybody reads and the one that everybody writes, on the drive whole; whether
-    they can be moved directly.
-    """
+    """Write the shared file to read and the one to write; whether they support direct I/O."""
     buffer = allocated("huge", nbytes)
     fill(buffer, READ_SEED)
     with Engine(AioConfig(direct="auto")) as engine:
@@ -326,12 +284,6 @@ def _make_files(place: Path, nbytes: int) -> bool:
                 file.sync()
                 direct = file.direct
     return direct
-
-
-def _shown(report: Path) -> str:
-    with contextlib.suppress(ValueError):
-        return str(report.resolve().relative_to(_ROOT))
-    return report.name
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Ways to write the state of a training to a file and to read it again, as sides of a comparison.
+"""Libraries that save a training state to a file and load it, as sides of a comparison.
 
-Written means on the drive to stay (fdatasync); read means that every byte is in memory: what only
-maps its file has every page looked at.
+A save ends with fdatasync. A load ends when every byte is in memory: sides that map the file touch
+every page.
 """
 
 from __future__ import annotations
@@ -33,25 +33,21 @@ _PAGE_BYTES = 4096
 
 
 class Checkpoint(Protocol):
-    """A side. The format of its files, for those that read what another wrote; *version*, which the
-    report tells.
-    """
+    """A side. Sides with the same *format* read each other's files. *version* is for the report."""
 
     format: str
     version: str
 
     def save(self, state: State, path: Path, setting: Setting) -> None:
-        """Write *state* to *path*, which does not exist, to stay. Raises: OffloadError, OSError."""
+        """Write *state* to the new file *path* and sync it. Raises: OffloadError, OSError."""
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
-        """The state of about *nbytes* that is in *path*, all of it in memory. Raises: OffloadError,
-        OSError.
-        """
+        """Load the state of *nbytes* in *path* into memory. Raises: OffloadError, OSError."""
 
 
 class Ours:
-    """How this package writes the checkpoints of states that are on a drive: a file of torch.save,
-    its tensors moved by the engine.
+    """This package's checkpoints: a file in the format of torch.save, whose tensors the engine
+    moves.
     """
 
     format = "ours"
@@ -78,7 +74,7 @@ class Ours:
             self._archive.write(str(path), tree, engine)
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
-        """Read *path*, every tensor at once, to memory on huge pages."""
+        """Read all tensors of *path* at once into memory on huge pages."""
         with self._engine(setting) as engine:
             stored = self._archive.read(str(path), engine)
             places = _placed({name: tensor.nbytes for name, tensor in stored.items()})
@@ -96,10 +92,10 @@ class Ours:
 
 
 class FastFileWriter:
-    """DeepSpeed's FastFileWriter under torch.save, with two buffers in turn, as its checkpoint
-    engine uses it; what it wrote, torch.load reads.
+    """DeepSpeed's FastFileWriter under torch.save, with two alternating buffers, as its checkpoint
+    engine uses it. torch.load reads its files.
 
-    Raises: UnsupportedError where DeepSpeed, or what its ops are built with, is not there.
+    Raises: UnsupportedError where DeepSpeed, or a compiler or library for its op, is not installed.
     """
 
     format = "fast"
@@ -111,8 +107,8 @@ class FastFileWriter:
         self.version = self._op.version
         import deepspeed.io.fast_file_writer as module
 
-        # The constructor loads another op, which DeepSpeed does not have for CPUs, and which
-        # nothing but its older format asks for anything.
+        # The constructor loads an op that DeepSpeed lacks on CPUs and that only its older format
+        # calls: replace it by a stub.
         if self._op.on_cpu:
             absent: Any = types.SimpleNamespace(
                 load=lambda: types.SimpleNamespace(cast_to_byte_tensor=None)
@@ -171,7 +167,7 @@ class Torch:
         """Read *path*."""
         import torch
 
-        return _looked_at(dict(torch.load(path, mmap=self._maps)))
+        return _touched(dict(torch.load(path, mmap=self._maps)))
 
 
 class TorchMapped(Torch):
@@ -201,14 +197,12 @@ class SafeTensors:
         sync(path)
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
-        """Read *path*, which it maps."""
-        return _looked_at(dict(self._module.load_file(path)))
+        """Read *path*, which load_file maps."""
+        return _touched(dict(self._module.load_file(path)))
 
 
 class MemoryMap:
-    """numpy.memmap: all tensors in one file without a header, each from a page on, at places that
-    the program knows.
-    """
+    """numpy.memmap: page-aligned tensors in one file without a header, at known offsets."""
 
     format = "memmap"
 
@@ -231,7 +225,7 @@ class MemoryMap:
         mapped: Any = np.memmap(path, np.uint8, "c")
         found = shapes(nbytes)
         places = _placed({shape.name: shape.nbytes for shape in found})
-        return _looked_at(
+        return _touched(
             {shape.name: _tensor(mapped[places[shape.name]], shape.dtype) for shape in found}
         )
 
@@ -247,16 +241,16 @@ _KINDS: dict[str, Callable[[], Checkpoint]] = {
 
 
 def make(name: str) -> Checkpoint:
-    """The side *name*. Raises: UsageError; UnsupportedError, with the reason, where it cannot be
-    had on this machine.
+    """Make the side *name*. Raises: UsageError; UnsupportedError, with the reason, where this
+    machine lacks something it needs.
     """
     if name not in _KINDS:
-        raise UsageError(f"{name!r} writes no checkpoints; there are {', '.join(_KINDS)}")
+        raise UsageError(f"{name!r} does not save checkpoints; choose from {', '.join(_KINDS)}")
     return _KINDS[name]()
 
 
-def _looked_at(state: State) -> State:
-    """*state*, with every page of it in memory."""
+def _touched(state: State) -> State:
+    """*state*, with every page in memory."""
     import torch
 
     for tensor in state.values():
@@ -268,7 +262,7 @@ def _looked_at(state: State) -> State:
 
 
 def _placed(sizes: Mapping[str, int]) -> dict[str | None, slice]:
-    """Where each of *sizes* is, from a page on, one after the other; all of it under None."""
+    """Page-aligned consecutive slices for *sizes*; their union under None."""
     places: dict[str | None, slice] = {}
     begin = 0
     for name, nbytes in sizes.items():

@@ -1,6 +1,4 @@
-"""What is compared: tasks, sides and the settings that each side may choose from, read from a plan
-in TOML.
-"""
+"""The plan of a comparison in TOML: tasks, sides, and each side's candidate settings."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from typing import Any
 from nvme_offload.errors import UsageError
 from nvme_offload.units import format_bytes, parse_bytes
 
+from ..peers.job import DIRECTIONS
 from ..plan import made, read, require_known
 from ..turns import rotated
 
-DIRECTIONS = ("read", "write", "mixed")
-# sizes are whole ones of these, so that every block size and number of threads divides them
+# sizes are multiples of this, so that every block size and number of threads divides them
 _GRANULE_BYTES = 1 << 20
-# a setting that is no better than that is not chosen over an earlier one, which is simpler
+# a later candidate must be faster than an earlier, simpler one by this factor to be chosen
 _SAME = 1.02
 
 Setting = dict[str, Any]  # as the plan has it, sizes in bytes
@@ -28,41 +26,36 @@ Setting = dict[str, Any]  # as the plan has it, sizes in bytes
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Bytes to move one way, or both ways at once.
+    """Bytes to move in one direction, or in both at once.
 
-    group: tasks that make one chart, by its title. share: of the size that the command is given.
-    request_bytes: of each tensor; 0 for one that has all; checkpoint: the tensors are those of
-    `state`, and go to a file in a format.
+    share: of the argument of `--size`. request_bytes: of each tensor; 0 for a single tensor.
+    checkpoint: the tensors are those of `state`, saved to one file.
     """
 
     name: str
     title: str
-    group: str
     direction: str
     share: float = 1.0
     request_bytes: int = 0
     checkpoint: bool = False
 
     def nbytes(self, size: int) -> int:
-        """To be moved each way where the command is given *size*: half of it each way for both ways
-        at once.
-        """
+        """Bytes per direction for `--size` *size*; "mixed" moves half of it in each direction."""
         each = self.share * size / (2 if self.direction == "mixed" else 1)
         return max(1, round(each / _GRANULE_BYTES)) * _GRANULE_BYTES
 
     def requests(self, size: int) -> int:
-        """Tensors of `request_bytes` that make up `nbytes`."""
+        """Number of tensors."""
         return self.nbytes(size) // self.request_bytes if self.request_bytes else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Something that moves bytes.
+    """A library that moves bytes.
 
-    worker: sides of one share a process. transfer: the name of a side of `sweeps.peers`;
-    checkpoint: one of `checkpoints`; either may be none. candidates: its settings, of which the
-    fastest at the tasks *tuned_by* is taken. done: what the report says of when its bytes are
-    moved.
+    worker: sides with the same worker share a process. transfer: its name in `sweeps.peers.sides`;
+    checkpoint: its name in `checkpoints`; "" for none. candidates: settings, the fastest of which at
+    the tasks *tuned_by* is used. done: when its clock stops, for the report.
     """
 
     name: str
@@ -78,15 +71,12 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """reference: the side that ratios are to. ceiling: the one that nobody is expected to pass.
-    tuning_share: of a task's bytes, for trying settings.
-    """
+    """reference: the side that ratios refer to. tuning_share: of a task's bytes, to try settings."""
 
     rounds: int
     tuning_rounds: int
     tuning_share: float
     reference: str
-    ceiling: str
     tasks: tuple[Task, ...]
     sides: tuple[Side, ...]
 
@@ -99,11 +89,11 @@ class Plan:
         return next(side for side in self.sides if side.name == name)
 
     def sides_of(self, task: Task) -> list[Side]:
-        """The sides that do *task*, in the order of the plan."""
+        """The sides with *task*, in the order of the plan."""
         return [side for side in self.sides if task.name in side.tasks]
 
     def narrowed(self, only: Sequence[str] | None, tasks: Sequence[str] | None) -> Plan:
-        """With only these sides and tasks. Raises: UsageError where one is unknown."""
+        """Keep only these sides and tasks. Raises: UsageError where one is unknown."""
         for names, known in (
             (only, [side.name for side in self.sides]),
             (tasks, [task.name for task in self.tasks]),
@@ -120,19 +110,17 @@ class Plan:
 
 
 def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
-    """The order of *names* in round *number* of *rounds*: somebody else begins in every round, and
-    every other goes in reverse order.
+    """The order of *names* in round *number* of *rounds*: each round starts with another name, and
+    every second round is reversed.
     """
     order = rotated(names, number * max(1, len(names) // rounds)) if names else []
     return [order[0], *order[:0:-1]] if number % 2 and order else order
 
 
 def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:
-    """Which of the settings is the best, each given by the speeds at the tasks that it was tried
-    with.
-
-    The best has the highest geometric mean over the tasks of the medians; the first of those that
-    are as good counts, and none that failed.
+    """The index of the best setting, given the speeds of each by task: the highest geometric mean
+    over the tasks of the median speeds. The first within `_SAME` of the best wins; a setting with a
+    failed task counts as 0.
     """
     means = [
         math.exp(statistics.fmean(math.log(statistics.median(found)) for found in by_task.values()))
@@ -145,7 +133,7 @@ def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:
 
 
 def describe(setting: Setting) -> str:
-    """*setting* in words: "block 1 MiB, depth 32, 2 threads"."""
+    """Describe *setting*: "block 1 MiB, depth 32, 2 threads"."""
     said = []
     for key, value in setting.items():
         if key == "thread_count":
@@ -163,7 +151,7 @@ def describe(setting: Setting) -> str:
             }
             shown = format_bytes(value) if key.endswith("_size") else str(value)
             said.append(f"{names.get(key, key.replace('_', ' '))} {shown}".strip())
-    return ", ".join(said) or "as it comes"
+    return ", ".join(said) or "defaults"
 
 
 _SETTING_KEYS = {
@@ -181,7 +169,7 @@ def _plan(document: dict[str, Any]) -> Plan:
     tasks = tuple(map(_task, document.pop("task")))
     sides = tuple(_side(entry, [task.name for task in tasks]) for entry in document.pop("side"))
     plan = made(Plan, document, tasks=tasks, sides=sides)
-    require_known([plan.reference, plan.ceiling], [side.name for side in sides])
+    require_known([plan.reference], [side.name for side in sides])
     return plan
 
 

@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint: those of a small transformer and its optimizer, of a few KiB to a
-tenth of the whole, with bytes that can be checked.
+"""The tensors of a checkpoint: weights and AdamW states of a small transformer, from a few KiB to a
+tenth of the file, with reproducible contents.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..peers.rig import wrong
+from ..peers.buffers import wrong
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _LAYERS = 12
 _EMBEDDING = 28  # squares of the hidden size
 _MATRICES = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # squares of the hidden size
-# hidden sizes
+# multiples of the hidden size
 _VECTORS = {"norm1": 1, "norm2": 1, "qkv_bias": 3, "out_bias": 1, "up_bias": 4, "down_bias": 1}
 _KINDS = {"weight": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}  # bytes of an element
 _PATTERN_BYTES = 32 << 20
-_STRIDE_BYTES = 64 * 1009  # where the bytes of a tensor begin in the pattern, by its number
+_STRIDE_BYTES = 64 * 1009  # between the starts of two tensors in the pattern
 
 
 class Shape(NamedTuple):
@@ -35,19 +35,19 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """The size of the tensor."""
         return self.numel * self.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """Its dtype."""
         import torch
 
         return torch.bfloat16 if self.itemsize == 2 else torch.float32
 
 
 def shapes(nbytes: int) -> list[Shape]:
-    """The tensors of a state of about *nbytes*, never more."""
+    """The tensors of a state of at most *nbytes*."""
     squares = _EMBEDDING + _LAYERS * sum(_MATRICES.values())
     vectors = _LAYERS * sum(_VECTORS.values())
     elements = nbytes // sum(_KINDS.values())
@@ -66,7 +66,7 @@ def shapes(nbytes: int) -> list[Shape]:
 
 
 def build(nbytes: int) -> dict[str, torch.Tensor]:
-    """The state, each tensor in memory of its own."""
+    """Make the state; each tensor has its own memory."""
     import torch
 
     pattern = _pattern()

@@ -1,4 +1,4 @@
-"""The workers of a comparison, seen from the command: started, asked, and ended when they hang."""
+"""The worker processes of a comparison: start them, send them tasks, end them when they hang."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FAREWELL_SECONDS = 5.0
 
 
 class SideFailed(OffloadError):
-    """A side did not do what it was asked for; the message says how."""
+    """A side did not complete its task; the message says why."""
 
 
 class Team:
-    """Processes by name, each of which does one thing at a time.
+    """Worker processes by name; each runs one task at a time.
 
-    Lifetime: `close`, or the end of the `with` block, ends them and whatever they started.
+    Lifetime: `close`, or the end of the `with` block, ends them and their children.
     """
 
     def __init__(self, directory: Path, direct: bool, timeout_seconds: float) -> None:
@@ -37,13 +37,12 @@ class Team:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, worker: str, asked: dict[str, Any]) -> None:
-        """Give *worker* something to do, without waiting for it."""
+        """Send *worker* a task without waiting for it."""
         process = self._processes.get(worker)
         if process is None:
             command = [sys.executable, "-m", "sweeps.compare.worker", *self._arguments]
-            # A session of its own, so that all it starts can be ended with it and Ctrl-C is for the
-            # command alone. Without a buffer here, so that what was not read yet is in the pipe,
-            # where `_line` waits for it.
+            # A separate session, so that killpg also ends its children and Ctrl-C reaches only the
+            # command. Unbuffered, so that unread answers stay in the pipe, where `_line` polls.
             process = subprocess.Popen(
                 command,
                 bufsize=0,
@@ -54,14 +53,14 @@ class Team:
             )
             self._processes[worker] = process
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is what `answer` tells
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports that the process ended
             process.stdin.write(json.dumps(asked).encode() + b"\n")
 
     def answer(self, worker: str, timeout_seconds: float | None = None) -> dict[str, Any]:
-        """What *worker* says to what it was given first of all that is not answered.
+        """The answer of *worker* to its first unanswered task.
 
-        Raises: UnsupportedError where the side says that it cannot on this machine; SideFailed
-        where it fails, ends or takes too long, after which the worker is a new process.
+        Raises: UnsupportedError where this machine lacks something the side needs; SideFailed where
+        the side fails, ends or takes too long. After the last two, the next task gets a new process.
         """
         process = self._processes.get(worker)
         if process is None:
@@ -84,22 +83,22 @@ class Team:
         return answer
 
     def ask(self, worker: str, asked: dict[str, Any]) -> dict[str, Any]:
-        """Give *worker* something to do and wait for it. Raises: as `answer`."""
+        """Send *worker* a task and wait for the answer. Raises: as `answer`."""
         self.start(worker, asked)
         return self.answer(worker)
 
     def prepared(self, worker: str) -> dict[str, Any]:
-        """As `answer`, for something that may take a compiler."""
+        """As `answer`, with time for a compiler."""
         return self.answer(worker, _PREPARE_SECONDS)
 
     def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-        """The next line; empty where there is none any more, None where none came in time."""
+        """The next line; empty at the end of the stream, None after *deadline*."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 return None
-        return process.stdout.readline()  # an answer is written whole
+        return process.stdout.readline()  # a worker writes whole lines
 
     def _end(self, worker: str) -> None:
         process = self._processes.pop(worker)

@@ -1,8 +1,7 @@
-"""A process that has one or more sides and does what the command tells it on standard input:
-`python -m sweeps.compare.worker DIR`.
+"""A worker process with one or more sides: `python -m sweeps.compare.worker DIR`. It reads a line of
+JSON per task from standard input and answers with a line.
 
-A line of JSON for each task, a line for each answer. What a side takes of memory and CPU is then
-its own, and one that crashes or hangs takes nothing else along.
+Separate processes keep memory and CPU of the sides apart, and isolate crashes and hangs.
 """
 
 from __future__ import annotations
@@ -23,23 +22,21 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 
 from ..peers import sides
+from ..peers.buffers import Bytes, allocated, fill, require_filled
 from ..peers.deepspeed_op import DeepSpeedOp
+from ..peers.job import DIRECTIONS, Job
 from ..peers.page_cache import cached_bytes, evict
-from ..peers.plan import DIRECTIONS, Job
-from ..peers.rig import Bytes, allocated, fill, require_filled
 from ..peers.stopwatch import Measurement, Stopwatch
 from . import checkpoints, state
 
-READ_SEED = 0  # of the file that is read
+READ_SEED = 0  # of the file to read
 _LARGE_BYTES = 1 << 20
-_UNSEEN = {"fio"}  # has memory of its own, which nobody can look at
-_OWN_FILES = {"tensornvme"}  # reads what it wrote and looks at that by itself
+_UNCHECKED = {"fio"}  # its memory is in another process
+_OWN_FILES = {"tensornvme"}  # writes its own file and checks it
 
 
 class Loans:
-    """Memory by kind and number, of as many bytes as the task at hand needs; kept until
-    `release`.
-    """
+    """Buffers by kind and number, of the size of the current task; kept until `release`."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -50,8 +47,8 @@ class Loans:
         self._seeds: dict[tuple[str, int], int] = {}
 
     def get(self, kind: str, number: int) -> Bytes:
-        """The memory of that kind and number, filled by the seed and the number if it is to be.
-        Raises: UnsupportedError.
+        """Return that buffer; the numbers in `to_fill` are filled from seed + number. Raises:
+        UnsupportedError.
         """
         buffer = self._lent.get((kind, number))
         if buffer is None or buffer.nbytes != self.nbytes:
@@ -62,12 +59,12 @@ class Loans:
             if number in self.to_fill:
                 fill(buffer, self.seed + number)
             else:
-                buffer[:: mmap.PAGESIZE] = 0  # so that every page is there
+                buffer[:: mmap.PAGESIZE] = 0  # fault in every page
             self._seeds[kind, number] = self.seed
         return buffer
 
     def release(self) -> None:
-        """Give all of it back."""
+        """Free all buffers."""
         for key in list(self._lent):
             self._free(key)
 
@@ -79,9 +76,7 @@ class Loans:
 
 
 class Shared:
-    """The directory of a comparison, as sides see it: the file to read and the file to write are
-    everybody's.
-    """
+    """The directory of a comparison; all sides share its file to read and its file to write."""
 
     def __init__(self, directory: Path, direct: bool) -> None:
         self.directory = directory
@@ -89,18 +84,12 @@ class Shared:
         self.buffers = Loans()
 
     def path(self, direction: str) -> Path:
-        """The file that is read, or the one that is written."""
+        """The file to read or the file to write."""
         return self.directory / direction
-
-    def tensor_paths(self, nbytes: int, count: int) -> list[Path]:
-        """Nobody has a file for each tensor here. Raises: UnsupportedError."""
-        raise UnsupportedError(
-            "there are no files of single tensors in a comparison: give the side its option for one file"
-        )
 
 
 class Worker:
-    """The sides of a process, made when they are first asked for."""
+    """The sides of this process, each made on first use."""
 
     def __init__(self, directory: Path, direct: bool) -> None:
         self._place = Shared(directory, direct)
@@ -108,19 +97,17 @@ class Worker:
         self._checkpoints: dict[str, checkpoints.Checkpoint] = {}
 
     def prepare(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Load what the side needs; its version."""
+        """Load the side's libraries and return its version."""
         names = [self._peer(asked["transfer"]).version] if asked["transfer"] else []
         if asked["checkpoint"]:
             names.append(self._checkpoint(asked["checkpoint"]).version)
             self._warm_up(asked)
         gc.collect()
-        gc.freeze()  # libraries have more objects than one wants to look through after every task
+        gc.freeze()  # later collections skip the objects of libraries
         return {"version": ", ".join(dict.fromkeys(filter(None, names)))}
 
     def _warm_up(self, asked: dict[str, Any]) -> None:
-        """Write and read a small file, so that what is imported and built at the first one is not
-        in the time of another.
-        """
+        """Write and read a small file: the first use imports and compiles."""
         side, path = (
             self._checkpoint(asked["checkpoint"]),
             self._place.directory / f"{asked['side']}.first",
@@ -134,9 +121,7 @@ class Worker:
             path.unlink(missing_ok=True)
 
     def transfer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Move bytes between memory and the shared files; looks at all of them where *verify* is
-        asked.
-        """
+        """Move bytes between memory and the shared files; check every byte with "verify"."""
         setting, buffers = asked["setting"], self._place.buffers
         options = "+".join([asked["transfer"], *setting.get("options", [])])
         base = asked["transfer"].partition("+")[0]
@@ -149,14 +134,11 @@ class Worker:
             setting.get("queue_depth", 1),
             setting.get("thread_count", 1),
             setting.get("memory", "huge"),
-            nbytes,
             request_bytes,
             requests,
-            1,
         )
         buffers.nbytes, buffers.seed = nbytes, asked["seed"]
-        # What a read replaces need not be anything, unless the side first writes it to its own
-        # file.
+        # Fill the source of writes, and the contents of a side's own file.
         buffers.to_fill = {
             number
             for number, direction in enumerate(job.directions)
@@ -164,9 +146,9 @@ class Worker:
         }
         peer = self._peer(options)
         try:
-            if base not in _UNSEEN:
+            if base not in _UNCHECKED:
                 for number in range(len(DIRECTIONS[job.direction])):
-                    # before the clock starts, and before the memory is looked at
+                    # allocate before the clock starts
                     buffers.get(job.memory, number)
             for direction in job.directions:
                 evict(self._place.path(direction))
@@ -174,16 +156,16 @@ class Worker:
             cached = measurement.cached_bytes or sum(
                 cached_bytes(self._place.path(direction)) for direction in job.directions
             )
-            if asked["verify"] and base not in _UNSEEN:
+            if asked["verify"] and base not in _UNCHECKED:
                 self._verify(job, base, asked["seed"])
         finally:
             if not asked["keep"]:
                 buffers.release()
-                _give_back()
+                _trim()
         return _answer(measurement._replace(cached_bytes=cached))
 
     def checkpoint(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Write or read a file of tensors; looks at all of them where *verify* is asked."""
+        """Save or load a file of tensors; check all of them with "verify"."""
         setting, nbytes = asked["setting"], asked["nbytes"]
         side = self._checkpoint(asked["checkpoint"])
         path = self._place.directory / f"{asked['side']}.{nbytes}.new"
@@ -205,7 +187,7 @@ class Worker:
             else:
                 if not written.exists():
                     side.save(state.build(nbytes), written, setting)
-                    _give_back()
+                    _trim()
                 evict(written)
                 _make_room(moved)
                 with Stopwatch() as watch:
@@ -217,7 +199,7 @@ class Worker:
         finally:
             if not asked["keep"]:
                 path.unlink(missing_ok=True)
-            _give_back()
+            _trim()
         return _answer(watch.measurement(moved)._replace(cached_bytes=cached))
 
     def _verify(self, job: Job, base: str, seed: int) -> None:
@@ -248,46 +230,42 @@ class Worker:
 
 
 def _make_room(nbytes: int) -> None:
-    """Take as much memory and give it back, so that nobody pays for what those before left in the
-    page cache.
-    """
+    """Allocate and free that much memory, so that the timed part need not reclaim the page cache."""
     allocated("huge", nbytes)[:: mmap.PAGESIZE] = 0
 
 
-def _give_back() -> None:
-    """Return memory that is free to the kernel, so that the next task finds the process as this one
-    did. Source: malloc_trim(3).
+def _trim() -> None:
+    """Return free memory to the kernel, so that each task starts from the same state. Source:
+    malloc_trim(3).
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def _answer(measurement: Measurement) -> dict[str, Any]:
-    return {
-        name: value for name, value in measurement._asdict().items() if name != "submit_seconds"
-    }
+    return measurement._asdict()
 
 
 def main() -> None:
-    """Answer every line until there are no more."""
-    # the command has it, and closes our standard input
+    """Answer every line until the end of standard input."""
+    # the command handles Ctrl-C and closes our standard input
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries and compilers talk there
+    os.dup2(2, 1)  # libraries and compilers print there
     worker = Worker(Path(sys.argv[1]), sys.argv[2] == "direct")
     verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "prepare": worker.prepare,
         "transfer": worker.transfer,
         "checkpoint": worker.checkpoint,
     }
-    gc.disable()  # its moments are nobody's
+    gc.disable()  # no collection in a timed part
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             answer = verbs[asked["verb"]](asked)
         except UnsupportedError as error:
             answer = {"unsupported": str(error)}
-        # of libraries that are not ours
+        # errors of other libraries are answers
         except (
             OffloadError,
             OSError,

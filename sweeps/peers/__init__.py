@@ -1,6 +1,3 @@
-"""The engine against its peers: `python -m sweeps.peers DIR`, from the root of the repository.
-
-Two sides move the same bytes in one run, interleaved (A B, then B A, and so on), since a drive's
-speed drifts more within minutes than the sides differ. What counts is the median of the ratios of
-each round. Everything that was measured is in the report's JSON.
+"""The libraries that `sweeps.compare` compares, one module for each: a class that moves the bytes of
+a `Job` once and reports a `Measurement`.
 """

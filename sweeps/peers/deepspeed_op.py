@@ -1,4 +1,4 @@
-"""DeepSpeed's own op, as a side of a contest."""
+"""DeepSpeed's own op, as a side of a comparison."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ import numpy as np
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.sweep.deepspeed_op import standard_output_to_error
 
+from .buffers import Bytes, Place, failed, memory_of, require_read, spoil
+from .job import Job
 from .page_cache import sync
-from .plan import Job
-from .rig import Bytes, Place, failed, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"offsets", "sync"}
+OPTIONS = {"sync"}
 _SPARE_DESCRIPTORS = 256
 _OPS = ("async_io", "pin_memory", "utils")
 _LONGEST_BUILD_SECONDS = 900.0
 
 
 class DeepSpeedOp:
-    """An asynchronous call for each tensor, then one wait; each tensor is a file of its own, as its
-    swapper has it. Loading builds the op once.
+    """An asynchronous call for each tensor at its offset in one file, then one wait. The first load
+    compiles the op.
 
-    Its memory comes from its own allocator, since it copies everything else through a buffer of its
-    own. Both ways at once are two handles, each with the whole depth, as its pipelined swapper has
-    them. Options: "offsets" moves the tensors of one file instead; "sync" has what is written on
-    the drive to stay before the clock stops. Raises: UnsupportedError where DeepSpeed, or what its
-    op is built with, is not there.
+    The memory comes from DeepSpeed's allocator, because the op copies any other memory through an
+    internal buffer. Reading and writing at once takes two handles, each with the whole depth, as in
+    DeepSpeed's pipelined swapper. Option: "sync" syncs the file before the clock stops. Raises:
+    UnsupportedError where DeepSpeed, or a compiler or library for its op, is not installed.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
-        self._offsets, self._sync = "offsets" in options, "sync" in options
+        self._sync = "sync" in options
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
             with standard_output_to_error():
@@ -63,72 +62,53 @@ class DeepSpeedOp:
         return self._module.aio_handle(block_size, queue_depth, False, True, thread_count)
 
     def locked(self, nbytes: int) -> Bytes:
-        """Memory that the op moves without a copy; never freed, as in its swapper."""
+        """Memory that the op moves without a copy."""
         tensor = self._handle.new_cpu_locked_tensor(
             nbytes, self._torch.empty(0, dtype=self._torch.uint8)
         )
         return np.asarray(tensor.numpy())
 
     def unlock(self, buffer: Bytes) -> None:
-        """Free what `locked` gave; the memory must not be touched after."""
+        """Free memory from `locked`; the caller must not use it afterwards."""
         self._handle.free_cpu_locked_tensor(self._torch.from_numpy(buffer))
 
-    def run(self, rig: Place, job: Job) -> Measurement:
+    def run(self, place: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: IOFailure, UnsupportedError."""
-        if job.backend != "libaio" or job.passes > 1 or job.footprint_bytes != job.file_bytes:
-            raise UnsupportedError(
-                "DeepSpeed's op is only asked for plain reads and writes, which it does by libaio"
-            )
-        memory = job.memory if job.memory.startswith("locked") else "locked"
-        buffers = memory_of(rig, job, memory)
+        buffers = memory_of(place, job)
         handles = {
             direction: self.handle(job.block_size, job.queue_depth, job.thread_count)
             for direction in job.directions
         }
         calls: list[tuple[Any, Any, str, int]] = []
+        paths = {direction: str(place.path(direction)) for direction in job.directions}
         for direction, buffer in buffers.items():
             pieces: Any = self._torch.from_numpy(buffer).reshape(job.requests, job.request_bytes)
             handle = handles[direction]
             if not handle.is_pinned(pieces[-1]):
-                raise UnsupportedError("DeepSpeed's op does not take its own memory for pinned")
+                raise UnsupportedError("DeepSpeed's op does not recognise its own memory as pinned")
             call = handle.async_pread if direction == "read" else handle.async_pwrite
             calls += [
-                (call, piece, path, offset)
-                for piece, (path, offset) in zip(
-                    pieces, self._places(rig, job, direction), strict=True
-                )
+                (call, piece, paths[direction], index * job.request_bytes)
+                for index, piece in enumerate(pieces)
             ]
-        written = (
-            sorted({path for call, _, path, _ in calls if call.__name__ == "async_pwrite"})
-            if self._sync
-            else []
-        )
         if "read" in buffers:
             spoil(buffers["read"])
         _allow_open_files(len(calls))
         with Stopwatch() as watch:
             refused = sum(call(piece, path, offset) != 0 for call, piece, path, offset in calls)
             finished = sum(handle.wait() for handle in handles.values())
-            for path in written:
-                sync(path)
+            if self._sync and "write" in paths:
+                sync(paths["write"])
         if refused or finished != len(calls):
             raise failed("DeepSpeed's op failed", job, path=calls[0][2])
         if "read" in buffers:
             require_read(buffers["read"], "DeepSpeed's op")
         return watch.measurement(job.nbytes)
 
-    def _places(self, rig: Place, job: Job, direction: str) -> list[tuple[str, int]]:
-        if self._offsets:
-            return [
-                (str(rig.path(direction)), index * job.request_bytes)
-                for index in range(job.requests)
-            ]
-        return [(str(path), 0) for path in rig.tensor_paths(job.request_bytes, job.requests)]
-
 
 def _require_no_stale_lock() -> None:
-    """Raises: UnsupportedError where a build that was killed has left its lock, for which every
-    later one waits for ever.
+    """Raises: UnsupportedError where a killed build has left its lock file, for which every later
+    build would wait forever.
     """
     from torch.utils import cpp_extension
 
@@ -137,12 +117,12 @@ def _require_no_stale_lock() -> None:
         for lock in root.glob(f"**/{name}/lock"):
             if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
                 raise UnsupportedError(
-                    f"a build of DeepSpeed's op that was killed has left a lock, for which every later one waits: remove {lock}"
+                    f"a killed build of DeepSpeed's op has left a lock file, for which every later build waits: remove {lock}"
                 )
 
 
 def _allow_open_files(count: int) -> None:
-    """The op keeps a descriptor open for every tensor that nobody has waited for."""
+    """Raise the limit: the op keeps a descriptor open for every tensor until `wait`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _SPARE_DESCRIPTORS
     if soft < needed:

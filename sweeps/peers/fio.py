@@ -1,4 +1,4 @@
-"""fio, as a side of a contest: the ceiling."""
+"""fio, as a side of a comparison: the ceiling."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 from nvme_offload.errors import UnsupportedError
 
-from .plan import Job
-from .rig import Place
+from .buffers import Place
+from .job import Job
 from .stopwatch import Measurement
 
 OPTIONS = {"sync"}
 _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
-# fio leaves the memory that it reads into untouched until the drive needs it, on small pages. The C
-# library fills it at allocation, before fio's clock starts, and takes huge pages where ours does.
-# Source: glibc's manual, Memory Allocation Tunables.
+# By default fio's read buffers are on small pages that the first read faults in. These tunables make
+# the C library fill them at allocation, before fio's clock starts, and use huge pages as the engine
+# does. Source: glibc's manual, Memory Allocation Tunables.
 _PREFAULT = "glibc.malloc.perturb=165"
 _HUGE = "glibc.malloc.hugetlb=1"
-# What fio does beside moving bytes, switched off: stamping buffers, timing every block.
+# Switch off work that other sides do not do: stamping buffers, timing every block.
 _LOOK_SECONDS = 0.02
 _PLAIN = (
     "--gtod_reduce=1",
@@ -36,12 +36,12 @@ _PLAIN = (
 
 
 class Fio:
-    """As many threads as ours, with as many bytes in flight; each reads or writes its part of the
-    file from end to end.
+    """As many threads as the engine, with as many bytes in flight; each thread moves its part of the
+    file sequentially.
 
-    Time and CPU are fio's own, of the time in which it moves bytes: starting up counts for nothing.
-    Its clock ticks in milliseconds. Option: "sync" syncs the file before its clock stops.
-    Raises: UnsupportedError where fio is not installed.
+    Time and CPU are fio's own figures, without its start-up; its clock has milliseconds. Option:
+    "sync" syncs the file before the clock stops. Raises: UnsupportedError where fio is not
+    installed.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -52,13 +52,13 @@ class Fio:
             ["fio", "--version"], check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    def run(self, rig: Place, job: Job) -> Measurement:
-        """Move *job* once. Raises: UnsupportedError with what fio says."""
+    def run(self, place: Place, job: Job) -> Measurement:
+        """Move *job* once. Raises: UnsupportedError with fio's message."""
         tunables = f"{_PREFAULT}:{_HUGE}" if job.memory == "huge" else _PREFAULT
         with tempfile.TemporaryFile("w+") as output:
             errors = subprocess.STDOUT
             with subprocess.Popen(
-                self.command(rig, job),
+                self.command(place, job),
                 stdout=output,
                 stderr=errors,
                 env={**os.environ, "GLIBC_TUNABLES": tunables},
@@ -72,7 +72,7 @@ class Fio:
             extra_bytes=resident_bytes
         )
 
-    def command(self, rig: Place, job: Job) -> list[str]:
+    def command(self, place: Place, job: Job) -> list[str]:
         """fio's command line for *job*: a fio job for each direction."""
         each = max(1, job.thread_count // len(job.directions))
         depth = max(1, job.queue_depth * job.thread_count // (each * len(job.directions)))
@@ -81,31 +81,30 @@ class Fio:
             f"--ioengine={_ENGINES[job.backend]}",
             f"--iodepth={depth}",
             f"--bs={job.block_size}",
-            f"--direct={int(rig.direct)}",
+            f"--direct={int(place.direct)}",
         ]
         if "sync" in self._options:
             settings.append("--end_fsync=1")
         places = [
             f"--size={part}",
-            f"--io_size={part * job.passes}",
             f"--numjobs={each}",
             f"--offset_increment={part}",
             "--iomem_align=2m",
             "--thread",
         ]
-        # What stands before the first --name holds for all.
+        # Options before the first --name apply to all jobs.
         command = ["fio", "--output-format=json", *settings, *places, *_PLAIN]
         for direction in job.directions:
             command += [
                 f"--name={direction}",
-                f"--filename={rig.path(direction)}",
+                f"--filename={place.path(direction)}",
                 f"--rw={direction}",
             ]
         return command
 
 
 def _watch(process: subprocess.Popen[Any]) -> int:
-    """Wait for *process*; the most that it had resident, as far as it was seen."""
+    """Wait for *process* and return its peak resident bytes, sampled."""
     most = 0
     while True:
         try:
@@ -123,8 +122,8 @@ def _watch(process: subprocess.Popen[Any]) -> int:
 
 
 def parse(output: dict[str, Any], job: Job) -> Measurement:
-    """What fio's JSON says. Jobs that ran at once took as long as the longest of them. Raises:
-    UnsupportedError when bytes are missing.
+    """Read fio's JSON output. Concurrent jobs take as long as the longest. Raises: UnsupportedError
+    when bytes are missing.
     """
     entries = [(entry, entry[entry["jobname"]]) for entry in output["jobs"]]
     nbytes = sum(moved["io_bytes"] for _, moved in entries)

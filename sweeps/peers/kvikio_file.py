@@ -1,4 +1,4 @@
-"""KvikIO, as a side of a contest."""
+"""KvikIO, as a side of a comparison."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from nvme_offload.errors import UnsupportedError
 
+from .buffers import Place, failed, memory_of, require_read, spoil
+from .job import Job
 from .page_cache import evict, sync
-from .plan import Job
-from .rig import Place, failed, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS = {"sync"}
 
 
 class KvikIO:
-    """A future for each tensor, on its pool of threads: as many as the job has, each moving tasks
-    of the block size. Host memory, no GPU.
+    """A future for each tensor, on its thread pool of the job's size, in tasks of the block size.
+    Host memory, no GPU.
 
-    What is aligned moves directly (opportunistic direct I/O, which it has off for reads unless
-    asked). Options: "sync" has what is written on the drive to stay before the clock stops. Raises:
-    UnsupportedError where KvikIO is not installed, or CUDA's driver is not.
+    Aligned ranges use direct I/O (its opportunistic mode, off for reads by default). Option: "sync"
+    syncs the file before the clock stops. Raises: UnsupportedError where KvikIO or CUDA's driver is
+    not installed.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -36,31 +36,29 @@ class KvikIO:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
             raise UnsupportedError(
-                "KvikIO asks CUDA's driver about every address, also of host memory, and libcuda.so.1 is not here"
+                "KvikIO queries CUDA's driver about every address, host memory included, and libcuda.so.1 is not installed"
             ) from None
         self._kvikio: Any = kvikio
         names = [name for name in ("kvikio-cu13", "kvikio-cu12", "kvikio") if _installed(name)]
         self.version = f"kvikio {importlib.metadata.version(names[0])}" if names else "kvikio"
 
-    def run(self, rig: Place, job: Job) -> Measurement:
-        """Move *job* once. Raises: UnsupportedError, IOFailure."""
-        if job.passes > 1 or job.footprint_bytes != job.file_bytes:
-            raise UnsupportedError("KvikIO is only asked for what is moved once")
-        buffers = memory_of(rig, job)
+    def run(self, place: Place, job: Job) -> Measurement:
+        """Move *job* once. Raises: IOFailure, CorruptionError."""
+        buffers = memory_of(place, job)
         wanted = {
             "num_threads": job.thread_count,
             "task_size": job.block_size,
-            "auto_direct_io_read": rig.direct,
-            "auto_direct_io_write": rig.direct,
+            "auto_direct_io_read": place.direct,
+            "auto_direct_io_write": place.direct,
         }
         files = {
             direction: self._kvikio.CuFile(
-                rig.path(direction), "r" if direction == "read" else "r+"
+                place.path(direction), "r" if direction == "read" else "r+"
             )
             for direction in job.directions
         }
         if "read" in buffers:
-            evict(rig.path("read"))
+            evict(place.path("read"))
             spoil(buffers["read"])
         calls = [
             (
@@ -78,12 +76,12 @@ class KvikIO:
                 ]
                 moved = sum(future.get() for future in futures)
                 if self._sync and "write" in buffers:
-                    sync(rig.path("write"))
+                    sync(place.path("write"))
         finally:
             for file in files.values():
                 file.close()
         if moved != job.nbytes:
-            path = str(rig.path(job.directions[0]))
+            path = str(place.path(job.directions[0]))
             raise failed("KvikIO failed", job, done=moved, path=path)
         if "read" in buffers:
             require_read(buffers["read"], "KvikIO")

@@ -1,6 +1,4 @@
-"""The page cache: how much of a file is in it, and how a file gets out of it, so that nobody reads
-from memory.
-"""
+"""The page cache: measure how much of a file it has, and drop a file from it."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ import numpy as np
 from nvme_offload.errors import IOFailure
 
 _PAGE_BYTES = mmap.PAGESIZE
-_ATTEMPTS = 3  # pages that the kernel has on a list of its own, of another core, go at the next
+_ATTEMPTS = 3  # the kernel skips pages on another core's per-CPU list at the first
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Return when the bytes of *path* are on the drive to stay. Source: fdatasync(2)."""
+    """Write the dirty pages of *path* to the drive. Source: fdatasync(2)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fdatasync(descriptor)
@@ -46,9 +44,9 @@ def cached_bytes(path: Path) -> int:
 
 
 def evict(path: Path) -> None:
-    """Have nothing of *path* in the page cache. Raises: IOFailure where the kernel keeps some.
+    """Drop *path* from the page cache. Raises: IOFailure where the kernel keeps pages.
 
-    Source: posix_fadvise(2); it leaves what is dirty, so that goes to the drive first.
+    Source: posix_fadvise(2), which does not drop dirty pages, so this syncs first.
     """
     sync(path)
     left = 0
@@ -64,6 +62,6 @@ def evict(path: Path) -> None:
     raise _failed(path, "evict", errno.EBUSY, left, "the kernel keeps pages of it")
 
 
-def _failed(path: Path, operation: str, number: int, nbytes: int, said: str = "") -> IOFailure:
+def _failed(path: Path, operation: str, number: int, nbytes: int, message: str = "") -> IOFailure:
     facts = {"operation": operation, "path": str(path), "offset": 0, "nbytes": nbytes, "done": 0}
-    return IOFailure(number, said or os.strerror(number), **facts)
+    return IOFailure(number, message or os.strerror(number), **facts)

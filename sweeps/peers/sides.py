@@ -1,4 +1,4 @@
-"""Every side that there is, by name: "ours", or with options, "ours+checksum+sync"."""
+"""All sides by name, with options: "ours", "ours+sync"."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from typing import Protocol
 
 from nvme_offload.errors import UsageError
 
-from . import bare, deepspeed_op, fio, kvikio_file, memory_map, ours, tensornvme_offloader
-from .plan import Job
-from .rig import Place
+from . import deepspeed_op, fio, kvikio_file, memory_map, ours, tensornvme_offloader
+from .buffers import Place
+from .job import Job
 from .stopwatch import Measurement
 
 
 class Peer(Protocol):
-    """A side of contests."""
+    """Moves bytes. version: for the report."""
 
     version: str
 
-    def run(self, rig: Place, job: Job) -> Measurement:
+    def run(self, place: Place, job: Job) -> Measurement:
         """Move *job* once."""
 
 
 _SIDES: dict[str, tuple[Callable[[frozenset[str]], Peer], set[str]]] = {
     "ours": (ours.Ours, ours.OPTIONS),
     "fio": (fio.Fio, fio.OPTIONS),
-    "bare": (bare.Bare, bare.OPTIONS),
     "deepspeed": (deepspeed_op.DeepSpeedOp, deepspeed_op.OPTIONS),
     "tensornvme": (tensornvme_offloader.TensorNVMe, tensornvme_offloader.OPTIONS),
     "kvikio": (kvikio_file.KvikIO, kvikio_file.OPTIONS),
@@ -34,7 +33,7 @@ _SIDES: dict[str, tuple[Callable[[frozenset[str]], Peer], set[str]]] = {
 
 
 def require_known(name: str) -> None:
-    """Raises: UsageError with every side there is where *name* is none of them."""
+    """Raises: UsageError, naming all sides, where *name* is unknown."""
     base, *options = name.split("+")
     if base not in _SIDES or not _SIDES[base][1].issuperset(options):
         known = "; ".join(
@@ -45,8 +44,8 @@ def require_known(name: str) -> None:
 
 
 def make(name: str) -> Peer:
-    """The side *name*. Raises: UsageError; UnsupportedError, with the reason, where it cannot be
-    had on this machine.
+    """Make the side *name*. Raises: UsageError; UnsupportedError, with the reason, where this
+    machine lacks something it needs.
     """
     require_known(name)
     base, *options = name.split("+")

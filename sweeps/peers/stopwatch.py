@@ -1,4 +1,4 @@
-"""The clock of a side: seconds, CPU time, and the memory that the process took meanwhile."""
+"""`Stopwatch`: seconds, CPU time and memory growth of a `with` block."""
 
 from __future__ import annotations
 
@@ -14,33 +14,28 @@ _RESET_PEAK = "5"  # proc(5), clear_refs
 
 
 class Measurement(NamedTuple):
-    """What a side did. *cpu_seconds* are those of all threads that it used; *submit_seconds* how
-    long each request took to hand over, where known.
-
-    extra_bytes: the most that was resident beyond what was before the clock started. locked_bytes:
-    locked or pinned when it stopped, all in all. cached_bytes: of the file in the page cache then,
-    where the side looked.
+    """One run of a side. cpu_seconds: of all threads. extra_bytes: peak resident memory above the
+    level at the start. locked_bytes: locked or pinned at the end. cached_bytes: of the file in the
+    page cache at the end.
     """
 
     nbytes: int
     seconds: float
     cpu_seconds: float
-    submit_seconds: tuple[float, ...] = ()
     extra_bytes: int = 0
     locked_bytes: int = 0
     cached_bytes: int = 0
 
 
 class Stopwatch:
-    """`with Stopwatch() as watch:` around what moves the bytes, and nothing else; then
-    `watch.measurement(nbytes)`.
+    """Use `with Stopwatch() as watch:` around the transfer alone, then `watch.measurement(nbytes)`.
 
-    Source: proc(5), clear_refs, which lets the kernel forget the peak so far; where it is refused
-    the memory is 0.
+    Writing to clear_refs resets the kernel's peak (proc(5)); where that is refused, extra_bytes
+    is 0.
     """
 
     def __enter__(self) -> Stopwatch:
-        self._resident_bytes = _forget_peak()
+        self._resident_bytes = _reset_peak()
         self._cpu = cpu_seconds()
         self._began = time.perf_counter()
         return self
@@ -59,11 +54,9 @@ class Stopwatch:
         )
         self._locked_bytes = status.get("VmLck", 0) + status.get("VmPin", 0)
 
-    def measurement(self, nbytes: int, submit_seconds: tuple[float, ...] = ()) -> Measurement:
-        """What was measured, for *nbytes* moved."""
-        return Measurement(
-            nbytes, self._seconds, self._cpu, submit_seconds, self._extra_bytes, self._locked_bytes
-        )
+    def measurement(self, nbytes: int) -> Measurement:
+        """The figures for *nbytes* moved."""
+        return Measurement(nbytes, self._seconds, self._cpu, self._extra_bytes, self._locked_bytes)
 
 
 def cpu_seconds() -> float:
@@ -72,8 +65,8 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _forget_peak() -> int:
-    """Bytes resident now, from which on the kernel counts the peak anew; 0 where it does not."""
+def _reset_peak() -> int:
+    """Reset the peak and return the bytes resident now; 0 where the kernel refuses."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         return _status().get("VmRSS", 0)

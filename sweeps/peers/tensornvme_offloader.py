@@ -1,4 +1,4 @@
-"""TensorNVMe, as a side of a contest."""
+"""TensorNVMe, as a side of a comparison."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from nvme_offload.errors import UnsupportedError
 
+from .buffers import Bytes, Place, memory_of, require_read, spoil
+from .job import Job
 from .page_cache import cached_bytes, evict, sync
-from .plan import Job
-from .rig import Bytes, Place, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS = {"sync"}
@@ -20,15 +20,15 @@ _BACKENDS = {"libaio": "aio", "io_uring": "uring", "posix": "pthread"}
 
 
 class TensorNVMe:
-    """Its offloader: asynchronous calls for each tensor, then one wait, in a file of its own that
-    it makes and keeps the places of tensors in.
+    """Its offloader: an asynchronous call for each tensor, then one wait. It makes its own file and
+    assigns offsets to tensors.
 
-    It is asked below the class that also frees and allocates the memory of the tensors, which is
-    none of the transfer's. It gives out a place again once its tensor was read, so the file has its
-    size before the clock starts, and what was written is read back afterwards. With libaio it loses
-    calls that find its queue full, and then waits for ever, so there its queue has room for all of
-    them. Options: "sync" has what is written on the drive to stay before the clock stops. Raises:
-    UnsupportedError where it is not installed.
+    This calls the class below the public one, which also frees and allocates the memory of tensors.
+    The offloader reuses an offset once its tensor was read, so the file has its full size before
+    the clock starts, and written tensors are read back afterwards. Its libaio backend drops calls
+    when its queue is full and then waits forever, so its queue has room for all of them. Option:
+    "sync" syncs the file before the clock stops. Raises: UnsupportedError where TensorNVMe is not
+    installed.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -43,12 +43,12 @@ class TensorNVMe:
         self._made: dict[tuple[str, str, int, str], Any] = {}
         self.version = f"tensornvme {importlib.metadata.version('tensornvme')}"
 
-    def run(self, rig: Place, job: Job) -> Measurement:
+    def run(self, place: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError, CorruptionError."""
-        if job.passes > 1 or job.footprint_bytes != job.file_bytes or job.thread_count > 1:
-            raise UnsupportedError("TensorNVMe is only asked for what is moved once, by one thread")
-        buffers = memory_of(rig, job)
-        made = {direction: self._offloader(rig, job, direction) for direction in job.directions}
+        if job.thread_count > 1:
+            raise UnsupportedError("TensorNVMe has one thread")
+        buffers = memory_of(place, job)
+        made = {direction: self._offloader(place, job, direction) for direction in job.directions}
         tensors = {direction: self._tensors(buffer, job) for direction, buffer in buffers.items()}
         if "read" in buffers:
             offloader, path = made["read"]
@@ -77,12 +77,12 @@ class TensorNVMe:
             require_read(buffers["write"], "TensorNVMe")
         return watch.measurement(job.nbytes)._replace(cached_bytes=cached)
 
-    def _offloader(self, rig: Place, job: Job, direction: str) -> tuple[Any, Path]:
-        path = rig.path(direction).with_name(f"tensornvme-{direction}")
+    def _offloader(self, place: Place, job: Job, direction: str) -> tuple[Any, Path]:
+        path = place.path(direction).with_name(f"tensornvme-{direction}")
         depth = max(job.queue_depth, job.requests) if job.backend == "libaio" else job.queue_depth
         key = (str(path), job.backend, depth, f"{job.requests} x {job.request_bytes}")
         if key not in self._made:
-            # which removes its file
+            # An offloader removes its file when it is freed.
             self._made = {
                 other: offloader for other, offloader in self._made.items() if other[0] != key[0]
             }
@@ -94,7 +94,7 @@ class TensorNVMe:
         return self._made[key], path
 
     def _tensors(self, buffer: Bytes, job: Job) -> list[Any]:
-        # It moves the whole storage of a tensor, so that each must have its own.
+        # It moves the whole storage of a tensor, so each tensor needs its own storage.
         return [
             self._torch.from_numpy(buffer[begin : begin + job.request_bytes])
             for begin in range(0, job.file_bytes, job.request_bytes)

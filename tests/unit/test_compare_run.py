@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 from nvme_offload.errors import UnsupportedError
-from sweeps.compare.results import from_json
 from sweeps.compare.team import SideFailed, Team
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_sides_are_compared_by_turns_and_leave_nothing(tmp_path: Path) -> None:
+def test_two_sides_are_interleaved_and_leave_no_files(tmp_path: Path) -> None:
     place, output = tmp_path / "drive", tmp_path / "report"
     place.mkdir()
     ran = compare(
@@ -52,31 +52,29 @@ def test_two_sides_are_compared_by_turns_and_leave_nothing(tmp_path: Path) -> No
         *("--tasks", "write,read-1MiB,checkpoint-read,checkpoint-write", "--note", "In a test."),
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == [
-        str(output / name) for name in ("report.html", "report.md", "compare.json")
-    ]
-    found = from_json(output / "compare.json")
-    assert found.skipped == []
-    assert {(run.task, run.side) for run in found.runs} == {
+    assert ran.stdout == output.with_suffix(".md").read_text()
+    found = json.loads(output.with_suffix(".json").read_text())
+    runs = found["runs"]
+    assert found["skipped"] == []
+    assert len(runs) == 16
+    assert {(run["task"], run["side"]) for run in runs} == {
         (task, side)
         for task in ("write", "read-1MiB", "checkpoint-read", "checkpoint-write")
         for side in ("ours-libaio", "memmap")
     }
-    assert len(found.runs) == 16
-    assert {run.side for run in found.runs if run.position == 0} == {"ours-libaio", "memmap"}
-    assert all(run.seconds > 0 and run.nbytes >= 8 << 20 for run in found.runs)
+    assert {run["side"] for run in runs if run["position"] == 0} == {"ours-libaio", "memmap"}
+    assert all(run["seconds"] > 0 and run["nbytes"] >= 8 << 20 for run in runs)
     mapped = next(
-        run for run in found.runs if (run.side, run.task) == ("memmap", "checkpoint-read")
+        run for run in runs if (run["side"], run["task"]) == ("memmap", "checkpoint-read")
     )
-    assert mapped.cached_bytes >= mapped.nbytes
-    assert found.side("ours-libaio").setting in [
-        entry["setting"] for entry in found.side("ours-libaio").tried
-    ]
-    assert found.notes == ["In a test."]
+    assert mapped["cached_bytes"] >= mapped["nbytes"]
+    ours = next(side for side in found["sides"] if side["name"] == "ours-libaio")
+    assert ours["setting"] in [entry["setting"] for entry in ours["tried"]]
+    assert found["notes"] == ["In a test."]
     assert list(place.iterdir()) == []
 
 
-def test_what_cannot_be_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_wrong_option_is_an_error_of_one_line(tmp_path: Path) -> None:
     for arguments, said in (
         (("--size", "many"), "'many' is not a size"),
         (("--size", "1KiB"), "at least 8 MiB"),
@@ -98,7 +96,7 @@ def test_a_directory_in_memory_is_refused() -> None:
         assert list(Path(place).iterdir()) == []
 
 
-def test_a_side_that_ends_or_hangs_is_told_of_and_the_next_is_a_new_process(tmp_path: Path) -> None:
+def test_a_side_that_ends_or_hangs_is_reported_and_gets_a_new_process(tmp_path: Path) -> None:
     with Team(tmp_path, True, timeout_seconds=60) as team:
         assert team.ask("one", PREPARE) == {"version": ""}
         process = team._processes["one"]

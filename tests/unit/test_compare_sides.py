@@ -16,8 +16,8 @@ from nvme_offload.io.engine import Engine
 from sweeps.compare import checkpoints, state
 from sweeps.compare.worker import READ_SEED, Shared, Worker
 from sweeps.peers import sides
-from sweeps.peers.plan import Job
-from sweeps.peers.rig import fill, require_filled
+from sweeps.peers.buffers import fill, require_filled
+from sweeps.peers.job import Job
 from sweeps.peers.stopwatch import Stopwatch
 
 MIB = 1 << 20
@@ -117,7 +117,7 @@ def test_a_worker_notices_what_was_not_written(place: Path) -> None:
         "requests": 4,
     }
     for direction in ("read", "write", "mixed"):
-        with pytest.raises(Exception, match="did not bring this"):
+        with pytest.raises(Exception, match=r"did not (move|read) this"):
             worker.transfer({**asked, "direction": direction})
 
 
@@ -152,10 +152,10 @@ def test_what_ours_writes_torch_reads(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UsageError, match="'zip' writes no checkpoints; there are ours, fast"):
+    with pytest.raises(UsageError, match="'zip' does not save checkpoints; choose from ours, fast"):
         checkpoints.make("zip")
     with pytest.raises(
-        UsageError, match=r"'memmap\+fast' is no side; there are ours or ours\+checksum"
+        UsageError, match=r"'memmap\+fast' is no side; there are ours or ours\+sync"
     ):
         sides.make("memmap+fast")
 
@@ -174,10 +174,10 @@ print(watch.measurement(1).extra_bytes)
 
 
 def test_a_stopwatch_sees_the_memory_that_is_taken_meanwhile() -> None:
-    # in a process of its own: in this one, threads of other tests let go of memory meanwhile
+    # in a separate process: here, threads of other tests free memory meanwhile
     run = subprocess.run(
         [sys.executable, "-c", STOPWATCHES], cwd=ROOT, capture_output=True, text=True, check=True
     )
     taken, not_taken = map(int, run.stdout.split())
     assert 60 * MIB <= taken < 96 * MIB  # the kernel counts in batches
-    assert not_taken < 8 * MIB  # what was taken before counts no more
+    assert not_taken < 8 * MIB  # an earlier peak does not count

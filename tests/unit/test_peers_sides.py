@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,10 @@ import numpy as np
 import pytest
 
 from nvme_offload.errors import CorruptionError, UnsupportedError
+from sweeps.compare.worker import Shared
 from sweeps.peers import fio
-from sweeps.peers.bare import Bare
-from sweeps.peers.ours import Ours
-from sweeps.peers.plan import Job
-from sweeps.peers.rig import Buffers, Rig, require_read, spoil
+from sweeps.peers.buffers import fill, require_read, spoil
+from sweeps.peers.job import Job
 
 MIB = 1 << 20
 
@@ -25,16 +23,8 @@ def job(direction: str, **changes: Any) -> Job:
         "thread_count": 1,
         "memory": "huge",
     }
-    sizes = {"footprint_bytes": 4 * MIB, "request_bytes": 4 * MIB, "requests": 1, "passes": 1}
+    sizes = {"request_bytes": 4 * MIB, "requests": 1}
     return Job(**{"direction": direction, **settings, **sizes, **changes})
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Any:
-    rig = Rig(tmp_path, 4 * MIB, Buffers(4 * MIB))
-    yield rig
-    rig.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def fio_output(job_: Job, milliseconds: dict[str, int], nbytes: int) -> dict[str, Any]:
@@ -71,9 +61,10 @@ def test_fio_that_moved_too_little_is_refused() -> None:
     ],
 )
 def test_fio_has_as_many_threads_and_blocks_in_flight(
-    rig: Rig, asked: Job, jobs: int, threads: int, depth: int
+    tmp_path: Path, asked: Job, jobs: int, threads: int, depth: int
 ) -> None:
-    command = fio.Fio.command(object.__new__(_PlainFio), rig, asked)
+    place: Any = Shared(tmp_path, direct=True)
+    command = fio.Fio.command(object.__new__(_PlainFio), place, asked)
     assert (f"--numjobs={threads}" in command, f"--iodepth={depth}" in command) == (True, True)
     assert sum(word.startswith("--name=") for word in command) == jobs
     assert f"--size={4 * MIB // threads}" in command
@@ -83,24 +74,9 @@ class _PlainFio(fio.Fio):
     _options = frozenset()
 
 
-@pytest.mark.parametrize("side", ["ours", "ours+checksum", "bare", "fio"])
-@pytest.mark.parametrize("direction", ["read", "write", "mixed"])
-def test_sides_move_all_bytes(rig: Rig, side: str, direction: str) -> None:
-    if side == "fio" and shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
-    name, *options = side.split("+")
-    peer = {"ours": Ours, "bare": Bare, "fio": fio.Fio}[name](frozenset(options))
-    asked = job(direction, footprint_bytes=MIB, request_bytes=MIB // 2, requests=8, passes=2)
-    found = peer.run(rig, asked)
-    assert found.nbytes == (16 if direction == "mixed" else 8) * MIB
-    assert found.seconds > 0
-    expected = np.fromfile(rig.path("read"), np.uint8)
-    stamps = expected.view(np.uint64)[::512]
-    assert stamps.tolist() == list(range(1, 1025))
-
-
 def test_a_page_that_was_not_read_is_noticed() -> None:
-    buffer = Buffers(MIB).get("small", 0).copy()
+    buffer = np.zeros(MIB, np.uint8)
+    fill(buffer, 0)
     require_read(buffer, "nobody")
     buffer.view(np.uint64)[512 * 7] = 7
     with pytest.raises(CorruptionError, match="28 KiB"):

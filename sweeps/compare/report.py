@@ -1,0 +1,243 @@
+"""The results of a comparison, and its report in Markdown. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from nvme_offload.units import format_bytes
+
+from ..report import Spread, document, escaped, listed, ratios, spread, table
+from .plan import Setting, describe
+
+HOW = (
+    "Each round runs every task, and each task runs all sides one after another; the next round starts with another side and reverses the order. A ratio is "
+    "the median over the rounds of the ratio within one round, with the range of all rounds (the middle 80 % of ten or more) in brackets. Sides of different "
+    "libraries run in separate processes, so memory and CPU are measured per library. Sides that take the caller's memory get the same: huge pages, faulted in "
+    "before the clock starts. DeepSpeed's op gets memory from its own allocator, because it copies any other.",
+    "All clocks stop after fdatasync or its equivalent. A file to read is dropped from the page cache before the clock starts, which mincore confirms, and is "
+    "fully in memory when it stops: sides that map a file touch every page. The first round compares every byte outside the timed part. fio uses its own "
+    "memory, whose contents are not checked.",
+    "Each side gets the fastest of its candidate settings, measured just before by the geometric mean over large and 1 MiB tensors (for a checkpoint: "
+    "by writing one). A setting within 2 % of the fastest that stands earlier in the plan is preferred.",
+    "Memory is the peak resident size above the level at the start, when the data to write or the memory to read into is already allocated; only a checkpoint "
+    "is read into memory allocated on the way. Locked memory includes the data. fio's figure is of its whole process. The kernel counts to within 2 MB.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a side. position: in the order of its round. Other fields as in `Measurement`."""
+
+    task: str
+    side: str
+    round: int
+    position: int
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    extra_bytes: int
+    locked_bytes: int
+    cached_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskFacts:
+    """A task of the run: *nbytes* in total, *requests* tensors per direction."""
+
+    name: str
+    title: str
+    direction: str
+    nbytes: int
+    requests: int
+    checkpoint: bool = False
+
+    @property
+    def text(self) -> str:
+        """For people: "read 1024 x 1 MiB"."""
+        if self.checkpoint:
+            return f"{self.title} {self.requests} tensors, {self.nbytes / 1e9:.2f} GB"
+        each = self.nbytes // self.requests // (2 if self.direction == "mixed" else 1)
+        return f"{self.title} {self.requests} x {format_bytes(each)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SideFacts:
+    """A side of the run. done: when the report counts its bytes as moved. tried: its candidate
+    settings with their speeds.
+    """
+
+    name: str
+    title: str
+    version: str
+    done: str
+    setting: Setting
+    tried: tuple[dict[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A side, by its title, that did not run *task* (or any task, where that is empty)."""
+
+    side: str
+    task: str
+    reason: str
+
+
+@dataclasses.dataclass
+class Results:
+    """facts: machine and command, by name. size_bytes: the argument of `--size`."""
+
+    facts: dict[str, str]
+    size_bytes: int
+    reference: str
+    tasks: list[TaskFacts]
+    sides: list[SideFacts] = dataclasses.field(default_factory=list)
+    runs: list[Run] = dataclasses.field(default_factory=list)
+    skipped: list[Skipped] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A side at a task. advantage: the reference's speed over this side's in the same round, or None
+    without common rounds. CPU and memory are medians.
+    """
+
+    gb_per_second: Spread
+    advantage: Spread | None
+    cpu_seconds_per_gib: float
+    extra_bytes: float
+    locked_bytes: float
+    cached_bytes: float
+
+
+def rows(results: Results, task: TaskFacts) -> dict[str, Row]:
+    """The sides that ran *task*, by name."""
+    frame = pd.DataFrame([run for run in results.runs if run.task == task.name])
+    if frame.empty:
+        return {}
+    frame["speed"] = frame.nbytes / frame.seconds
+    frame["cpu"] = frame.cpu_seconds / frame.nbytes * (1 << 30)
+    by_side = {name: runs.set_index("round") for name, runs in frame.groupby("side")}
+    reference = by_side.get(results.reference)
+    found = {}
+    for name, runs in by_side.items():
+        common = [] if reference is None else ratios(reference.speed, runs.speed)
+        middle = runs.median(numeric_only=True)
+        found[name] = Row(
+            spread(runs.speed / 1e9),
+            spread(common) if len(common) else None,
+            middle.cpu,
+            *(middle.extra_bytes, middle.locked_bytes, middle.cached_bytes),
+        )
+    return found
+
+
+def render(results: Results) -> str:
+    """The report in Markdown."""
+    by_task = {task: found for task in results.tasks if (found := rows(results, task))}
+    tensors = [task for task in by_task if not task.checkpoint]
+    checkpoints = [task for task in by_task if task.checkpoint]
+    reference = next(
+        (side.title for side in results.sides if side.name == results.reference), results.reference
+    )
+    measures: list[tuple[str, Callable[[Row], str]]] = [
+        ("GB/s", lambda row: f"{row.gb_per_second.median:.3g}"),
+        ("CPU seconds per GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}"),
+        ("memory of the process, without the data, MB", lambda row: _mb(row.extra_bytes)),
+        ("left in the page cache, MB", lambda row: _mb(row.cached_bytes)),
+        ("locked or pinned, with the data, MB", lambda row: _mb(row.locked_bytes)),
+    ]
+    parts = ["# This engine compared with others", listed(results.facts), *results.notes]
+    parts += [f"## Speed: {reference} in GB/s, and how many times as fast as each other side it is"]
+    parts += [_advantages(results, by_task, tasks) for tasks in (tensors, checkpoints) if tasks]
+    parts.append("## All sides, medians")
+    for title, cell in measures:
+        for tasks in filter(None, (tensors, checkpoints)):
+            parts += [f"{title}:", _matrix(results, by_task, tasks, cell)]
+    settings = [
+        (side.title, side.version, describe(side.setting), len(side.tried) or 1, side.done)
+        for side in results.sides
+    ]
+    columns = ("side", "version", "setting", "of candidates", "its clock stops after")
+    parts += ["## Versions and settings", table(columns, _escaped(settings))]
+    if results.skipped:
+        skipped = [(skip.side, skip.task or "all", skip.reason) for skip in results.skipped]
+        parts += ["Skipped:", table(("side", "task", "reason"), _escaped(skipped))]
+    if tried := list(_tried(results)):
+        size = format_bytes(results.size_bytes)
+        parts += [
+            f"Candidates, in GB/s, before the runs of {size}:",
+            table(("side", "setting", "speeds", ""), _escaped(tried)),
+        ]
+    return document(*parts, "## How it was measured", *HOW)
+
+
+def _advantages(
+    results: Results, by_task: dict[TaskFacts, dict[str, Row]], tasks: Sequence[TaskFacts]
+) -> str:
+    """A row per task: the reference's speed, and its ratio to each side of other libraries."""
+    others = [
+        side
+        for side in results.sides
+        if not side.name.startswith("ours") and any(side.name in by_task[task] for task in tasks)
+    ]
+    lines = [
+        (
+            task.text,
+            f"{ours.gb_per_second.median:.2f}" if (ours := found.get(results.reference)) else "",
+            *(_advantage(found.get(side.name)) for side in others),
+        )
+        for task in tasks
+        for found in [by_task[task]]
+    ]
+    return table(("", "ours", *(escaped(side.title) for side in others)), lines)
+
+
+def _advantage(row: Row | None) -> str:
+    if row is None or row.advantage is None:
+        return ""
+    low, median, high = (f"{value:.2f}" for value in row.advantage)
+    return f"{median}×" if low == high else f"{median}× ({low}–{high})"  # noqa: RUF001
+
+
+def _matrix(
+    results: Results,
+    by_task: dict[TaskFacts, dict[str, Row]],
+    tasks: Sequence[TaskFacts],
+    cell: Callable[[Row], str],
+) -> str:
+    """A row per side, a column per task."""
+    lines = [
+        (escaped(side.title), *(cell(row) if row else "" for row in found))
+        for side in results.sides
+        if any(found := [by_task[task].get(side.name) for task in tasks])
+    ]
+    return table(("", *(task.text for task in tasks)), lines)
+
+
+def _tried(results: Results) -> list[tuple[str, ...]]:
+    texts = {task.name: task.text for task in results.tasks}
+    return [
+        (
+            side.title,
+            describe(entry["setting"]),
+            ", ".join(f"{texts[name]} {value}" for name, value in entry["gb_per_second"].items())
+            or "failed",
+            "chosen" if entry["setting"] == side.setting else "",
+        )
+        for side in results.sides
+        for entry in side.tried
+    ]
+
+
+def _escaped(lines: Sequence[Sequence[Any]]) -> list[list[str]]:
+    return [[escaped(" ".join(str(cell).split())) for cell in line] for line in lines]
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f}" if nbytes >= 9.5e5 or nbytes < 5e4 else f"{nbytes / 1e6:.1f}"
