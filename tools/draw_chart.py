@@ -1,28 +1,30 @@
-"""Draws docs/step-time-and-memory.svg, the README's chart, from reports/training-h200.json:
-python tools/draw_chart.py.
+"""Draw docs/step-time-and-memory.svg, the README's chart, from reports/training-h200.md: `python
+tools/draw_chart.py`.
 
-The SVG has a background of its own and follows the reader's light or dark scheme, so that it can be
-read on any page.
+The SVG draws its own background and follows the reader's light or dark scheme, so any page can show
+it.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
-REPORT = ROOT / "reports" / "training-h200.json"
+REPORT = ROOT / "reports" / "training-h200.md"
 CHART = ROOT / "docs" / "step-time-and-memory.svg"
 
-# Variants of the report, from top to bottom, with what the reader is told of each.
+# Variants of the report from top to bottom: their names there, and the two labels of the bar.
 LABELS = {
-    "stock-nvme": ("DeepSpeed 0.19.8", "optimizer states on NVMe"),
-    "ours-third": ("nvme-offload", "optimizer states on NVMe, host_memory 7.6 GB"),
-    "ours-both-third": ("nvme-offload", "parameters on NVMe too, host_memory 5.4 GB"),
-    "ours-all": ("nvme-offload", "host_memory 23.5 GB: all states fit"),
+    "DeepSpeed, optimizer on NVMe": ("DeepSpeed 0.19.8", "optimizer states on NVMe"),
+    "ours, optimizer on NVMe, 7.6 GB": (
+        "nvme-offload",
+        "optimizer states on NVMe, host_memory 7.6 GB",
+    ),
+    "ours, both on NVMe, 5.4 GB": ("nvme-offload", "parameters on NVMe too, host_memory 5.4 GB"),
+    "ours, optimizer on NVMe, 23.5 GB": ("nvme-offload", "host_memory 23.5 GB: all states fit"),
 }
 BAR_WIDTH, VALUE_WIDTH = 190, 80
 ROW_HEIGHT, TOP, MARGIN = 54, 104, 20
@@ -46,42 +48,31 @@ STYLE = """
 
 
 class Bar(NamedTuple):
-    """One variant: seconds of a step, and bytes of host memory at the peak."""
+    """One variant: seconds of a step, and peak host memory in GB."""
 
     variant: str
     step_seconds: float
-    peak_bytes: float
+    peak_gb: float
 
 
-def bars(report: dict[str, Any]) -> list[Bar]:
-    """One bar for each of LABELS: medians over the rounds, a round's step being the median of its
-    steps past the settling ones.
-    """
-    found = []
-    for name in LABELS:
-        runs = [run for run in report["runs"] if run["variant"] == name and not run["error"]]
-        found.append(
-            Bar(
-                name,
-                statistics.median(
-                    step_seconds(run["phases"], report["plan"]["settling_steps"]) for run in runs
-                ),
-                statistics.median(
-                    max(phase["peak_bytes"] for phase in run["phases"]) for run in runs
-                ),
-            )
+def bars(report: str) -> list[Bar]:
+    """One bar for each of LABELS, from the tables of the report in Markdown."""
+    return [
+        Bar(
+            variant,
+            float(cell(report, "Seconds a step", variant, "step")),
+            float(cell(report, "Host memory", variant, "peak")),
         )
-    return found
+        for variant in LABELS
+    ]
 
 
-def step_seconds(phases: list[dict[str, Any]], settling_steps: int) -> float:
-    """The median time of the steps of one run, without its first *settling_steps*."""
-    steps: dict[int, float] = {}
-    for phase in phases:
-        if phase["step"] is not None and phase["step"] >= settling_steps:
-            steps.setdefault(phase["step"], 0.0)
-            steps[phase["step"]] += phase["ended"] - phase["began"]
-    return statistics.median(steps.values())
+def cell(report: str, section: str, row: str, column: str) -> str:
+    """The cell of the first table below the heading *section*."""
+    lines = report.partition(f"## {section}\n")[2].splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    head = next(cells for cells in table if column in cells)
+    return next(cells for cells in table if cells[0] == row)[head.index(column)]
 
 
 def panel(found: list[Bar], left: int, title: str, values: list[float], unit: str) -> list[str]:
@@ -90,7 +81,7 @@ def panel(found: list[Bar], left: int, title: str, values: list[float], unit: st
     for row, (bar, value) in enumerate(zip(found, values, strict=True)):
         width = max(2, round(value / max(values) * BAR_WIDTH))
         top = TOP + row * ROW_HEIGHT + 20
-        side = "theirs" if bar.variant.startswith("stock") else "ours"
+        side = "ours" if bar.variant.startswith("ours") else "theirs"
         lines += [
             f'<rect class="{side}" x="{left}" y="{top}" width="{width}" height="20" rx="3"/>',
             f'<text x="{left + width + 8}" y="{top + 15}">{value:.1f} {unit}</text>',
@@ -98,20 +89,18 @@ def panel(found: list[Bar], left: int, title: str, values: list[float], unit: st
     return lines
 
 
-def svg(report: dict[str, Any]) -> str:
+def svg(report: str) -> str:
     """The chart of *report*."""
     found = bars(report)
-    speeds = {
-        way: statistics.median(turn[way] for turn in report["speeds"]) / 1e9
-        for way in ("read", "write")
-    }
-    title = f"ZeRO-3 training, 1.6 billion parameters, one {report['facts']['accelerator']}"
+    read, write = re.search(r": read ([\d.]+) .*? write ([\d.]+) ", report).groups()  # type: ignore[union-attr]
+    accelerator = re.search("- accelerator: (.*)", report)[1]  # type: ignore[index]
+    title = f"ZeRO-3 training, 1.6 billion parameters, one {accelerator}"
     text = (
-        f"Virtual drive: {speeds['read']:.1f} GB/s read, {speeds['write']:.1f} GB/s write. "
+        f"Virtual drive: {float(read):.1f} GB/s read, {float(write):.1f} GB/s write. "
         "Every run ends with the same weights."
     )
     told = "; ".join(
-        f"{', '.join(LABELS[bar.variant])}: {bar.step_seconds:.1f} s, {bar.peak_bytes / 1e9:.1f} GB"
+        f"{', '.join(LABELS[bar.variant])}: {bar.step_seconds:.1f} s, {bar.peak_gb:.1f} GB"
         for bar in found
     )
     height = TOP + len(found) * ROW_HEIGHT + 6
@@ -135,13 +124,13 @@ def svg(report: dict[str, Any]) -> str:
     left = MARGIN
     lines += panel(found, left, "Time of a step", [bar.step_seconds for bar in found], "s")
     left += BAR_WIDTH + VALUE_WIDTH + MARGIN
-    lines += panel(found, left, "Peak host memory", [bar.peak_bytes / 1e9 for bar in found], "GB")
+    lines += panel(found, left, "Peak host memory", [bar.peak_gb for bar in found], "GB")
     return "\n".join([*lines, "</svg>", ""])
 
 
 def main() -> None:
     """Write the chart."""
-    CHART.write_text(svg(json.loads(REPORT.read_text(encoding="utf-8"))), encoding="utf-8")
+    CHART.write_text(svg(REPORT.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

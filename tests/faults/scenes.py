@@ -16,7 +16,7 @@ from nvme_offload.files import commit
 from nvme_offload.hardware.profile import Profile
 
 ROOT = Path(__file__).parents[2]
-_PROFILE = ROOT / "reports" / "vda-2026-11-21" / "profile.json"
+_PROFILE = ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json"
 _CONFIG = '{\n  // mine\n  "aio": {"block_size": 1048576},\n  "mine": "' + "x" * 9000 + '"\n}\n'
 _CHANGED = ds_config.edit(_CONFIG, {"block_size": 4 << 20})
 

@@ -77,7 +77,7 @@ def count(request: pytest.FixtureRequest) -> int:
 
 def test_profiles(count: int, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    saved = Profile.load(ROOT / "reports" / "vda-2026-11-21" / "profile.json")
+    saved = Profile.load(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")
     path.write_text(saved.to_json())
     saved = Profile.load(path)
     ends = campaign({path: damage.TEXT}, lambda: Profile.load(path) == saved, count, 1)

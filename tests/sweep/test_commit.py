@@ -22,7 +22,7 @@ from pathlib import Path
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.sweep import results
 from nvme_offload.sweep.progress import Progress
-profile = Profile.load({str(ROOT / "reports" / "vda-2026-11-21" / "profile.json")!r})
+profile = Profile.load({str(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")!r})
 results.write_report(profile, "drive", Path(sys.argv[1]), Progress(sys.stderr))
 """
 
@@ -78,7 +78,7 @@ from nvme_offload.sweep import cli, results
 from nvme_offload.sweep.progress import Progress
 
 what, root, listener, step = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-profile = Profile.load({str(ROOT / "reports" / "vda-2026-11-21" / "profile.json")!r})
+profile = Profile.load({str(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")!r})
 drawn = charts.of(profile) if what == "report" else None
 charts.of = lambda _: drawn  # once for all
 signal.signal(signal.SIGTERM, cli._stop)

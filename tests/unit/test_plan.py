@@ -267,7 +267,7 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
 
 
 # And 400 million on a machine with 2 processors, no GPU and other work,
-# reports/training-vda-busy.md and training-vda-others.md: only what the drive bounds.
+# Training on 2 cores: only what the drive bounds.
 
 
 @pytest.mark.parametrize(
