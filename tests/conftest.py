@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parent))  # for `ports`
 
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "extensions")
 )
+
+# Hypothesis fails an example that takes longer than 200 ms, and data that take long to draw.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 Mount = Callable[[str], Path]
 
