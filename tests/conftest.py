@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parent))  # for `ports`
 
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "extensions")
 )
-
-# Hypothesis fails an example that takes longer than 200 ms, and data that take long to draw.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
 
 Mount = Callable[[str], Path]
 
@@ -66,6 +61,13 @@ FITHAW = 0xC0045878
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that this file reads."""
+    with contextlib.suppress(ImportError):  # tests/gpu do without it
+        from hypothesis import HealthCheck, settings
+
+        # By default an example fails that takes longer than 200 ms, and data that take long to draw.
+        too_slow = [HealthCheck.too_slow]
+        settings.register_profile("untimed", deadline=None, suppress_health_check=too_slow)
+        settings.load_profile("untimed")
     # A job in the background of a shell, or under nohup, ignores signals, and so would every
     # interpreter that a test starts and sends them to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
