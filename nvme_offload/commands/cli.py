@@ -321,9 +321,10 @@ def run(started: tuple[str, ...]) -> int:
       nvme-offload run -- llamafactory-cli train train.yaml
       nvme-offload run -- python train.py
 
-    What the DeepSpeed configuration puts on "device": "nvme" then goes through this package. A
-    configuration that has the section "nvme_offload" does not need this command. The "--" may be
-    left out. COMMAND must use the Python environment that this package is installed in.
+    What the DeepSpeed configuration puts on "device": "nvme" then goes through this package. An
+    import of DeepSpeed fails if this package does not work with it. The "--" may be left out.
+    COMMAND must use the Python environment that this package is installed in, and must keep
+    PYTHONPATH, which this command extends.
 
     Exit status, signals and standard streams are those of COMMAND; 127 if there is no such
     command, 126 if it cannot be executed.

@@ -23,7 +23,6 @@ _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s
 
 # object, attribute and DeepSpeed's own value, in the order of replacement
 _replaced: list[tuple[Any, str, Any]] = []
-_disabled = False  # by `disable`, after which a configuration alone enables nothing
 
 
 def enable() -> None:
@@ -97,12 +96,8 @@ def enable() -> None:
 def disable() -> None:
     """Restore DeepSpeed as it was before `enable`.
 
-    Engines that exist keep this package's parts and keep working. From now on, a configuration with
-    the section "nvme_offload" enables nothing by itself (`nvme_offload.autoload`); `enable` does. A
-    second call does nothing.
+    Engines that exist keep this package's parts and keep working. A second call does nothing.
     """
-    global _disabled
-    _disabled = True
     if not _replaced:
         return
     from . import op
@@ -112,11 +107,6 @@ def disable() -> None:
         setattr(owner, name, original)
     op.remove()
     _be_quiet()
-
-
-def _enable_unless_disabled() -> None:
-    if not _disabled:
-        enable()
 
 
 def _be_quiet() -> None:

@@ -40,7 +40,7 @@ def without_our_lines(name: str, to: Path) -> Path:
 
 @pytest.mark.deepspeed
 @needs("deepspeed", "transformers", "accelerate")
-def test_accelerate_by_yaml_alone(place, installed):
+def test_run_starts_accelerate_without_a_change_to_the_script(place):
     config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL)
     yaml = (EXAMPLES / "accelerate.yaml").read_text()
     yaml = yaml.replace("ds_config_auto.json", str(config)).replace(
@@ -48,9 +48,9 @@ def test_accelerate_by_yaml_alone(place, installed):
     )
     (place / "accelerate.yaml").write_text(yaml)
     script = without_our_lines("train_accelerate.py", place)
-    launch = [*ACCELERATE, "--config_file", place / "accelerate.yaml"]
+    launch = [ACCELERATE[0], *RUN, *ACCELERATE, "--config_file", place / "accelerate.yaml"]
     command = [*launch, "--main_process_port", str(free_port()), script, "--steps", "10"]
-    (ours,) = run_well(command, PYTHONPATH=installed)
+    (ours,) = run_well(command)
     assert "host memory for offload" in ours.said
     losses = [float(loss.rpartition(" ")[2]) for loss in ours.losses]
     assert len(losses) == 10
@@ -59,7 +59,7 @@ def test_accelerate_by_yaml_alone(place, installed):
 
 @pytest.mark.deepspeed
 @needs("deepspeed")
-def test_run_starts_the_deepspeed_launcher(place, installed):
+def test_run_starts_the_deepspeed_launcher(place):
     config = configuration("ds_config.json", place / "drive", place, host_memory=SMALL)
     without = json.loads(config.read_text())
     without.pop("nvme_offload")
@@ -68,7 +68,7 @@ def test_run_starts_the_deepspeed_launcher(place, installed):
     script = without_our_lines("train_deepspeed.py", place)
     launch = [*DEEPSPEED[1:], "--num_gpus=1", "--master_port", str(free_port())]
     command = [DEEPSPEED[0], *RUN, DEEPSPEED[0], *launch, script, "--deepspeed", plain]
-    (ended,) = run_well(command, PYTHONPATH=installed)
+    (ended,) = run_well(command)
     assert "host memory for offload" in ended.said
     assert re.search(r"nvme_offload: step 1: .* waited .* for the drive", ended.said)
 

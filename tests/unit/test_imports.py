@@ -23,7 +23,7 @@ HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "optim", "store", "swap"},
-    "autoload": {"errors", "zero3"},
+    "autoload": set(),
     "units": set(),
     "errors": {"units"},
     "extension": {"_aio", "errors"},
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "zero3": MOVING | {"ds_config", "optimizer_states", "planning"},
     "report": HOST | {"ds_config", "planning"},
     "sweep": HOST | {"ds_config", "io", "planning", "report"},
-    "commands": HOST | {"autoload", "ds_config", "io", "optimizer_states", "planning", "zero3"},
+    "commands": HOST | {"ds_config", "io", "optimizer_states", "planning", "zero3"},
 }
 # What needs the standard library alone, but for this package.
 PURE = sorted({"errors", "units", "files", "hardware", "ds_config", "planning"})
