@@ -107,12 +107,9 @@ def imported_is_set_aside() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nobodys_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A user without profiles or interrupted sweeps, whoever runs the tests, and for the programs
-    that they start.
-    """
+    """A user without profiles, for the tests and for the programs that they start."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
-            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
 

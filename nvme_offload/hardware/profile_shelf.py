@@ -1,12 +1,10 @@
 """Where the profiles of this user's drives are kept: one for each drive, found again by any path on
-it, and the earlier ones as its history.
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
 import os
 import re
 import shlex
@@ -17,8 +15,6 @@ from ..files import commit
 from .drive import describe
 from .profile import Profile
 from .profile_grade import grade
-
-MOST_HISTORY = 32  # profiles of one drive; beyond, the oldest of the least evidence goes
 
 
 def directory() -> Path:
@@ -134,72 +130,6 @@ def better(profile: Profile) -> Profile | None:
     return None
 
 
-def remember(profile: Profile) -> Path:
-    """Add *profile* to its drive's history.
-
-    Parameters
-    ----------
-    profile : Profile
-        Of any grade; kept without the samples of its trials.
-
-    Returns
-    -------
-    Path
-        The file. Of more than `MOST_HISTORY` the oldest of those with the lowest grade is removed.
-
-    Raises
-    ------
-    UsageError, UnsupportedError, OSError
-        As `keep`.
-    """
-    place = _history_of(_identity(profile), profile.engine.get("name"))
-    commit.make_directory(place)
-    bare = dataclasses.replace(
-        profile,
-        trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
-        sustained=profile.sustained and dataclasses.replace(profile.sustained, samples=()),
-    )
-    name = re.sub(r"[^0-9A-Za-z]+", "-", profile.created)
-    path = place / f"{name}.json"
-    number = 1
-    while path.exists():  # of the same second
-        number += 1
-        path = place / f"{name}-{number}.json"
-    commit.write_file(path, bare.to_json())
-    kept = _readable(place)
-    while len(kept) > MOST_HISTORY:
-        oldest = min(kept, key=lambda one: (grade(kept[one]).level, _moment(kept[one]), one))
-        oldest.unlink(missing_ok=True)
-        del kept[oldest]
-    return path
-
-
-def history(path: str | Path, engine: str = "native") -> list[Profile]:
-    """What sweeps found of a drive, sweep by sweep.
-
-    Parameters
-    ----------
-    path : str or Path
-        Any path on the drive.
-    engine : str
-        "native" or "deepspeed".
-
-    Returns
-    -------
-    list of Profile
-        The oldest first, without the samples of their trials; what cannot be read is left out.
-
-    Raises
-    ------
-    UnsupportedError
-        As `directory`.
-    OSError
-        *path* cannot be looked at.
-    """
-    found = _readable(_history_of(describe(_nearest(path)).identity, engine))
-    return sorted(found.values(), key=_moment)
-
-
 def find(path: str | Path) -> Profile:
     """Find the profile of a drive, measured with this package's engine.
 
@@ -296,24 +226,3 @@ def _identity(profile: Profile) -> str:
 
 def _name(identity: str, engine: object = "native") -> str:
     return f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json"
-
-
-def _history_of(identity: str, engine: object = "native") -> Path:
-    return directory().parent / "history" / _name(identity, engine).removesuffix(".json")
-
-
-def _moment(profile: Profile) -> float:
-    """When it was made, in seconds; 0 where it does not say."""
-    try:
-        return datetime.datetime.fromisoformat(profile.created).timestamp()
-    except ValueError:
-        return 0.0
-
-
-def _readable(place: Path) -> dict[Path, Profile]:
-    """The profiles in the directory *place*, which need not be there, by file."""
-    found = {}
-    for file in sorted(place.glob("*.json")):
-        with contextlib.suppress(OSError, UsageError):
-            found[file] = Profile.load(file)
-    return found

@@ -1,10 +1,7 @@
-"""A drive profile for people: one HTML page, a Markdown text, a table of all trials and charts as
-PNG files; and two profiles side by side.
-"""
+"""The report on a drive's profile: one HTML page."""
 
 from __future__ import annotations
 
-from .comparison import Comparison, compare
-from .render import html, markdown, write
+from .render import html
 
-__all__ = ["Comparison", "compare", "html", "markdown", "write"]
+__all__ = ["html"]

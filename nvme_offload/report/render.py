@@ -1,16 +1,12 @@
-"""A profile as files for people: `report.html`, `report.md`, `trials.csv` and the charts as
-`charts/*.png`.
-"""
+"""A profile as one HTML page."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-import re
 import shlex
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvme_offload.ds_config.edit import aio_section, zero_infinity
@@ -53,42 +49,16 @@ _DRIVE_LABELS = {
 }
 
 
-def write(profile: Profile, directory: Path) -> list[Path]:
-    """Write all files into *directory*, which is made when it is missing, over what is there; the
-    paths written.
-
-    `profile.json` and `ds_config.json`, which the pages link to, are the caller's.
-    Raises: OSError when a file cannot be written.
-    """
-    drawn = charts.of(profile)
-    (directory / "charts").mkdir(parents=True, exist_ok=True)
-    written = [directory / "report.html", directory / "report.md", directory / "trials.csv"]
-    written[0].write_text(html(profile, drawn), encoding="utf-8")
-    written[1].write_text(markdown(profile, drawn), encoding="utf-8")
-    summary.frame(profile.trials).to_csv(written[2], index=False)
-    for chart in drawn.values():
-        written.append(directory / "charts" / f"{chart.name}.png")
-        chart.write_png(written[-1])
-    return written
-
-
-def html(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
-    """The page: one file that asks for nothing else, with *drawn* or all charts of the profile."""
+def html(profile: Profile) -> str:
+    """The page: one file that loads nothing else."""
     from markupsafe import Markup
 
     environment = environment_of_pages()
-    drawn = charts.of(profile) if drawn is None else drawn
+    drawn = charts.of(profile)
     drawings = _absent_are_none({name: Markup(chart.svg()) for name, chart in drawn.items()})
     return environment.get_template("report.html.j2").render(
         _context(profile, drawn), drawings=drawings, **page_parts(environment)
     )
-
-
-def markdown(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
-    """The same for a pull request; it shows the charts that `write` puts beside it."""
-    drawn = charts.of(profile) if drawn is None else drawn
-    text = environment_of_pages().get_template("report.md.j2").render(_context(profile, drawn))
-    return re.sub(r"\n{3,}", "\n\n", text)  # what is absent leaves its empty lines
 
 
 def environment_of_pages() -> jinja2.Environment:
@@ -116,9 +86,6 @@ def environment_of_pages() -> jinja2.Environment:
         label=wording.label,
         plural=wording.plural,
         code_spans=wording.code_spans,
-        code=wording.markdown_code,
-        cell=wording.markdown_cell,
-        prose=wording.markdown_prose,
     )
     return environment
 
@@ -185,7 +152,6 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "rated_bytes": traffic.rated_bytes(profile),
         "last_stage": summary.last_stage(profile.trials),
         "settings_tried": len({trial.setting for trial in profile.trials}),
-        "thread_counts": len({trial.thread_count for trial in profile.trials}),
         "seconds_measured": sum(trial.seconds for trial in profile.trials),
         "bytes_moved": sum(trial.bytes for trial in profile.trials),
         "path_literal": json.dumps(path),

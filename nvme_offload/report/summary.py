@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from nvme_offload.hardware.profile import (
     DEEPSPEED_DEFAULTS,
@@ -18,9 +18,6 @@ from nvme_offload.hardware.profile import (
     Setting,
     Trial,
 )
-
-if TYPE_CHECKING:
-    import pandas
 
 
 class Median(NamedTuple):
@@ -41,21 +38,6 @@ def sound(trials: Iterable[Trial]) -> list[Trial]:
     return [trial for trial in trials if not trial.flaw]
 
 
-def frame(trials: Iterable[Trial]) -> pandas.DataFrame:
-    """*trials*, one a row: a column for each field of `Trial` but the samples."""
-    import pandas
-
-    names = [field.name for field in dataclasses.fields(Trial) if field.name != "samples"]
-    return pandas.DataFrame(
-        [[getattr(trial, name) for name in names] for trial in trials], columns=names
-    )
-
-
-def _with_settings(trials: Iterable[Trial]) -> pandas.DataFrame:
-    rows = list(trials)
-    return frame(rows).assign(setting=[trial.setting for trial in rows])
-
-
 def reached(
     profile: Profile, phase: str, trials: Iterable[Trial] | None = None
 ) -> dict[Setting, Median]:
@@ -67,24 +49,21 @@ def reached(
     of the given count.
     """
     given = profile.trials if trials is None else trials
-    tried = _with_settings(trial for trial in sound(given) if trial.phase == phase)
-    found = tried.groupby("setting", sort=False).agg(
-        relative=("relative", "median"), trials=("phase", "size")
-    )
+    tried: dict[Setting, list[float]] = {}
+    for trial in sound(given):
+        if trial.phase == phase:
+            tried.setdefault(trial.setting, []).append(trial.relative)
     groups = (profile.performance, profile.best)
     judged = {best.setting: best.relative for best in profile.finals.get(phase, ())} | {
         group[phase].setting: group[phase].relative for group in groups if phase in group
     }
     judged |= {trial.setting: 1.0 for trial in profile.trials if trial.control}
     level = control_gb_per_s(profile, phase) or 0.0
-    medians = {
-        row.Index: (judged.get(row.Index, float(row.relative)), int(row.trials))
-        for row in found.itertuples()
-    }
-    return {
-        setting: Median(level * relative, relative, count)
-        for setting, (relative, count) in medians.items()
-    }
+    found = {}
+    for setting, ratios in tried.items():
+        relative = judged.get(setting, statistics.median(ratios))
+        found[setting] = Median(level * relative, relative, len(ratios))
+    return found
 
 
 def phases_tried(trials: Iterable[Trial]) -> list[str]:
@@ -161,18 +140,21 @@ def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
     """By setting: the GB/s read and written at the same time, which make up what it `reached`, in the
     shares that were moved in the deciding stage where it was there, or else in all.
     """
-    mixed = _with_settings(trial for trial in sound(profile.trials) if trial.phase == "mixed")
-    late = mixed[mixed["stage"] == last_stage(profile.trials)]
-    # all trials of a setting that did not come so far
-    decided = mixed[mixed["setting"].isin(late["setting"]) == mixed.index.isin(late.index)]
-    found = decided.groupby("setting", sort=False)[["read_gb_per_s", "write_gb_per_s"]].median()
+    mixed = [trial for trial in sound(profile.trials) if trial.phase == "mixed"]
+    stage = last_stage(profile.trials)
+    late = {trial.setting for trial in mixed if trial.stage == stage}
+    moved: dict[Setting, list[Trial]] = {}
+    for trial in mixed:
+        if trial.stage == stage or trial.setting not in late:
+            moved.setdefault(trial.setting, []).append(trial)
     speeds = reached(profile, "mixed")
     both: dict[Setting, tuple[float, float]] = {}
-    for row in found.itertuples():
-        read, write = float(row.read_gb_per_s), float(row.write_gb_per_s)
+    for setting, each in moved.items():
+        read = statistics.median(trial.read_gb_per_s for trial in each)
+        write = statistics.median(trial.write_gb_per_s for trial in each)
         share = read / (read + write) if read + write else 0.5
-        whole = speeds[row.Index].gb_per_s
-        both[row.Index] = share * whole, (1 - share) * whole
+        whole = speeds[setting].gb_per_s
+        both[setting] = share * whole, (1 - share) * whole
     return both
 
 

@@ -35,33 +35,12 @@ class Table:
     strong: frozenset[int] = frozenset()
     words: frozenset[int] = frozenset({0})
 
-    def markdown(self) -> str:
-        """As a table of Markdown, without the caption."""
-        lines = [_cells(tuple(column.replace("\n", " ") for column in self.columns))]
-        lines += [
-            [f"**{cell}**" if cell and index in self.strong else cell for cell in row]
-            for index, row in enumerate(map(_cells, self.rows))
-        ]
-        rule = (
-            "|"
-            + "|".join(
-                "---" if index in self.words else "---:" for index in range(len(self.columns))
-            )
-            + "|"
-        )
-        header, *rows = ("| " + " | ".join(line) + " |" for line in lines)
-        return "\n".join([header, rule, *rows])
-
-
-def _cells(row: tuple[str, ...]) -> list[str]:
-    return [wording.markdown_cell(cell) for cell in row]
-
 
 def of(profile: Profile) -> dict[str, Table]:
     """The tables that *profile* has numbers for, by name."""
     every = (
-        *(steps, loads, wear, limits, latency, backends, best),
-        *(finalists, stages, stripe, health),
+        *(steps, loads, wear, limits, latency, backends),
+        *(finalists, stripe, health),
     )
     found = (make(profile) for make in every)
     return {table.name: table for table in found if table.rows}
@@ -252,25 +231,6 @@ def backends(profile: Profile) -> Table:
     )
 
 
-def best(profile: Profile) -> Table:
-    """The best setting of each phase, were it the only one that counts."""
-    rows = tuple(
-        (
-            PHASE_NAMES[phase],
-            *_setting_cells(found.setting),
-            wording.speed(found.gb_per_s),
-            wording.ratio(found.relative),
-            wording.interval(found),
-        )
-        for phase in PHASES
-        if (found := profile.best.get(phase)) is not None
-    )
-    columns = ("Load", *_SETTING_COLUMNS, "GB/s", "Over the\ndefaults", f"90{SPACE}% interval")
-    return Table(
-        "best", "The best setting of each load, were it the only one that counts", columns, rows
-    )
-
-
 _SETTING_COLUMNS = ("Block\nsize", "Queue\ndepth", "Threads", "In\nflight")
 
 
@@ -322,28 +282,6 @@ def finalists(profile: Profile) -> Table:
     )
     caption = f"The last stage ({stage}): GB/s, and the ratio to the defaults; the fastest under both at once first"
     return Table("finalists", caption, columns, tuple(rows), frozenset(strong), frozenset({0, 8}))
-
-
-def stages(profile: Profile) -> Table:
-    """The stages of the search, and what was left out of it."""
-    groups: dict[str, list[float]] = {}
-    settings: dict[str, set[Setting]] = {}
-    flaws = {trial.flaw for trial in profile.trials if trial.flaw}
-    for trial in profile.trials:
-        groups.setdefault(trial.flaw or trial.stage, []).append(trial.seconds)
-        settings.setdefault(trial.flaw or trial.stage, set()).add(trial.setting)
-    rows = tuple(
-        (
-            f"left out: {name}" if name in flaws else name,
-            str(len(settings[name])),
-            str(len(seconds)),
-            wording.duration(sum(seconds) / len(seconds)),
-        )
-        for name, seconds in groups.items()
-    )
-    return Table(
-        "stages", "The stages of the search", ("Stage", "Settings", "Trials", "A trial takes"), rows
-    )
 
 
 def stripe(profile: Profile) -> Table:

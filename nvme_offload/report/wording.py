@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +47,6 @@ def inverse_interval(other: Beside) -> str:
 def percent(share: float) -> str:
     """A share: "94 %"."""
     return f"{100 * share:.0f}{SPACE}%"
-
-
-def signed_percent(share: float) -> str:
-    """A change with its sign, "+17 %"."""
-    rounded = round(100 * share)
-    sign = "+" if rounded > 0 else "\N{MINUS SIGN}" if rounded < 0 else ""
-    return f"{sign}{abs(rounded)}{SPACE}%"
 
 
 def size(count: int) -> str:
@@ -151,24 +143,3 @@ def code_spans(text: str) -> Markup:
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-
-
-def markdown_cell(value: Any) -> str:
-    """*value* as text in a Markdown table or line: no cell ends early, and no markup begins."""
-    text = html.escape(str(value), quote=False).replace(SPACE, " ").replace("\n", " ")
-    return "".join(f"\\{letter}" if letter in "\\|*_`[]" else letter for letter in text)
-
-
-def markdown_code(text: str) -> str:
-    """*text* as code in a line of Markdown, whatever backticks it has."""
-    text = " ".join(text.split("\n"))
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
-
-
-def markdown_prose(text: str) -> str:
-    """A sentence as Markdown outside of a table: plain text, but for its code between backticks."""
-    return "".join(
-        part if index % 2 else markdown_cell(part)
-        for index, part in enumerate(re.split(r"(`[^`\n]+`)", text))
-    )

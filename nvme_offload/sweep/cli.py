@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -25,8 +26,7 @@ from nvme_offload.hardware.drive import Drive, short_name
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
 
-from . import launcher, preflight, results, space, specification
-from .journal import Journal, journal_path
+from . import launcher, preflight, results, space
 from .preflight import Refusal
 from .progress import Progress, describe
 from .tune import Options, fill, open_rig, tune
@@ -36,7 +36,6 @@ LEAST_SUSTAINED_BYTES = 1 << 30
 NOT_SO = 3  # the exit status where the answer is no
 
 _progress = Progress(sys.stderr)
-_journals: list[Journal] = []  # of the sweep that is under way
 
 
 def main() -> int:
@@ -67,11 +66,8 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """End at once: the files on the drive have no names and go with the process, whatever is still
     under way to them.
     """
-    resumable = (
-        "; --resume goes on from here" if any(journal.has_trials for journal in _journals) else ""
-    )
     _progress.say_at_once(
-        f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive{resumable}"
+        f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive"
     )
     commit.remove_unfinished()
     os._exit(128 + number)
@@ -150,20 +146,6 @@ _force_option = click.option(
     help="Then write so much, such as 64GiB, to see where the drive's cache ends.",
 )
 @click.option(
-    "--resume", is_flag=True, help="Go on with a sweep of the same drive that was interrupted."
-)
-@click.option(
-    "--spec",
-    metavar="SPEEDS",
-    help="Pass or fail against a data sheet, such as read=7000,write=5000,within=5% (MB/s, or with a unit).",
-)
-@click.option(
-    "--junit",
-    metavar="FILE",
-    type=_named,
-    help="Write the outcome, that of --spec too, as JUnit XML.",
-)
-@click.option(
     "--json",
     "json_to",
     metavar="[FILE]",
@@ -185,9 +167,6 @@ def command(
     backend: str,
     ranks: int | None,
     sustained: str | None,
-    resume: bool,
-    spec: str | None,
-    junit: Path | None,
     json_to: str | None,
     force: bool,
 ) -> int:
@@ -200,13 +179,13 @@ def command(
     node contend, and rank 0 reports for all nodes.
 
     \b
-    nvme-sweep show [PATH]                 print what was found before; --history: by every sweep
-    nvme-sweep compare A [B]               two profiles or reports side by side; A's last two sweeps
+    nvme-sweep show [PATH]                 print what was found before
+    nvme-sweep compare A B                 two profiles or reports side by side
     nvme-sweep check PATH --config FILE    whether a config's settings still hold
     deepspeed --hostfile=FILE --module nvme_offload.sweep PATH    every node's drive
 
-    Exit status: 0 tuned, and --spec is met; 3 it is not, or a config was not set because a profile
-    with more evidence is kept; 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 tuned; 3 a config was not set because a profile with more evidence is kept; 1
+    failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
     """
     # --json may stand before PATH, and then has taken it; no file has the name of a directory
     if json_to not in (None, "-") and Path(json_to).is_dir():
@@ -214,7 +193,6 @@ def command(
     if not paths:
         raise click.UsageError("Missing argument 'PATH...'")
     preflight.require_named(*paths, json_to)
-    wanted = _specification(spec)
     if not 1 <= seconds <= MOST_SECONDS:
         raise Refusal(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
     where = _place()
@@ -229,9 +207,8 @@ def command(
     if where is None or where.rank == 0:  # who alone writes to either; both may be shared
         places = [preflight.config_file(config) for config in configs]
         preflight.check_report_directory(report_dir)
-        for option, file in (("--junit", junit), ("--json", json_to)):
-            if file not in (None, "-"):
-                preflight.check_file(Path(file), option)
+        if json_to not in (None, "-"):
+            preflight.check_file(Path(json_to), "--json")
     # torch builds it under a lock, which a build that was killed leaves behind
     if engine == "deepspeed" and backend == "libaio":
         _progress.show(
@@ -241,7 +218,7 @@ def command(
     preflight.check_engine(engine, backend)
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
     options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))
-    profiles = _sweep(drives, options, resume)
+    profiles = _sweep(drives, options)
     kept = [results.keep(profile, force) for profile in profiles]
     nodes = [("", profiles)]
     if where and where.nodes > 1:
@@ -249,29 +226,14 @@ def command(
         nodes = launcher.gather(where, profiles, len(paths) * options.seconds)
     if not nodes:
         return 0
-    outcome = [
-        (_of_host(profile, host), specification.checks(profile, wanted))
-        for host, profiles in nodes
-        for profile in profiles
-    ]
-    notes = specification.lines(outcome) if wanted else []
-    notes += [each.note for each in kept if each.note]
+    notes = [each.note for each in kept if each.note]
     unset = places if any(each.refused for each in kept) else []
     notes += [f"{config}: not set, for the same reason." for config in unset]
     _report(nodes, notes, report_dir, [] if unset else places, json_to == "-")
-    if junit is not None:
-        commit.write_file(junit, specification.junit(outcome))
     if json_to not in (None, "-"):
-        commit.write_file(Path(json_to), specification.as_json(outcome))
-    met = wanted is None or all(specification.passed(found) for _, found in outcome)
-    return 0 if met and not unset else NOT_SO
-
-
-def _specification(text: str | None) -> specification.Specification | None:
-    try:
-        return specification.parse(text) if text is not None else None
-    except ValueError as error:
-        raise Refusal(f"--spec: {error}") from None
+        every = [_of_host(profile, host) for host, profiles in nodes for profile in profiles]
+        commit.write_file(Path(json_to), json.dumps(results.as_json(every), indent=2) + "\n")
+    return NOT_SO if unset else 0
 
 
 def _of_host(profile: Profile, host: str) -> Profile:
@@ -300,35 +262,20 @@ def _sustained_bytes(text: str | None) -> int:
     return wanted
 
 
-def _sweep(drives: Sequence[Drive], options: Options, resume: bool) -> list[Profile]:
+def _sweep(drives: Sequence[Drive], options: Options) -> list[Profile]:
     """The profile of each path; of several, with what they give together in each."""
     with contextlib.ExitStack() as locks:
         for found in drives:
             locks.enter_context(preflight.locked(Path(found.path), found))
         sizes = [preflight.file_bytes(options.size, found, options.ranks) for found in drives]
-        for found in drives:
-            _journals.append(
-                Journal(journal_path(found.identity, options.engine), options.asked(), resume)
-            )
-        if resume and not any(journal.begun for journal in _journals):
-            raise Refusal(
-                "there is no interrupted sweep of this drive to go on with: leave out --resume"
-            )
-        for journal in _journals:
-            for warning in journal.warnings:
-                _progress.say(f"nvme-sweep: {warning}")
         profiles = [
-            tune(*each, _progress)
-            for each in zip(drives, [options] * len(drives), sizes, _journals, strict=True)
+            tune(found, options, size, _progress) for found, size in zip(drives, sizes, strict=True)
         ]
         if len(drives) > 1:
             from .several import stripe
 
             together = stripe(profiles, drives, options, min(sizes), _progress)
             profiles = [dataclasses.replace(profile, stripe=together) for profile in profiles]
-        for journal in _journals:
-            journal.remove()
-        _journals.clear()
     return profiles
 
 
@@ -357,7 +304,7 @@ def _report(
             )
             report = results.write_report(profile, name, report_dir, _progress)
             said += [*results.summary(profile), "", f"Report: {report / 'report.html'}", ""]
-            printed.append(specification.without_samples(profile).to_json())
+            printed.append(results.without_samples(profile).to_json())
             if as_json:
                 _progress.say(f"report: {report}")
         if profiles[0].stripe:
@@ -385,30 +332,13 @@ def _report(
 
 @click.command(context_settings=_SETTINGS)
 @click.argument("path", metavar="[PATH]", required=False)
-@click.option(
-    "--history",
-    "with_history",
-    is_flag=True,
-    help="Every sweep of the drive of PATH, a directory, and what changed between them.",
-)
-def show(path: str | None, with_history: bool) -> None:
+def show(path: str | None) -> None:
     """Print what a sweep found for the drive of PATH, a profile.json or a report's directory;
     without PATH, a line on each drive that was swept.
     """
-    from . import history
     from .compare import load
 
     preflight.require_named(path)
-    if with_history:
-        if path is None:
-            raise click.UsageError("--history: name a directory on the drive")
-        found = _history(path, 1)
-        try:
-            in_use: Profile | None = load(Path(path))
-        except OffloadError:  # removed by hand, or damaged
-            in_use = None
-        results.print_out("\n".join(history.lines(found, in_use)) + "\n")
-        return
     if path is not None:
         try:
             profile = load(Path(path))
@@ -435,35 +365,16 @@ def show(path: str | None, with_history: bool) -> None:
     )
 
 
-def _history(path: str, least: int) -> list[Profile]:
-    """The sweeps of the drive of *path*. Raises: Refusal when there are fewer than *least*."""
-    from nvme_offload.hardware import profile_shelf
-
-    if not Path(path).is_dir():
-        raise Refusal(f"{path} is not a directory: give a directory on the drive")
-    found = profile_shelf.history(path)
-    if len(found) < least:
-        raise Refusal(
-            f"the history of the drive of {path} has {len(found)} of {least} sweeps: run nvme-sweep again, or name two profiles"
-        )
-    return found
-
-
 @click.command(context_settings=_SETTINGS)
 @click.argument("first", metavar="A")
-@click.argument("second", metavar="[B]", required=False)
-def compare(first: str, second: str | None) -> None:
+@click.argument("second", metavar="B")
+def compare(first: str, second: str) -> None:
     """Two profiles side by side: drives, kernels, settings, and what B gives over A. Each is a
-    profile.json, a report's directory, or a directory on a drive that was swept. Without B, the
-    last two sweeps of the drive of A, a directory.
+    profile.json, a report's directory, or a directory on a drive that was swept.
     """
     from .compare import lines, load
 
     preflight.require_named(first, second)
-    if second is None:
-        one, other = _history(first, 2)[-2:]
-        results.print_out("\n".join(lines(one, other, ("the one before", "the last"))) + "\n")
-        return
     try:
         one, other = load(Path(first)), load(Path(second))
     except UsageError as error:

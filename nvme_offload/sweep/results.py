@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
@@ -39,11 +40,11 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
         commit.remove_abandoned(directory, r".+-\d{4}-\d\d-\d\d")
     wanted = directory / f"{name}-{profile.created[:10]}"
     with commit.partial_directory(wanted) as aside:
+        (aside / "report.html").write_text(render.html(profile), encoding="utf-8")
         (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
         (aside / "ds_config.json").write_text(
             ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8"
         )
-        render.write(profile, aside)
         commit.sync_tree(aside)
         return _named(aside, wanted)
 
@@ -69,8 +70,8 @@ class Kept:
 
 
 def keep(profile: Profile, force: bool) -> Kept:
-    """Put *profile* on its user's shelf, where `AioConfig.for_path` finds it, and into the drive's
-    history. One with more evidence is replaced only with *force*.
+    """Put *profile* on its user's shelf, where `AioConfig.for_path` finds it. One with more evidence
+    is replaced only with *force*.
     """
     if not profile.engine["direct"]:
         return Kept("Not kept for AioConfig.for_path: these are speeds of the page cache.")
@@ -79,8 +80,6 @@ def keep(profile: Profile, force: bool) -> Kept:
         better = None if force else profile_shelf.better(profile)
         if better is None:
             profile_shelf.keep(profile)
-        with contextlib.suppress(OSError):  # what is kept counts also without a history
-            profile_shelf.remember(profile)
     except (OffloadError, OSError) as error:
         return Kept(f"Not kept for AioConfig.for_path: {error}.")
     if better is not None:
@@ -208,6 +207,35 @@ def shelf_lines() -> list[str]:
             f"mixed {format_speed(mixed.gb_per_s)} GB/s{by}, evidence {grade(profile).name}"
         )
     return lines
+
+
+def as_json(profiles: Sequence[Profile]) -> dict[str, Any]:
+    """The outcome as plain values: of each profile whether its evidence is enough, and the profile."""
+    drives = []
+    for profile in profiles:
+        evidence = grade(profile)
+        passed = evidence.name != "poor"
+        found = {"name": "evidence", "passed": passed, "found": f"the evidence is {evidence}"}
+        bare = json.loads(without_samples(profile).to_json())
+        drives.append(
+            {
+                "path": profile.drive["path"],
+                "host": profile.engine.get("host"),
+                "passed": passed,
+                "grade": bare["grade"],
+                "checks": [found],
+                "profile": bare,
+            }
+        )
+    return {"passed": all(each["passed"] for each in drives), "drives": drives}
+
+
+def without_samples(profile: Profile) -> Profile:
+    """*profile* without the throughput over time of its trials, which is most of its bytes."""
+    return dataclasses.replace(
+        profile,
+        trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
+    )
 
 
 def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:

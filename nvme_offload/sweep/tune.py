@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
@@ -34,7 +34,6 @@ from nvme_offload.units import format_bytes, format_change
 
 from . import fio, health, space
 from .beside import by_turns, judged
-from .journal import Begun, Journal, Playback
 from .preflight import Refusal
 from .progress import Progress, describe
 from .search import Search, drive
@@ -56,6 +55,14 @@ RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and to drain
 WORTH = 1.03  # from here on another backend is recommended
 
 
+class Begun(NamedTuple):
+    """What a search begins with: measured speeds of the drive and of memory, and the time for it."""
+
+    bytes_per_second: float
+    copy_bytes_per_second: float
+    search_seconds: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What a sweep was asked for; the fields are the command's options."""
@@ -73,19 +80,8 @@ class Options:
         """What is asked of the filesystem."""
         return "auto" if self.force else True
 
-    def asked(self) -> dict[str, Any]:
-        """What a sweep that goes on with another one must have in common with it."""
-        names = ("seconds", "size", "engine", "backend", "ranks", "force")
-        return {
-            "version": __version__,
-            "kernel": platform.release(),
-            **{name: getattr(self, name) for name in names},
-        }
 
-
-def tune(
-    found: Drive, options: Options, file_bytes: int, journal: Journal, progress: Progress
-) -> Profile:
+def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) -> Profile:
     """Sweep the drive of *found* with files of *file_bytes* for each rank.
 
     Raises: Refusal when it cannot be measured; IOFailure, CorruptionError and the rest of what
@@ -100,27 +96,19 @@ def tune(
         )
     health_before = health.ask(found)
     thermometer = health.Thermometer(found)
-    if journal.begun:  # as much as was in use then
-        file_bytes = journal.begun.file_bytes // options.ranks
     with open_rig(found, file_bytes, options) as rig:
         if not rig.direct:
             warnings.append(
                 "Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive."
             )
-        share = FILL_SHARE * options.seconds if options.size is None and not journal.begun else None
+        share = FILL_SHARE * options.seconds if options.size is None else None
         speed = fill(rig, found, share, options.backend, progress)
-        begun = journal.begin(
-            journal.begun
-            or Begun(
-                file_bytes=rig.file_bytes,
-                bytes_per_second=speed,
-                copy_bytes_per_second=rig.memory_bytes_per_second(),
-                search_seconds=options.seconds
-                - _seconds_after(options)
-                - (time.monotonic() - began),
-            )
+        begun = Begun(
+            bytes_per_second=speed,
+            copy_bytes_per_second=rig.memory_bytes_per_second(),
+            search_seconds=options.seconds - _seconds_after(options) - (time.monotonic() - began),
         )
-        search, verdict = _search(rig, found, options, begun, journal, progress, thermometer)
+        search, verdict = _search(rig, found, options, begun, progress, thermometer)
         latencies = _latencies(rig, search, verdict, options, progress)
         beside = _beside(rig, verdict.chosen, options, progress)
         measured = _engine_facts(rig, begun, options)
@@ -214,7 +202,6 @@ def _search(
     found: Drive,
     options: Options,
     begun: Begun,
-    journal: Journal,
     progress: Progress,
     thermometer: health.Thermometer,
 ) -> tuple[Search, Verdict]:
@@ -226,7 +213,7 @@ def _search(
         else begun.copy_bytes_per_second * cpu_count
     )
     settings = space.grid(
-        options.backend, cpu_count, begun.bytes_per_second, begun.file_bytes // 2, options.ranks
+        options.backend, cpu_count, begun.bytes_per_second, rig.file_bytes // 2, options.ranks
     )
 
     def measure(ask: Ask) -> Result:
@@ -241,11 +228,14 @@ def _search(
         thermometer.look()
         return result
 
-    playback = Playback(journal, measure)
     search = Search(
-        settings, control, begun.search_seconds, playback.clock, carried if rig.direct else math.inf
+        settings,
+        control,
+        begun.search_seconds,
+        time.monotonic,
+        carried if rig.direct else math.inf,
     )
-    drive(search.asks(), playback.measure)
+    drive(search.asks(), measure)
     return search, decide(search.evidence, options.ranks)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import random
-import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -434,38 +433,12 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def check_markdown_tables(markdown: str) -> int:
-    """Every row of every table has as many cells as its header; the number of tables."""
-    tables = 0
-    lines = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL).split("\n")
-    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
-        if not line.startswith("|"):
-            continue
-        cells = len(re.findall(r"(?<!\\)\|", line)) - 1
-        assert line.endswith("|"), line
-        if before.startswith("|"):
-            assert cells == len(re.findall(r"(?<!\\)\|", before)) - 1, line
-        else:
-            assert before == "", "a table begins after an empty line"
-            assert re.fullmatch(r"\|(:?-+:?\|)+", after), after
-            tables += 1
-    return tables
-
-
 @functools.cache
 def page_of(shape: str) -> Page:
     """The page of one of SHAPES, taken apart."""
     from nvme_offload.report import html
 
     return Page(html(SHAPES[shape]()))
-
-
-@functools.cache
-def markdown_of(shape: str) -> str:
-    """The Markdown of one of SHAPES."""
-    from nvme_offload.report import markdown
-
-    return markdown(SHAPES[shape]())
 
 
 @pytest.fixture(scope="session")
@@ -481,6 +454,4 @@ def made_up() -> SimpleNamespace:
         control_speed=CONTROL_SPEED,
         page=Page,
         page_of=page_of,
-        markdown_of=markdown_of,
-        check_markdown_tables=check_markdown_tables,
     )

@@ -18,13 +18,10 @@ sys.path.append(str(Path(__file__).parent))  # for `swept_profiles`
 
 @pytest.fixture(autouse=True, scope="module")
 def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A user without GPUs, profiles or interrupted sweeps, and without a launcher, on every
-    machine.
-    """
+    """A user without GPUs, profiles and launcher, on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
-            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
         yield

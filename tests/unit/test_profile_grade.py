@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -225,54 +224,3 @@ def test_what_has_more_evidence_is_found_before_it_is_replaced(tmp_path: Path, s
     (kept,) = (shelf / "profiles").iterdir()
     kept.write_text("{")
     assert profile_shelf.better(poor) is None
-
-
-def test_the_history_has_every_sweep_in_the_order_of_time(tmp_path: Path, shelf: Path) -> None:
-    assert profile_shelf.history(tmp_path) == []
-    moments = [
-        "2026-01-02T03:00:00+00:00",
-        "2026-01-02T01:00:00-05:00",
-        "2026-01-02T04:00:00+00:00",
-    ]
-    for moment in moments:
-        profile_shelf.remember(profile(tmp_path, created=moment))
-    profile_shelf.remember(profile(tmp_path, engine={"name": "deepspeed"}))
-    found = profile_shelf.history(tmp_path / "not there yet")
-    assert [one.created for one in found] == [moments[0], moments[2], moments[1]]
-    assert found[0].trials == profile(tmp_path).trials
-    assert len(profile_shelf.history(tmp_path, "deepspeed")) == 1
-    # the profile that is used is kept elsewhere
-    assert not (shelf / "profiles").exists()
-
-
-def test_sweeps_of_the_same_second_are_two(tmp_path: Path) -> None:
-    for _ in range(3):
-        profile_shelf.remember(profile(tmp_path))
-    assert len(profile_shelf.history(tmp_path)) == 3
-
-
-def test_a_history_is_bounded_and_keeps_what_says_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profile_shelf, "MOST_HISTORY", 3)
-    for hour in range(3):
-        profile_shelf.remember(profile(tmp_path, created=f"2026-01-02T0{hour}:00:00+00:00"))
-    for hour in range(3, 6):
-        profile_shelf.remember(
-            profile(tmp_path, trials=(), created=f"2026-01-02T0{hour}:00:00+00:00")
-        )
-    found = profile_shelf.history(tmp_path)
-    assert [one.created[12] for one in found] == ["0", "1", "2"]
-    profile_shelf.remember(profile(tmp_path, created="2026-01-02T09:00:00+00:00"))
-    assert [one.created[12] for one in profile_shelf.history(tmp_path)] == ["1", "2", "9"]
-
-
-def test_samples_are_left_out_of_the_history(tmp_path: Path) -> None:
-    sampled = tuple(
-        dataclasses.replace(one, samples=((0.5, 1 << 30), (1.0, 2 << 30))) for one in evidence()
-    )
-    profile_shelf.remember(profile(tmp_path, trials=sampled))
-    (found,) = profile_shelf.history(tmp_path)
-    assert [one.samples for one in found.trials] == [()] * len(sampled)
-    assert [one.gb_per_s for one in found.trials] == [one.gb_per_s for one in sampled]
-    assert math.isclose(sum(one.seconds for one in found.trials), 0.6 * len(sampled))

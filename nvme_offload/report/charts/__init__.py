@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from nvme_offload.hardware.profile import Profile
 
-from . import grid, noise, over_time, speeds
+from . import grid, over_time, speeds
 from .canvas import Chart
 
 _ALL = (
     speeds.comparison,
     grid.heat_map,
-    grid.by_bytes_in_flight,
-    grid.by_threads,
-    speeds.trade_off,
-    noise.ranking,
-    noise.trials,
-    over_time.within_trials,
+    over_time.trials,
     speeds.latencies,
     over_time.sustained,
 )

@@ -13,10 +13,9 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..palette import LIGHT, STAND_INS, Palette, themed
+from ..palette import STAND_INS, Palette, themed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +25,6 @@ WIDTH = 360  # small enough that text stays readable when a telephone scales the
 TEXT, SMALL = 11.5, 10.0
 DASHED: tuple[int, tuple[float, ...]] = (0, (3, 2))
 DOTTED: tuple[int, tuple[float, ...]] = (0, (1, 2))
-MARKERS = {"read": "o", "write": "s", "mixed": "D"}
-_PNG_SCALE = 2  # pixels a point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,41 +60,6 @@ class Chart:
             )
         return _inline(text.getvalue(), self.name, self.alt)
 
-    def write_png(self, path: Path) -> None:
-        """Write the drawing, in the light colours, with its title above it."""
-        import matplotlib
-
-        with matplotlib.rc_context(_style(LIGHT)):
-            figure = self.draw(LIGHT)
-            figure.set_facecolor(LIGHT.panel)
-            width, height = figure.get_size_inches()
-            room = 30 / 72
-            for axes in figure.axes:
-                box = axes.get_position()
-                axes.set_position(
-                    (
-                        box.x0,
-                        box.y0 * height / (height + room),
-                        box.width,
-                        box.height * height / (height + room),
-                    )
-                )
-            figure.set_size_inches(width, height + room)
-            figure.text(
-                12 / WIDTH,
-                1 - 12 / 72 / (height + room),
-                self.title,
-                fontsize=TEXT + 1.5,
-                fontweight="bold",
-                va="top",
-            )
-            figure.savefig(
-                path,
-                format="png",
-                dpi=72 * _PNG_SCALE,
-                metadata={"Software": None, "Title": self.alt},
-            )
-
 
 def plot(
     height: float, *, left: float = 46, right: float = 14, top: float = 10, bottom: float = 42
@@ -131,30 +93,6 @@ def panels(
         hspace=gap / height,
     )
     return figure, list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
-
-
-def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], height: float) -> None:
-    """Name lines where they end, on the right: (y in data, text, colour) of each, moved apart where
-    two would touch.
-
-    Units: *height* of the axes in points; call it when the limits are set.
-    """
-    low, high = axes.get_ylim()
-    places = sorted(((y - low) / (high - low) * height, text, colour) for y, text, colour in ends)
-    tops: list[float] = []
-    for y, _, _ in places:
-        tops.append(max(y, tops[-1] + SMALL + 2.5) if tops else y)
-    over = max(0.0, tops[-1] - height) if tops else 0.0
-    for (_, text, colour), y in zip(places, tops, strict=True):
-        note(
-            axes,
-            text,
-            (1, (y - over) / height),
-            (5, 0),
-            colour,
-            xycoords="axes fraction",
-            va="center",
-        )
 
 
 def note(

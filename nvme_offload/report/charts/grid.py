@@ -7,15 +7,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile
 from nvme_offload.units import format_bytes
 
 from .. import summary, wording
 from ..palette import Palette
-from .canvas import DASHED, DOTTED, MARKERS, TEXT, WIDTH, Chart, label_ends, note, plot
+from .canvas import DASHED, TEXT, WIDTH, Chart, plot
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _LOADS = {"read": "reading", "write": "writing", "mixed": "reading and writing at once"}
@@ -160,164 +159,3 @@ def heat_map(profile: Profile) -> Chart | None:
         ),
         draw,
     )
-
-
-def by_threads(profile: Profile) -> Chart | None:
-    """The best ratio to the control at each thread count, by phase."""
-    curves: dict[str, dict[int, float]] = {}
-    for phase in PHASES:
-        for setting, reached in summary.reached(profile, phase).items():
-            curve = curves.setdefault(phase, {})
-            curve[setting.thread_count] = max(
-                curve.get(setting.thread_count, 0.0), reached.relative
-            )
-    counts = sorted({count for curve in curves.values() for count in curve})
-    if len(counts) < 2:
-        return None
-
-    def draw(palette: Palette) -> Figure:
-        figure, axes = plot(_HEIGHT, top=_TOP, bottom=_BOTTOM, right=_RIGHT)
-        for phase, curve in curves.items():
-            x = [counts.index(count) for count in sorted(curve)]
-            axes.plot(
-                x,
-                [curve[count] for count in sorted(curve)],
-                color=palette.phase(phase),
-                marker=MARKERS[phase],
-            )
-        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-        axes.margins(x=0.05)
-        axes.set_xlabel("threads")
-        _ratio_axis(axes, palette)
-        label_ends(
-            axes,
-            [
-                (curve[max(curve)], wording.PHASE_NAMES[phase], palette.phase(phase))
-                for phase, curve in curves.items()
-            ],
-            _HEIGHT - _TOP - _BOTTOM,
-        )
-        return figure
-
-    said = []
-    for phase, curve in curves.items():
-        top, one = max(curve, key=lambda count: curve[count]), min(curve)
-        beside = f", {wording.ratio(curve[one])} with {one}" if top != one else ""
-        said.append(f"{wording.PHASE_NAMES[phase]} {wording.ratio(curve[top])} with {top}{beside}")
-    return Chart(
-        "by-threads",
-        "What threads add",
-        f"The best at any block size and queue depth: {'; '.join(said)}.",
-        "A line for each load: the best setting at each number of threads. Dashed: DeepSpeed's defaults.",
-        ("Threads", *(wording.PHASE_NAMES[phase].capitalize() for phase in curves)),
-        tuple(
-            (
-                str(count),
-                *(
-                    wording.ratio(curve[count]) if count in curve else wording.NONE
-                    for curve in curves.values()
-                ),
-            )
-            for count in counts
-        ),
-        draw,
-    )
-
-
-def by_bytes_in_flight(profile: Profile) -> Chart | None:
-    """Every setting's ratio to the control against its bytes in flight, and the best of each, by
-    phase.
-    """
-    dots = {
-        phase: sorted(
-            (setting.bytes_in_flight, reached.relative)
-            for setting, reached in summary.reached(profile, phase).items()
-        )
-        for phase in PHASES
-        if phase in summary.phases_tried(profile.trials)
-    }
-    # sorted by ratio within an amount, so that the best one stays
-    best = {phase: dict(points) for phase, points in dots.items()}
-    amounts = sorted({amount for points in dots.values() for amount, _ in points})
-    if len(amounts) < 2:
-        return None
-
-    def draw(palette: Palette) -> Figure:
-        figure, axes = plot(_HEIGHT, top=_TOP, bottom=_BOTTOM, right=_RIGHT)
-        for phase, points in dots.items():
-            look: dict[str, Any] = {
-                "marker": MARKERS[phase],
-                "markersize": 3.4,
-                "linestyle": "",
-                "alpha": 0.4,
-                "markeredgewidth": 0,
-            }
-            axes.plot(*zip(*points, strict=True), color=palette.phase(phase), **look)
-            axes.plot(
-                list(best[phase]),
-                list(best[phase].values()),
-                color=palette.phase(phase),
-                linewidth=1.6,
-            )
-        axes.axvline(
-            profile.chosen.bytes_in_flight, color=palette.ink, linewidth=1, linestyle=DOTTED
-        )
-        axes.set_xscale("log", base=2)
-        lowest, highest = (math.floor(math.log2(amounts[0])), math.ceil(math.log2(amounts[-1])))
-        ticks = [
-            1 << power
-            for power in range(lowest, highest + 1, max(1, math.ceil((highest - lowest) / 4)))
-        ]
-        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
-        axes.set_xlabel(
-            "in flight: block size \N{MULTIPLICATION SIGN} queue depth \N{MULTIPLICATION SIGN} threads"
-        )
-        _ratio_axis(axes, palette)
-        late = profile.chosen.bytes_in_flight > amounts[len(amounts) // 2]
-        place, side = (profile.chosen.bytes_in_flight, 1.0), "right" if late else "left"
-        note(
-            axes,
-            "chosen",
-            place,
-            (-4 if late else 4, -2),
-            palette.ink,
-            xycoords=("data", "axes fraction"),
-            va="top",
-            ha=side,
-        )
-        ends = [
-            (best[phase][max(best[phase])], wording.PHASE_NAMES[phase], palette.phase(phase))
-            for phase in dots
-        ]
-        label_ends(axes, ends, _HEIGHT - _TOP - _BOTTOM)
-        return figure
-
-    phase = "mixed" if "mixed" in best else next(iter(best))
-    top = max(best[phase].values())
-    enough = min(amount for amount, relative in best[phase].items() if relative >= 0.97 * top)
-    return Chart(
-        "by-bytes-in-flight",
-        "How much needs to be in flight",
-        f"{wording.PHASE_NAMES[phase].capitalize()}: {format_bytes(enough)} in flight comes within 3{wording.SPACE}% of the best, {wording.ratio(top)}; "
-        f"chosen: {format_bytes(profile.chosen.bytes_in_flight)}.",
-        "A dot for each setting; the lines join the best at each amount. Where a line is flat, more in flight only costs memory. Dashed: the defaults.",
-        ("In flight", *(wording.PHASE_NAMES[phase].capitalize() for phase in best)),
-        tuple(
-            (
-                wording.size(amount),
-                *(
-                    wording.ratio(curve[amount]) if amount in curve else wording.NONE
-                    for curve in best.values()
-                ),
-            )
-            for amount in amounts
-        ),
-        draw,
-    )
-
-
-def _ratio_axis(axes: Axes, palette: Palette) -> None:
-    axes.axhline(1, color=palette.soft, linewidth=1, linestyle=DASHED)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}{wording.TIMES}")
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.9), max(high, 1.1))

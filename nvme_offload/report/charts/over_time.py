@@ -1,4 +1,4 @@
-"""Charts of throughput over time: within the trials that decided, and while writing on and on."""
+"""Charts over time: every trial of the sweep, and writing without a pause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.hardware.profile import PHASES, Profile
+from nvme_offload.hardware.profile import Profile
 from nvme_offload.planning import traffic
 
 from .. import summary, training, wording
@@ -19,42 +19,55 @@ if TYPE_CHECKING:
 _PANEL, _GAP = 74, 24
 
 
-def within_trials(profile: Profile) -> Chart | None:
-    """Throughput within the trials of the deciding stage: a panel for each phase."""
-    lines: dict[str, list[tuple[str, list[tuple[float, float]]]]] = {}
-    for trial in summary.decisive(profile):
-        if points := summary.slopes(trial.samples):
-            role = (
-                "chosen"
-                if trial.setting == profile.chosen
-                else "defaults"
-                if trial.control
-                else "others"
-            )
-            lines.setdefault(trial.phase, []).append((role, points))
-    phases = [phase for phase in summary.phases_tried(profile.trials) if phase in lines]
-    if not phases:
+def trials(profile: Profile) -> Chart | None:
+    """Every trial over the time of the sweep, a panel for each phase, with the control as a line:
+    what the drive did by itself.
+    """
+    runs = {
+        phase: points
+        for phase in summary.phases_tried(profile.trials)
+        if len(points := summary.control_runs(profile, phase)) > 1
+    }
+    if not runs:
         return None
 
     def draw(palette: Palette) -> Figure:
-        figure, axes_of = panels(len(phases), _PANEL, gap=_GAP, left=34, top=22)
-        for axes, phase in zip(axes_of, phases, strict=True):
-            looks: dict[str, dict[str, Any]] = {
-                "others": {"color": palette.soft, "alpha": 0.2, "linewidth": 0.8},
-                "defaults": {
-                    "color": palette.soft,
-                    "alpha": 0.85,
-                    "linewidth": 1.1,
-                    "linestyle": DASHED,
-                },
-                "chosen": {"color": palette.phase(phase), "linewidth": 1.6},
-            }
-            for role, look in looks.items():
-                for _, points in (line for line in lines[phase] if line[0] == role):
-                    axes.plot(*zip(*points, strict=True), **look)
-            axes.set_ylim(
-                0, 1.08 * max(speed for _, points in lines[phase] for _, speed in points) or 1
+        figure, axes_of = panels(len(runs), _PANEL, gap=_GAP, left=34, top=22)
+        for axes, (phase, control) in zip(axes_of, runs.items(), strict=True):
+            others = [
+                trial for trial in profile.trials if trial.phase == phase and not trial.control
+            ]
+            top = max(
+                [speed for _, speed in control]
+                + [trial.gb_per_s for trial in others if not trial.flaw]
             )
+            counted = [trial for trial in others if not trial.flaw]
+            left_out = [trial for trial in others if trial.flaw and trial.gb_per_s <= 1.1 * top]
+            look: dict[str, Any] = {"linestyle": "", "markersize": 3.6, "color": palette.soft}
+            axes.plot(
+                [t.started_seconds for t in counted],
+                [t.gb_per_s for t in counted],
+                marker="o",
+                alpha=0.45,
+                markeredgewidth=0,
+                **look,
+            )
+            axes.plot(
+                [t.started_seconds for t in left_out],
+                [t.gb_per_s for t in left_out],
+                marker="x",
+                alpha=0.8,
+                markeredgewidth=1.1,
+                **look,
+            )
+            axes.plot(
+                *zip(*control, strict=True),
+                color=palette.phase(phase),
+                marker="o",
+                markersize=3.6,
+                linewidth=1.4,
+            )
+            axes.set_ylim(0, 1.12 * top or 1)
             axes.margins(x=0.015)
             few_ticks(axes)
             axes.set_title(
@@ -64,60 +77,41 @@ def within_trials(profile: Profile) -> Chart | None:
                 color=palette.phase(phase),
                 pad=3,
             )
-        axes_of[-1].set_xlabel("seconds since the trial began")
+        axes_of[-1].set_xlabel("seconds since the sweep began")
         return figure
 
-    def change(phase: str, role: str) -> float | None:
-        """The last third of a trial over its first third, the median of its runs."""
-        ratios = []
-        for points in (
-            points for each, points in lines[phase] if each == role and len(points) >= 3
-        ):
-            speeds = [speed for _, speed in points]
-            third = len(speeds) // 3
-            if (first := statistics.fmean(speeds[:third])) > 0:
-                ratios.append(statistics.fmean(speeds[-third:]) / first - 1)
-        return statistics.median(ratios) if ratios else None
-
-    count = sum(map(len, lines.values()))
-    changes = {
-        phase: value
-        for phase in PHASES
-        if phase in phases and (value := change(phase, "chosen")) is not None
-    }
-    said = "; from its first to its last third the chosen setting changed by " + ", ".join(
-        f"{wording.signed_percent(value)} ({wording.PHASE_NAMES[phase]})"
-        for phase, value in changes.items()
+    spreads = {}
+    for phase, points in runs.items():
+        speeds = [speed for _, speed in points]
+        spreads[phase] = (min(speeds), statistics.median(speeds), max(speeds))
+    said = "; ".join(
+        f"{wording.PHASE_NAMES[phase]} {wording.speed(low)} to {wording.speed(high)}{wording.SPACE}GB/s"
+        for phase, (low, _, high) in spreads.items()
     )
-    rows = []
-    for phase in phases:
-        for role in ("chosen", "defaults", "others"):
-            runs = [points for each, points in lines[phase] if each == role]
-            speeds = [speed for points in runs for _, speed in points]
-            if speeds:
-                rows.append(
-                    (
-                        wording.PHASE_NAMES[phase],
-                        role,
-                        str(len(runs)),
-                        *map(wording.speed, (min(speeds), statistics.median(speeds), max(speeds))),
-                    )
-                )
     return Chart(
-        "within-trials",
-        "Inside the trials that decided",
-        f"{count} trials over their own time{said if changes else ''}.",
-        "Solid: the chosen setting. Dashed: DeepSpeed's defaults. Faint: the other finalists. "
-        "A line that falls within a trial may be a drive whose fast cache has filled up.",
+        "trials",
+        "Every trial, and the drive's own drift",
+        f"The defaults alone, run again and again, ranged over {said}: that is the drive or its neighbours, not a setting.",
+        "Line: DeepSpeed's defaults. Grey dots: the other settings. Crosses: trials left out, as the drive jumped around them or a cache answered.",
         (
             "Load",
-            "Setting",
-            "Trials",
-            "Slowest slice, GB/s",
-            "Median slice, GB/s",
-            "Fastest slice, GB/s",
+            "Runs of the defaults",
+            "Slowest, GB/s",
+            "Median of all, GB/s",
+            "Fastest, GB/s",
+            "Other trials",
+            "Left out",
         ),
-        tuple(rows),
+        tuple(
+            (
+                wording.PHASE_NAMES[phase],
+                str(len(runs[phase])),
+                *map(wording.speed, spreads[phase]),
+                str(sum(trial.phase == phase and not trial.control for trial in profile.trials)),
+                str(sum(trial.phase == phase and bool(trial.flaw) for trial in profile.trials)),
+            )
+            for phase in runs
+        ),
         draw,
     )
 
