@@ -9,6 +9,8 @@ import os
 from typing import Any, Literal
 
 from ..errors import UsageError
+from . import profile_grade, profile_shelf
+from .profile import Setting
 
 BACKENDS = ("libaio", "io_uring", "posix")
 MAX_QUEUE_DEPTH = 4096
@@ -30,7 +32,7 @@ class AioConfig:
     queue_depth : int
         Blocks in flight per worker thread, 1 to 4096.
     thread_count : int
-        Worker threads, each with a kernel queue of its own, 1 to 128.
+        Worker threads, each with its own kernel queue, 1 to 128.
     backend : {"libaio", "io_uring", "posix"}
         Kernel interface: Linux native AIO, io_uring, or pread and pwrite (one block at a time per
         thread; works on any filesystem).
@@ -39,8 +41,8 @@ class AioConfig:
     overlap_events : bool
         Refill the queue at every completion, instead of when it has drained.
     direct : bool or "auto"
-        True requires O_DIRECT, "auto" uses it where the filesystem supports it (`File.direct`
-        tells), False uses the page cache.
+        True requires O_DIRECT, "auto" uses it where the filesystem supports it (see
+        `File.direct`), False uses the page cache.
 
     Raises
     ------
@@ -73,6 +75,29 @@ class AioConfig:
             raise UsageError(f"direct must be true, false or 'auto', not {self.direct!r}")
 
     @classmethod
+    def of(cls, setting: Setting, **others: Any) -> AioConfig:
+        """Make the configuration with a setting of a profile.
+
+        Parameters
+        ----------
+        setting : Setting
+            Such as `Profile.chosen`.
+        **others
+            The remaining fields.
+
+        Returns
+        -------
+        AioConfig
+            The setting with *others*.
+
+        Raises
+        ------
+        UsageError
+            A value is out of range.
+        """
+        return cls(**{**dataclasses.asdict(setting), **others})
+
+    @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
         """Load the settings that `nvme-sweep` chose for a drive.
 
@@ -101,13 +126,11 @@ class AioConfig:
         -----
         A profile with little evidence (`profile_grade.grade`) is used with a warning, logged once.
         """
-        from . import profile_grade, profile_shelf  # import this module
-
         profile = profile_shelf.find(os.fspath(path))
         found = profile_grade.grade(profile)
         if found.name != "good":
             _warn_of_evidence(profile.drive["path"], profile.created[:10], str(found))
-        return dataclasses.replace(profile.chosen.config(), **changes)
+        return dataclasses.replace(cls.of(profile.chosen), **changes)
 
     @property
     def bytes_in_flight(self) -> int:

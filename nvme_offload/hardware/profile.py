@@ -10,10 +10,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import UsageError
 from ..files import sealed
-from .config import AioConfig
+from .profile_grade import PHASES as PHASES
+from .profile_grade import grade
 
 SCHEMA_VERSION = 4
-PHASES = ("read", "write", "mixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +41,6 @@ class Setting:
     def bytes_in_flight(self) -> int:
         """Bytes that the kernel holds at once when every queue is full."""
         return self.block_size * self.queue_depth * self.thread_count
-
-    def config(self, **others: Any) -> AioConfig:
-        """Make the `AioConfig` with this setting.
-
-        Parameters
-        ----------
-        **others
-            The other fields of the `AioConfig`.
-
-        Returns
-        -------
-        AioConfig
-            The setting with *others*.
-
-        Raises
-        ------
-        UsageError
-            A value is out of range.
-        """
-        return AioConfig(**dataclasses.asdict(self), **others)
 
 
 # What a DeepSpeed user has who sets nothing (deepspeed/runtime/swap_tensor/constants.py): the
@@ -427,8 +407,6 @@ class Profile:
         "sha256" is of the rest. "grade" says what `profile_grade.grade` finds; it is for other
         programs, and found anew from the trials when the profile is read.
         """
-        from .profile_grade import grade  # which knows this module
-
         found = {"grade": dataclasses.asdict(grade(self))}
         return sealed.dumps({**dataclasses.asdict(self), **found}, indent=2) + "\n"
 

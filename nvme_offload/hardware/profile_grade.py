@@ -6,8 +6,12 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .profile import PHASES, Profile, Setting, Trial
+if TYPE_CHECKING:
+    from .profile import Profile, Setting, Trial
+
+PHASES = ("read", "write", "mixed")
 
 GRADES = ("poor", "weak", "good")  # in ascending order
 

@@ -21,7 +21,7 @@ from nvme_offload import __version__
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError, UsageError
 from nvme_offload.files import commit
-from nvme_offload.hardware.config import BACKENDS
+from nvme_offload.hardware.config import BACKENDS, AioConfig
 from nvme_offload.hardware.drive import Drive, short_name
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
@@ -416,7 +416,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         aio = ds_config.read_aio(config)
         profile = profile_shelf.find(path)
         setting = setting_of(aio, profile.chosen.backend)
-        setting.config()
+        AioConfig.of(setting)
     except OffloadError as error:
         raise Refusal(str(error)) from None
     options = Options(

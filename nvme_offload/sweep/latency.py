@@ -9,13 +9,16 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nvme_offload.errors import WaitTimeout
 from nvme_offload.hardware.profile import Latency, Setting
 from nvme_offload.io.engine import Engine
 
-from .trial import RAMP_SECONDS, Rig
+if TYPE_CHECKING:
+    from .trial import Rig
 
+RAMP_SECONDS = 0.04  # in which the queues fill before anything is counted
 LOOK_SECONDS = 0.0001  # between two looks at what is finished
 LEAST_FOR_P999 = 1000  # blocks
 

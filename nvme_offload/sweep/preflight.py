@@ -5,7 +5,6 @@ well never begins.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import tempfile
@@ -16,6 +15,7 @@ import click
 
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
@@ -122,7 +122,7 @@ def check_engine(engine: str, backend: str) -> None:
     if engine == "deepspeed" and backend != "libaio":
         raise Refusal(f"DeepSpeed's op is built on libaio, not on {backend}: leave out --backend")
     try:
-        Engine(dataclasses.replace(DEEPSPEED_DEFAULTS, backend=backend).config()).close()
+        Engine(AioConfig.of(DEEPSPEED_DEFAULTS, backend=backend)).close()
         if engine == "deepspeed":
             from .deepspeed_op import load
 

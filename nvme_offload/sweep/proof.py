@@ -14,6 +14,7 @@ from typing import Any
 
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
 
 # As deepspeed/runtime/config.py does it, in a process of its own: DeepSpeed takes seconds to load
@@ -71,7 +72,7 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
             False,
         )
     try:
-        Engine(setting_of(found, chosen.backend).config()).close()
+        Engine(AioConfig.of(setting_of(found, chosen.backend))).close()
     except OffloadError as error:
         return f"read back by {by}, but no engine can be made of it: {error}", False
     return f"read back by {by}, and an engine was made of it", True

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from nvme_offload.errors import OffloadError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting, Sustained
 from nvme_offload.io.engine import Engine, Ticket, allocate
 from nvme_offload.planning.traffic import STEP_BYTES_7B
@@ -50,7 +51,7 @@ def write_on(
     for buffer in ring:
         buffer[:] = source.integers(0, 1 << 64, buffer.size, dtype=np.uint64)
     samples: list[tuple[float, int]] = [(0.0, 0)]
-    engine = Engine(setting.config(direct=direct))
+    engine = Engine(AioConfig.of(setting, direct=direct))
     try:
         with engine.open_anonymous(directory, requests * REQUEST_BYTES) as file:
             under_way: list[Ticket] = []

@@ -32,6 +32,7 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.engine import Engine, File, Ticket, allocate
 
+from .latency import RAMP_SECONDS, block_seconds
 from .verdict import Result
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ REQUEST_BYTES = 16 << 20
 PAGE_BYTES = 4096
 LEAST_REQUESTS = 4  # in each file
 FILLERS = 3  # requests under way while the files are filled
-RAMP_SECONDS = 0.04
 SAMPLES = 8  # in a window
 STUCK_SECONDS = 30.0
 READ_BACK_SHARE = 0.05  # of what a trial wrote; one request at the least
@@ -157,7 +157,7 @@ class Rig:
         under_way: list[Ticket] = []
         began = time.monotonic()
         done = 0
-        with _engine(setting.config(direct=self._direct)) as engine:
+        with _engine(AioConfig.of(setting, direct=self._direct)) as engine:
             for index in range(self.requests):
                 if (
                     seconds is not None
@@ -193,9 +193,7 @@ class Rig:
         return result
 
     def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
-        """What single blocks take with *setting*: see latency.py."""
-        from .latency import block_seconds
-
+        """The latency of single blocks with *setting*: see `latency.block_seconds`."""
         return block_seconds(self, setting, phase, seconds)
 
     def load(self, setting: Setting, phase: str) -> Load:
@@ -230,7 +228,7 @@ class Rig:
     ) -> contextlib.AbstractContextManager[Engine | DeepSpeedEngine]:
         """What moves the bytes of a trial with *setting*. Raises: UnsupportedError."""
         if self._op is None:
-            return _engine(setting.config(direct=self._direct))
+            return _engine(AioConfig.of(setting, direct=self._direct))
         return self._op.engine(setting, self._paths)
 
     def _open(self, directory: Path) -> File:

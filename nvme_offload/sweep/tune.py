@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive, filesystem_space
 from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
@@ -343,7 +344,7 @@ def _other_backend(options: Options) -> str | None:
     if other is None or options.engine != "native":
         return None
     try:
-        Engine(dataclasses.replace(DEEPSPEED_DEFAULTS, backend=other).config()).close()
+        Engine(AioConfig.of(DEEPSPEED_DEFAULTS, backend=other)).close()
     except UnsupportedError:
         return None
     return other

@@ -56,7 +56,7 @@ def swept(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sweep_is_found_again_by_path(swept: Path, disk: Path) -> None:
     profile = Profile.load(swept / "profile.json")
     assert find(disk) == profile
-    assert AioConfig.for_path(disk) == profile.chosen.config()
+    assert AioConfig.for_path(disk) == AioConfig.of(profile.chosen)
 
 
 def test_show_lists_what_was_swept_and_prints_one(swept: Path, disk: Path) -> None:

@@ -14,6 +14,7 @@ from patience import PATIENCE
 
 from nvme_offload import _aio
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import PHASES, Setting
 from nvme_offload.io.engine import Engine
 from nvme_offload.sweep import trial
@@ -64,7 +65,7 @@ def test_mixed_moves_as_much_one_way_as_the_other(rig: Rig) -> None:
 
 def test_files_hold_what_they_were_filled_with(disk: Path) -> None:
     reports: list[int] = []
-    with Rig(disk, FILE_BYTES) as rig, Engine(SETTING.config()) as engine:
+    with Rig(disk, FILE_BYTES) as rig, Engine(AioConfig.of(SETTING)) as engine:
         assert rig.fill(SETTING, None, reports.append) > 0
         assert reports == sorted(reports)
         found = trial._native_buffer(REQUEST_BYTES)
@@ -90,7 +91,7 @@ def test_fill_stops_when_its_time_is_over_and_uses_what_it_reached(
 
 
 def test_a_changed_byte_is_corruption(disk: Path) -> None:
-    with Rig(disk, FILE_BYTES) as rig, Engine(SETTING.config()) as engine:
+    with Rig(disk, FILE_BYTES) as rig, Engine(AioConfig.of(SETTING)) as engine:
         rig.fill(SETTING, None, lambda done: None)
         engine.write(b"\xff" * 8, rig._source, REQUEST_BYTES + 5 * 4096).wait()
         with pytest.raises(CorruptionError, match="not what was written") as caught:
@@ -105,7 +106,7 @@ def test_a_write_that_did_not_arrive_is_corruption(
     verify = trial._Lane.verify
 
     def damaged(self: Any) -> None:
-        with Engine(SETTING.config()) as engine:
+        with Engine(AioConfig.of(SETTING)) as engine:
             for buffer, index in self._last.values():
                 engine.write(
                     bytes([buffer[place] ^ 1]), self._file, index * REQUEST_BYTES + place
@@ -218,7 +219,7 @@ def test_an_error_while_filling_is_raised(
 def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -> None:
     with (
         Rig(disk, FILE_BYTES, request_bytes=request_bytes) as rig,
-        Engine(SETTING.config()) as engine,
+        Engine(AioConfig.of(SETTING)) as engine,
     ):
         rig.fill(SETTING, None, lambda done: None)
         assert rig.file_bytes == FILE_BYTES

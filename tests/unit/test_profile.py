@@ -186,11 +186,11 @@ def test_the_text_is_plain_json_with_the_keys_that_others_read() -> None:
 def test_the_part_that_was_tuned_can_be_taken_out() -> None:
     assert TRIAL.setting == BEST.setting == SETTING
     assert len({TRIAL.setting, BEST.setting, SETTING}) == 1
-    assert SETTING.bytes_in_flight == SETTING.config().bytes_in_flight == 32 << 20
+    assert SETTING.bytes_in_flight == AioConfig.of(SETTING).bytes_in_flight == 32 << 20
 
 
 def test_a_setting_makes_the_config_of_an_engine() -> None:
-    assert SETTING.config(direct="auto") == AioConfig(
+    assert AioConfig.of(SETTING, direct="auto") == AioConfig(
         block_size=1 << 20,
         queue_depth=16,
         thread_count=2,
@@ -200,7 +200,7 @@ def test_a_setting_makes_the_config_of_an_engine() -> None:
         direct="auto",
     )
     with pytest.raises(UsageError, match="queue_depth"):
-        dataclasses.replace(SETTING, queue_depth=0).config()
+        AioConfig.of(dataclasses.replace(SETTING, queue_depth=0))
 
 
 def test_the_control_is_what_deepspeed_does_by_itself() -> None:

@@ -192,11 +192,11 @@ def test_for_path_says_when_the_evidence_is_little(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         profile_shelf.keep(profile(tmp_path))
-        assert AioConfig.for_path(tmp_path) == CHOSEN.config()
+        assert AioConfig.for_path(tmp_path) == AioConfig.of(CHOSEN)
         assert caplog.messages == []
         profile_shelf.keep(profile(tmp_path, trials=evidence(rounds=3)))
         for _ in range(2):  # it is told once
-            assert AioConfig.for_path(tmp_path) == CHOSEN.config()
+            assert AioConfig.for_path(tmp_path) == AioConfig.of(CHOSEN)
     (said,) = caplog.messages
     assert said == (
         f"the profile of the drive of {tmp_path}, of 2026-01-02, has little evidence: "

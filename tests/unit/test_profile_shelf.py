@@ -69,11 +69,10 @@ def test_any_path_on_the_drive_finds_it_and_no_other(
     assert (
         AioConfig.for_path(deep)
         == AioConfig.for_path(deep / "not" / "there yet")
-        == SETTING.config()
+        == AioConfig.of(SETTING)
     )
-    assert (
-        AioConfig.for_path(str(deep), queue_depth=4)
-        == dataclasses.replace(SETTING, queue_depth=4).config()
+    assert AioConfig.for_path(str(deep), queue_depth=4) == AioConfig.of(
+        dataclasses.replace(SETTING, queue_depth=4)
     )
     for other in (tmp_path, mounted("ext4-4k")):
         with pytest.raises(
