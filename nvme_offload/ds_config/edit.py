@@ -196,7 +196,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     Returns
     -------
     Applied
-        What was changed.
+        The changes.
 
     Raises
     ------
@@ -316,7 +316,7 @@ def locate(path: str | Path) -> Path:
     named = _YAML_FILE.search(section[1]) if section else None
     if named is None:
         raise UsageError(
-            f"{path} names no DeepSpeed config: an aio section takes a file of its own, so write one and name it there as deepspeed_config_file, "
+            f"{path} names no DeepSpeed config: an aio section needs a separate DeepSpeed config, so write one and name it there as deepspeed_config_file, "
             "below deepspeed_config"
         )
     name = Path(next(part for part in named.groups() if part is not None)).expanduser()

@@ -202,7 +202,7 @@ class Reader:
             if match is None:
                 self.fail(
                     start,
-                    "a key and ':' should be here; remove what is here, or put the key in quotes",
+                    "a key and ':' should be here; remove this text, or put the key in quotes",
                 )
             key, key_end = match[1].rstrip() if match[2] else match[1], match.end(1)
         colon = self.skip(key_end)

@@ -37,7 +37,7 @@ def write_file(
     data : str or bytes
         Its new contents; text is encoded as UTF-8.
     mode : int or None
-        Permissions; None takes those of any new file of this process (umask).
+        Permissions; None for the default of this process (umask).
     owner : (int, int), optional
         User and group id.
 
@@ -63,10 +63,10 @@ def write_file(
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Context that replaces the file *path* atomically by the one that it yields, which the caller
-    fills and syncs. After an exception *path* is as it was.
+    """Context that yields a temporary file, which the caller fills and syncs, and then renames it to
+    *path*. After an exception *path* is unchanged.
 
-    Permissions are those of any new file of this process (umask). Raises: OSError.
+    Permissions are the default of this process (umask). Raises: OSError.
     """
     with _partial_path(path, 0o666) as (partial, _):
         yield partial

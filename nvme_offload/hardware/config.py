@@ -124,7 +124,7 @@ class AioConfig:
 
         Notes
         -----
-        A profile with little evidence (`profile_grade.grade`) is used with a warning, logged once.
+        A profile with little evidence (`profile_grade.grade`) is used, and a warning logged once.
         """
         profile = profile_shelf.find(os.fspath(path))
         found = profile_grade.grade(profile)

@@ -1,6 +1,4 @@
-"""What the kernel has counted of the disks under a path: how long they were busy, and how much was
-written to them.
-"""
+"""The kernel's counters of the disks under a path: busy time and bytes written."""
 
 from __future__ import annotations
 
@@ -17,9 +15,8 @@ _SECTOR_BYTES = 512  # of these counters, whatever the disk's own sectors are
 
 @dataclasses.dataclass(frozen=True)
 class DiskCounters:
-    """Of some disks, since the machine was started, whoever used them.
-
-    busy_seconds: of each, in which it had at least one request. written_bytes: to all of them.
+    """Counters since boot, of all processes. busy_seconds: for each disk, the time with at least one
+    request. written_bytes: sum over the disks.
     """
 
     busy_seconds: tuple[float, ...]
@@ -42,8 +39,8 @@ class Disks:
         ]
 
     def counters(self) -> DiskCounters | None:
-        """What was counted so far; None where the kernel does not tell it of each disk (a network
-        filesystem, a container without sysfs).
+        """The counters now; None where the kernel does not have them for every disk (a network filesystem, a
+        container without sysfs).
         """
         fields = [(sysfs.read(file) or "").split() for file in self._files]
         if not fields or min(map(len, fields)) < 10:

@@ -54,7 +54,7 @@ _FS_IOC_GETFSUUID = 0x80111500
 @dataclasses.dataclass(frozen=True)
 class Drive:
     """The filesystem, device and disks under a path. None and "" mean that the kernel does not
-    tell.
+    report the value.
 
     Attributes
     ----------
@@ -390,8 +390,8 @@ def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
 def _disks_below(
     block: Path, proc: Path, sys: Path, layers: list[str], depth: int = 0
 ) -> list[Path]:
-    """The disks below *block*; appends the layers on the way. The depth is limited: with a bind
-    mount a loop device can be backed by itself.
+    """The disks below *block*; appends the layers on the way. The depth is limited, because with a
+    bind mount a loop device can back itself.
     """
     if depth > 16:
         return []

@@ -1,4 +1,4 @@
-"""Properties of a drive that cost speed, or that distort its measurement."""
+"""Warnings about properties of a drive that cost speed or distort its measurement."""
 
 from __future__ import annotations
 
@@ -13,36 +13,21 @@ _NEARLY_FULL = 0.10
 
 
 def warnings(drive: Drive) -> list[str]:
-    """List what costs speed on *drive*, or distorts a measurement of it.
-
-    Returns
-    -------
-    list of str
-        For each a sentence on the effect and one on the cure.
-    """
+    """The warnings about *drive*: each is a sentence on the effect and one on the remedy."""
     return list(_warnings(drive))
 
 
 def rotational(drive: Mapping[str, Any]) -> str:
-    """What it means that the kernel calls a disk rotational.
-
-    Parameters
-    ----------
-    drive : mapping
-        As `Drive.as_dict`, or the `drive` of a profile.
-
-    Returns
-    -------
-    str
-        A clause; "" for a disk that does not rotate, or does not say.
+    """An explanation of the kernel's "rotational" flag of *drive*, the `drive` of a profile: a clause, or ""
+    for a disk that does not rotate.
     """
     if not drive.get("rotational"):
         return ""
     disks = [str(device).removeprefix("/dev/") for device in drive.get("physical_devices") or ()]
     if _is_virtual(disks):
         return (
-            "says a virtual disk, which has what its host was configured with, not what is behind it; "
-            "the kernel takes it into account for its I/O scheduler and read-ahead only"
+            "says a virtual disk, which reports the configuration of its host, not the disk behind it; "
+            "the kernel uses this value only for its I/O scheduler and read-ahead"
         )
     return (
         "a hard disk, or a disk that misreports itself; a hard disk is far too slow to train from"
@@ -50,7 +35,7 @@ def rotational(drive: Mapping[str, Any]) -> str:
 
 
 def _is_virtual(disks: Sequence[str]) -> bool:
-    """Whether one of *disks* rotates, or not, as its host happens to be configured."""
+    """Whether one of *disks* is virtual, so that its flags depend on the configuration of the host."""
     return any(disk.startswith(("vd", "xvd")) for disk in disks)
 
 
@@ -78,7 +63,7 @@ def _warnings(drive: Drive) -> Iterator[str]:
         )
     if drive.rotational and not _is_virtual(disks):
         yield (
-            f"{drive.device} says that it is a rotating disk, which is far too slow to train from. "
+            f"{drive.device} reports that it is a rotating disk, which is far too slow to train from. "
             "Give a directory on an NVMe drive, unless this is a virtual disk that misreports itself."
         )
     if "dm-crypt" in drive.layers:
@@ -95,16 +80,16 @@ def _warnings(drive: Drive) -> Iterator[str]:
     if drive.filesystem == "btrfs" and "nodatacow" not in drive.mount_options:
         yield (
             "btrfs copies on write and checksums: rewriting the same file fragments it and slows down with time. "
-            "Run `chattr +C` on an empty directory of its own for offloading, or mount with nodatacow; ignore this if the directory has that flag already."
+            "Run `chattr +C` on an empty directory and offload to that, or mount with nodatacow; ignore this if the directory has that flag already."
         )
     if drive.filesystem in ("zfs", "bcachefs"):
         yield (
             f"{drive.filesystem} copies on write: rewriting the same file fragments it, and direct I/O may pass through its cache. "
-            "Prefer ext4 or XFS on a partition of its own for offloading."
+            "Prefer ext4 or XFS on a separate partition for offloading."
         )
     if "discard" in drive.mount_options:
         yield (
-            f"{drive.mount_point} is mounted with discard: deleting a file tells the drive to erase at once, which stalls other transfers on many drives. "
+            f"{drive.mount_point} is mounted with discard: the drive erases blocks as soon as a file is deleted, which stalls other transfers on many drives. "
             f"Run `mount -o remount,nodiscard {drive.mount_point}` and let fstrim.timer do it weekly."
         )
     if drive.size_bytes and drive.free_bytes < _NEARLY_FULL * drive.size_bytes:
@@ -120,7 +105,7 @@ def _warnings(drive: Drive) -> Iterator[str]:
 
     if drive.pcie_link_most and drive.pcie_link and drive.pcie_link_most != drive.pcie_link:
         yield (
-            f"The drive's PCIe link runs at {drive.pcie_link}, and drive and slot are made for {drive.pcie_link_most}: something between them holds it back. "
+            f"The drive's PCIe link runs at {drive.pcie_link}, but drive and slot support {drive.pcie_link_most}. "
             "Look for a shared or shorter slot, a riser, or a power saving setting in the firmware."
         )
     if (
@@ -138,7 +123,7 @@ def _warnings(drive: Drive) -> Iterator[str]:
         and drive.numa_node not in drive.gpu_numa_nodes
     ):
         yield (
-            f"The drive is on NUMA node {drive.numa_node}, and the GPUs are on {_nodes(drive.gpu_numa_nodes)}: what goes between them crosses sockets. "
+            f"The drive is on NUMA node {drive.numa_node}, and the GPUs are on {_nodes(drive.gpu_numa_nodes)}: transfers between them cross sockets. "
             "Prefer a drive on a GPU's node."
         )
 

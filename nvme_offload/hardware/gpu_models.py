@@ -1,4 +1,4 @@
-"""What GPUs can do, by what nvidia-smi or a user calls them.
+"""Speed and memory of GPU models, by the names that nvidia-smi reports or a user writes.
 
 Source: the vendors' data sheets, as of 2026. Operations are dense 16-bit matrix operations with
 sums in fp32, in bfloat16 where the GPU has that (T4, V100 and RTX 2080 Ti have fp16 only); data
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 # Bytes a second of a lane, by generation of PCIe, one way. Source: PCI-SIG, encoding included.
 LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
-# What copies from and to registered host memory reach of that: 55 GB/s of generation 5, 16 lanes.
+# The share of it that copies to and from registered host memory reach: 55 GB/s of 16 lanes of
+# generation 5.
 LINK_SHARE = 0.87
 
 _GB = 10**9
@@ -27,20 +28,9 @@ _GB = 10**9
 class GpuModel(NamedTuple):
     """One model of GPU.
 
-    Attributes
-    ----------
-    flops : float
-        Dense 16-bit matrix operations a second.
-    bytes_per_second : float
-        Of the GPU's own memory.
-    sizes : tuple of int
-        GB of memory (10**9 bytes), one for each size that it is sold with.
-    generation : int
-        Of its PCI Express link; 0 where it has another link.
-    lanes : int
-        Of that link.
-    bfloat16 : bool
-        Whether it computes in that.
+    flops: dense 16-bit matrix operations a second. bytes_per_second: of the GPU's own memory. sizes: GB
+    of memory (10**9 bytes), one for each size that it is sold with. generation, lanes: of its PCI
+    Express link; generation is 0 for another kind of link. bfloat16: whether it supports bfloat16.
     """
 
     flops: float
@@ -58,7 +48,7 @@ class GpuModel(NamedTuple):
         return LANE_BYTES_PER_SECOND[self.generation] * self.lanes * LINK_SHARE
 
     def memory_bytes(self, name: str = "") -> int | None:
-        """Bytes of memory; None where several sizes are sold and *name* tells none of them."""
+        """Bytes of memory; None where several sizes are sold and *name* does not say which."""
         named = {int(number) for number in re.findall(r"(\d+)\s*GB", name, re.IGNORECASE)}
         fitting = [size for size in self.sizes if size in named] or list(self.sizes)
         return fitting[0] * _GB if len(fitting) == 1 else None
@@ -103,19 +93,11 @@ MODELS = {
 
 
 def find(name: str) -> GpuModel | None:
-    """The model that *name* says, as nvidia-smi or a user does.
+    """The model that *name* contains, such as "H100", "NVIDIA A100-SXM4-80GB" or "GeForce RTX 4090"; None
+    for a model that the table lacks, and for GPUs of laptops, which are slower than the desktop GPU of
+    the same name.
 
-    Parameters
-    ----------
-    name : str
-        Such as "H100", "NVIDIA A100-SXM4-80GB" or "GeForce RTX 4090". Words are compared whole, and
-        the longest known name in it wins, so that an L40S is not taken for an L40, nor that for an L4.
-
-    Returns
-    -------
-    GpuModel or None
-        None for a GPU that the table lacks, and for GPUs of laptops, which are slower than those of
-        the same name.
+    Words are compared whole, and the longest known name wins, so that "L40S" is not read as "L40".
     """
     if re.search(r"laptop|mobile|max-q", name, re.IGNORECASE):
         return None

@@ -1,4 +1,4 @@
-"""Host memory and its speed, and GPUs. Needs neither torch nor CUDA."""
+"""Host memory, its speed, and GPUs, without torch and CUDA."""
 
 from __future__ import annotations
 
@@ -16,21 +16,13 @@ from typing import NamedTuple
 
 from .gpu_models import LANE_BYTES_PER_SECOND, LINK_SHARE
 
-# over all threads: half a GiB stays in the caches of a large CPU, and copies seem twice as fast
+# Of all threads together. Half a GiB would stay in the caches of a large CPU.
 _PROBE_BYTES = 2 << 30
 
 
 class Gpu(NamedTuple):
-    """One GPU.
-
-    Attributes
-    ----------
-    name : str
-        From the driver.
-    memory_bytes : int
-        Device memory.
-    link_bytes_per_second : float or None
-        Copy speed from and to pinned host memory, estimated from the PCIe link; None if unknown.
+    """One GPU: its name from the driver, its memory, and the copy speed between it and pinned host
+    memory, estimated from the PCIe link; None if unknown.
     """
 
     name: str
@@ -39,12 +31,8 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """List the GPUs that a training would use, from nvidia-smi.
-
-    Returns
-    -------
-    list of Gpu
-        Empty without nvidia-smi, even where `gpu_count` finds some.
+    """The GPUs that training would use, from nvidia-smi; [] without nvidia-smi, even where `gpu_count`
+    finds GPUs.
     """
     command = [
         "nvidia-smi",
@@ -66,17 +54,8 @@ def gpus() -> list[Gpu]:
 
 
 def parse_gpus(output: str) -> list[Gpu]:
-    """Parse nvidia-smi's output: name, MiB, PCIe generation, lanes.
-
-    Parameters
-    ----------
-    output : str
-        CSV. A field that is not a number ("[N/A]") is unknown.
-
-    Returns
-    -------
-    list of Gpu
-        One per line.
+    """Parse nvidia-smi's CSV: name, MiB, PCIe generation, lanes. A field that is not a number ("[N/A]")
+    is unknown.
     """
     found = []
     for line in output.splitlines():
@@ -91,18 +70,8 @@ def parse_gpus(output: str) -> list[Gpu]:
 
 
 def gpu_count(root: Path = Path("/")) -> int:
-    """Count the GPUs that a training would use: those of the NVIDIA driver, or of these the ones in
-    CUDA_VISIBLE_DEVICES.
-
-    Parameters
-    ----------
-    root : Path
-        Of the filesystem.
-
-    Returns
-    -------
-    int
-        0 without the driver.
+    """The number of GPUs that training would use: the NVIDIA driver's, or those of them that
+    CUDA_VISIBLE_DEVICES names. 0 without the driver.
     """
     # procfs in a container may list all GPUs of the host; on a host the device nodes may not exist
     # until first use.
@@ -122,25 +91,12 @@ def physical_bytes() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that processes can still allocate: MemAvailable, or less where a control group limits
-    it.
+    """Bytes that processes can still allocate: MemAvailable, or less where a control group limits it.
 
-    Parameters
-    ----------
-    root : Path
-        Of the filesystem.
-
-    Returns
-    -------
-    int
-        Bytes, 0 or more.
-
-    Notes
-    -----
-    Inactive page cache of a group counts as available: the kernel reclaims it first. Without /proc
-    the page cache does not count, and the mounted control group is taken, as in a container.
-    Source: proc(5) for MemAvailable; memory.max, memory.current and memory.stat of cgroup v2, and
-    their names in v1; sysconf(3).
+    The inactive page cache of a group counts as available, because the kernel reclaims it first.
+    Without /proc the page cache does not count, and the limits of the mounted control group apply, as
+    in a container. Source: proc(5) for MemAvailable; memory.max, memory.current and memory.stat of
+    cgroup v2, and their names in v1; sysconf(3).
     """
     available = _meminfo(root, "MemAvailable")
     if available is None:
@@ -214,23 +170,11 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:
-    """Measure the memory bandwidth of large copies on all CPUs that this process may use.
+    """Measure the memory bandwidth of large copies: bytes read and written per second by *threads*, by
+    default one per usable CPU.
 
-    Parameters
-    ----------
-    seconds : float
-        Length of the measurement; the call takes a little longer, to fault the pages in.
-    threads : int, optional
-        One per usable CPU unless given.
-
-    Returns
-    -------
-    float
-        Bytes read and written per second, over all threads.
-
-    Notes
-    -----
-    Allocates 2 GiB, or a quarter of the available memory.
+    Allocates 2 GiB, or a quarter of the available memory, and takes a little longer than *seconds*, to
+    fault the pages in.
     """
     count = threads or len(usable_cpus())
     size = max(min(_PROBE_BYTES, available_bytes() // 4) // count // 2, 1 << 20)

@@ -1,5 +1,4 @@
-"""The SMART log of an NVMe drive, asked of the kernel itself: no tool needs to be installed, but the
-kernel answers root alone.
+"""The SMART log of an NVMe drive, by ioctl: no tool needs to be installed, but only root may read it.
 
 Source: the kernel's include/uapi/linux/nvme_ioctl.h; NVM Express base specification 1.4, figure 194
 (SMART / Health Information, log page 02h).
@@ -16,28 +15,17 @@ import struct
 _ADMIN_COMMAND = 0xC0484E41  # _IOWR('N', 0x41, struct nvme_passthru_cmd)
 _GET_LOG_PAGE, _SMART, _ALL_NAMESPACES = 0x02, 0x02, 0xFFFFFFFF
 LOG_BYTES = 512
-UNIT_BYTES = 512_000  # in which drives count what is written
+UNIT_BYTES = 512_000  # drives count written data in these units
 _TIMEOUT_MILLISECONDS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class SmartLog:
-    """What the log says.
+    """The values of the log.
 
-    Attributes
-    ----------
-    critical_warning : int
-        A bit for each thing that it warns of.
-    temperature_celsius : float or None
-        Of the whole drive; None where it reports none.
-    wear : float
-        The share of its rated life that is used.
-    written_bytes : int
-        In its life.
-    warm_seconds : int
-        In its life, above the temperatures that it calls too warm; it counts in minutes.
-    throttled_seconds : int
-        In its life, in which it slowed itself down for its heat, lightly or heavily.
+    critical_warning: a bit for each warning. temperature_celsius: None if not reported. wear: used share
+    of the rated life. written_bytes: in its life. warm_seconds: time in its life above its warning
+    temperatures. throttled_seconds: time in its life for which heat slowed it down.
     """
 
     critical_warning: int
@@ -49,17 +37,8 @@ class SmartLog:
 
 
 def read(device: str) -> SmartLog | None:
-    """Ask a drive for its log.
-
-    Parameters
-    ----------
-    device : str
-        The disk, such as "/dev/nvme0n1".
-
-    Returns
-    -------
-    SmartLog or None
-        None where it is no NVMe drive, or this user may not ask.
+    """The log of *device*, such as "/dev/nvme0n1"; None if it is not an NVMe drive, or this user may not
+    read it.
     """
     if not device.startswith("/dev/nvme"):
         return None
@@ -84,18 +63,7 @@ def read(device: str) -> SmartLog | None:
 
 
 def parse(page: bytes) -> SmartLog:
-    """Take the log apart.
-
-    Parameters
-    ----------
-    page : bytes
-        The 512 bytes of the log page.
-
-    Returns
-    -------
-    SmartLog
-        Its values in this package's units.
-    """
+    """Parse the 512 bytes of the log page."""
     (kelvin,) = struct.unpack_from("<H", page, 1)
     warm, hot = struct.unpack_from("<II", page, 192)
     throttled = struct.unpack_from("<II", page, 224)

@@ -39,12 +39,11 @@ class Setting:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that the kernel holds at once when every queue is full."""
+        """Bytes in flight with all queues full."""
         return self.block_size * self.queue_depth * self.thread_count
 
 
-# What a DeepSpeed user has who sets nothing (deepspeed/runtime/swap_tensor/constants.py): the
-# control of every sweep.
+# DeepSpeed's defaults (deepspeed/runtime/swap_tensor/constants.py), the control of every sweep.
 DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 
@@ -63,17 +62,17 @@ class Trial:
     backend : str
         Of the setting.
     bytes : int
-        Moved in the timed window, both directions together.
+        Transferred in the timed window, in both directions.
     seconds : float
         Length of the window.
     gb_per_s : float
         Speed in the window, both directions together.
     read_gb_per_s, write_gb_per_s : float
-        The same by direction.
+        Speed by direction.
     stage : str
         The round of the search, such as "screen" or "final".
     control : bool
-        Whether this was the control setting, run to see the drive drift.
+        Whether this was the control setting, which shows how the drive drifts.
     relative : float
         *gb_per_s* over the control's at the same time and phase: 1.0 is DeepSpeed's defaults.
     started_seconds : float
@@ -81,8 +80,8 @@ class Trial:
     samples : tuple of (float, int)
         (seconds since the window began, bytes so far) pairs, for the throughput over time.
     flaw : str
-        Why the trial does not count: "drifted" (the drive jumped around it) or "impossible" (a
-        cache answered). "" when it counts.
+        Why the trial does not count: "drifted" (the drive's speed jumped) or "impossible" (faster
+        than the drive: a cache answered). "" if it counts.
     """
 
     phase: str
@@ -114,7 +113,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """A setting with what it reached in the finals.
+    """A setting and its speed in the finals.
 
     Attributes
     ----------
@@ -133,9 +132,9 @@ class Best:
 
     Notes
     -----
-    *gb_per_s* gives all settings at the same level of a drive that drifts: the quotient of two
-    speeds is that of their ratios. Profiles of schema 3 and older have the median of the setting's
-    own trials there.
+    On a drive that drifts, *gb_per_s* of all settings refers to the same level of the drive: the
+    quotient of two speeds equals the quotient of their ratios. In profiles of schema 3 and older it
+    is the median of the setting's trials.
     """
 
     block_size: int
@@ -159,7 +158,7 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """How long requests of one block took, from submitting to done, while the queues were full.
+    """The latency of requests of one block, from submission to completion, with full queues.
 
     Attributes
     ----------
@@ -168,7 +167,7 @@ class Latency:
     setting : Setting
         Whose queues were kept full.
     blocks : int
-        How many were timed, by all ranks.
+        Number of timed blocks, of all ranks.
     p50_ms, p95_ms, p99_ms : float
         Percentiles, in milliseconds.
     max_ms : float
@@ -178,7 +177,7 @@ class Latency:
 
     Notes
     -----
-    One thread looks for finished requests every 0.1 ms.
+    One thread polls for finished requests every 0.1 ms.
     """
 
     phase: str
@@ -193,24 +192,24 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What something else reached with the chosen setting, interleaved with the engine.
+    """The speed of fio or of another backend with the chosen setting, interleaved with the engine.
 
     Attributes
     ----------
     name : str
         "fio", or the other backend ("io_uring", "libaio").
     version : str
-        Of what is not ours.
+        Of fio; "" for a backend.
     phase : str
         "read", "write" or "mixed".
     gb_per_s : float
         Median of its runs.
     chosen_gb_per_s : float
-        Median of the engine's runs between.
+        Median of the engine's runs in between.
     relative : float
         Median ratio of its runs to the engine's.
     relative_low, relative_high : float
-        The middle 90 % of the ratios; all of them where there are fewer than 20.
+        The middle 90 % of the ratios; their full range if there are fewer than 20.
     """
 
     name: str
@@ -225,25 +224,25 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """Writing on and on with the chosen setting, to find where a drive's cache ends.
+    """Writing without a pause with the chosen setting, to find the size of the drive's write cache.
 
     Attributes
     ----------
     bytes : int
-        Written, over one file again and again.
+        Written, to one file again and again.
     seconds : float
-        Time that this took.
+        Duration.
     samples : tuple of (float, int)
         (seconds, bytes so far) pairs, one per round.
     first_gb_per_s : float
-        Median of the rounds before the speed fell; of the first five where it did not fall.
+        Median of the rounds before the speed fell, or of the first five if it did not fall.
     steady_gb_per_s : float
         Mean of the last five rounds.
     steady : bool
         Whether the last five rounds were steady (SNIA: a range of at most 20 % of the mean, a slope
         of at most 10 %).
     cache_ends_bytes : int or None
-        Bytes after which the speed fell for good; None where it did not.
+        Bytes after which the speed fell for good; None if it did not.
     """
 
     bytes: int
@@ -266,13 +265,13 @@ class StripePath:
     device, model : str
         Of its drive.
     setting : Setting
-        The one that was chosen for it.
+        The setting chosen for this path.
     alone : dict of str to float
         GB/s by phase while only this path was used.
     together : dict of str to float
-        GB/s by phase while all paths were used at once.
+        GB/s by phase while all paths were used at the same time.
     weight : float
-        Share of the bytes that belongs on it, so that all paths are done at the same time. The
+        Share of the bytes to put on this path, so that all paths finish at the same time. The
         weights of all paths sum to 1.
     """
 
@@ -287,24 +286,24 @@ class StripePath:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """What a drive says of itself; of several disks the worst. None for what it did not say.
+    """The health that a drive reports; of several disks the worst. None for a value that is missing.
 
     Attributes
     ----------
     source : str
-        What was asked: "SMART log" (the kernel), "nvme-cli", "smartctl" or "sysfs".
+        "SMART log" (from the kernel), "nvme-cli", "smartctl" or "sysfs".
     temperature_celsius : float or None
-        Now.
+        At the time of the report.
     wear : float or None
-        Share of its rated life that is used, 1.0 at its end.
+        Used share of its rated life.
     written_bytes : int or None
-        In its life.
+        Written in its life.
     throttled_seconds : int or None
-        In its life, above a temperature at which it slows itself down.
+        Time in its life for which heat slowed it down.
     critical : str
-        What it warns of, in words; "" where it warns of nothing.
+        Its critical warnings, in words; "" for none.
     limit_celsius : float or None
-        Temperature from which on it warns.
+        Temperature from which it warns.
     highest_celsius : float or None
         The highest temperature seen during the sweep.
     """
@@ -321,7 +320,7 @@ class Health:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Everything that a sweep learned of a drive.
+    """The result of a sweep of a drive.
 
     Attributes
     ----------
@@ -335,19 +334,19 @@ class Profile:
         Plain values as JSON holds them, from `Drive.as_dict`. "path", "model", "filesystem" and
         "device" are always there, each a string.
     workload : dict
-        What was moved. Plain values as JSON holds them.
+        The transfers that were measured, as JSON types.
     engine : dict
-        What moved it. Plain values as JSON holds them; "name" is "native" or "deepspeed".
+        The engine that was measured, as JSON types; "name" is "native" or "deepspeed".
     trials : tuple of Trial
-        Every run.
+        All trials.
     best : dict of str to Best
         By phase.
     chosen : Setting
-        The one setting for all of training.
+        The setting to train with.
     performance : dict of str to Best
         The chosen setting by phase.
     reasons : tuple of str
-        Sentences that say why *chosen* was chosen.
+        Sentences on why *chosen* was chosen.
     steady : bool
         Whether the drive held its speed while it was judged.
     warnings : tuple of str
@@ -355,15 +354,15 @@ class Profile:
     latencies : tuple of Latency
         Of the chosen setting, the fastest and the control.
     beside : tuple of Beside
-        Others at the chosen setting.
+        Comparisons at the chosen setting.
     sustained : Sustained or None
-        Where it was measured.
+        If it was measured.
     stripe : tuple of StripePath
-        All paths of a sweep of several, this one among them.
+        All paths of a sweep of several paths.
     health_before, health_after : Health or None
-        Before and after the sweep, where the drive told.
+        Before and after the sweep, if the drive reports it.
     finals : dict of str to tuple of Best
-        By phase, every setting that *best* and *chosen* were taken from.
+        By phase, all settings of the finals, *best* and *chosen* among them.
     schema_version : int
         Of the file format.
 
@@ -404,14 +403,14 @@ class Profile:
 
         Notes
         -----
-        "sha256" is of the rest. "grade" says what `profile_grade.grade` finds; it is for other
-        programs, and found anew from the trials when the profile is read.
+        "sha256" is the checksum of the other keys. "grade" is the result of `profile_grade.grade`,
+        for other programs; it is not read back.
         """
         found = {"grade": dataclasses.asdict(grade(self))}
         return sealed.dumps({**dataclasses.asdict(self), **found}, indent=2) + "\n"
 
     def beside_gb_per_s(self, other: Beside) -> float:
-        """Speed of something else, comparable to the chosen setting's.
+        """The speed of a comparison, at the same level of the drive as *performance*.
 
         Parameters
         ----------
@@ -421,25 +420,25 @@ class Profile:
         Returns
         -------
         float
-            GB/s at the level of *performance*: the quotient of the two is their measured ratio.
+            GB/s.
         """
         return self.performance[other.phase].gb_per_s * other.relative
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Read what `to_json` wrote.
+        """Parse the text of a `profile.json`.
 
         Parameters
         ----------
         text : str
             The JSON.
         source : str
-            What to call it in messages.
+            Its name in error messages.
 
         Returns
         -------
         Profile
-            As it was written; of an older schema converted to this one.
+            The profile; one of an older schema is converted.
 
         Raises
         ------
@@ -457,7 +456,7 @@ class Profile:
             )
         if version >= _SEALED_SINCE and not sealed.unseal(data):
             raise UsageError(
-                f"{source} is not as it was written, but damaged or edited; run nvme-sweep again"
+                f"{source} was damaged or edited after it was written; run nvme-sweep again"
             )
         try:
             return require_schema(cls(**_decoded(data)))
@@ -492,24 +491,8 @@ _T = TypeVar("_T")
 
 
 def require_schema(value: _T) -> _T:
-    """Check that every field of a dataclass has its declared type, at every depth.
-
-    A whole number must be 0 or more, any other finite.
-
-    Parameters
-    ----------
-    value : dataclass
-        An instance.
-
-    Returns
-    -------
-    dataclass
-        *value*.
-
-    Raises
-    ------
-    TypeError
-        A field is wrong; the message names it.
+    """Return *value*, a dataclass, if its fields match their declared types at every depth: whole
+    numbers are not negative, other numbers are finite. Raises: TypeError with the wrong field.
     """
     _require(type(value), value, "")
     return value
@@ -550,15 +533,15 @@ def _require_instance(kind: Any, value: Any, place: str) -> None:
         raise TypeError(f"{place} cannot be {value!r:.80}")
 
 
-# the first filed trials that do not count under a stage with the name of the flaw; the third has a
-# checksum; the fourth has all finalists, and speeds at one level (see `Best`)
+# Schema 1 stored the flaw of a trial as its stage; 3 added the checksum; 4 added the finalists, and
+# speeds at one level of the drive (see `Best`).
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
 _SEALED_SINCE = 3
 _FLAWS = ("drifted", "impossible")
 
 
 def _decoded(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Profile` from what JSON gives, which knows neither tuples nor dataclasses.
+    """The fields of a `Profile` from parsed JSON, which has neither tuples nor dataclasses.
     Raises: KeyError, TypeError, ValueError, AttributeError.
     """
     if data["schema_version"] == 1:

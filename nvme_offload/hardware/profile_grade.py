@@ -1,4 +1,4 @@
-"""How much evidence a profile has: whether its numbers can be relied on, and what they lack. Pure."""
+"""The grade of a profile: how much evidence its speeds rest on, and the evidence that is missing."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ PHASES = ("read", "write", "mixed")
 
 GRADES = ("poor", "weak", "good")  # in ascending order
 
-LEAST_TRIAL_SECONDS = 0.5  # a shorter trial is no final evidence
+LEAST_TRIAL_SECONDS = 0.5  # shorter final trials do not count
 GOOD_TRIALS = {"read": 2, "write": 2, "mixed": 4}  # final trials of the chosen setting
 LEAST_TRIALS = {"read": 1, "write": 1, "mixed": 2}
 GOOD_SPREAD = 0.25  # half of the 90 % interval, as a share
-MOST_SPREAD = 1.0  # from here on the speed is not known within a factor of two
-EXCESS = 1.10  # of reading and writing alone, that both at once may reach by noise
-LINK_EXCESS = 1.03  # of a link's nominal speed, for clocks
+MOST_SPREAD = 1.0  # above, the speed is not known within a factor of two
+EXCESS = 1.10  # noise may lift mixed speed so far above the sum of read and write speed
+LINK_EXCESS = 1.03  # of the link's nominal speed, for clocks that run fast
 
 
 @dataclasses.dataclass(frozen=True)
 class Grade:
     """How much evidence a profile has.
 
-    Attributes
-    ----------
-    name : str
-        "good"; "weak", usable, but the numbers may be off; or "poor", less than a profile needs.
-    reasons : tuple of str
-        What is lacking, a clause each; none for "good".
+    name: "good"; "weak", usable, but the speeds may be off; or "poor", too little to use. reasons: the
+    missing evidence, one clause each.
     """
 
     name: str
@@ -49,20 +45,11 @@ class Grade:
 
 
 def grade(profile: Profile) -> Grade:
-    """Judge the evidence for the chosen setting of *profile*.
+    """Judge the evidence for the chosen setting of *profile*, which may be of any schema.
 
-    Parameters
-    ----------
-    profile : Profile
-        Of any schema; what it lacks counts as no evidence.
-
-    Returns
-    -------
-    Grade
-        "good" takes, under each load, `GOOD_TRIALS` final trials of at least
-        `LEAST_TRIAL_SECONDS`, a 90 % interval within `GOOD_SPREAD`, and speeds that agree with each
-        other. Below `LEAST_TRIALS`, beyond `MOST_SPREAD`, or with speeds that cannot all be true,
-        it is "poor".
+    "good" takes, under each load, `GOOD_TRIALS` final trials of at least `LEAST_TRIAL_SECONDS`, a 90 %
+    interval within `GOOD_SPREAD`, and speeds that agree with each other. Below `LEAST_TRIALS`, beyond
+    `MOST_SPREAD`, or with speeds that contradict each other, it is "poor".
     """
     poor, weak = inconsistencies(profile), list[str]()
     for phase in PHASES:
@@ -78,7 +65,7 @@ def grade(profile: Profile) -> Grade:
             (weak if counted >= LEAST_TRIALS[phase] else poor).append(lacking)
         found = spread(profile, phase)
         if found > GOOD_SPREAD:
-            # rounded up, so that none reads as good that is not
+            # rounded up, so that 25.2 % does not read as 25 %
             within = (
                 f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%" if found < 10 else "tenfold or more"
             )
@@ -91,18 +78,8 @@ def grade(profile: Profile) -> Grade:
 
 
 def inconsistencies(profile: Profile) -> list[str]:
-    """Which speeds of *profile* cannot all be true.
-
-    Parameters
-    ----------
-    profile : Profile
-        Its chosen setting and the best of each load are looked at.
-
-    Returns
-    -------
-    list of str
-        A clause each: both directions at once faster than reading and writing added up, a direction
-        faster than the drive's link; none where all is well, or nothing was measured.
+    """The speeds of *profile* that contradict each other, one clause each: mixed speed above the sum of
+    read and write speed, or a speed above that of the drive's link.
     """
     found = []
     speeds = {phase: best.gb_per_s for phase, best in profile.performance.items()}
@@ -113,8 +90,8 @@ def inconsistencies(profile: Profile) -> list[str]:
                 f"mixed: {speeds['mixed']:.3g} GB/s is more than read and write together, "
                 f"{most:.3g} GB/s"
             )
-    told = profile.drive.get("link_bytes_per_second")
-    link = told / 1e9 if isinstance(told, int | float) else 0.0
+    nominal = profile.drive.get("link_bytes_per_second")
+    link = nominal / 1e9 if isinstance(nominal, int | float) else 0.0
     for phase in PHASES if link else ():
         reached = max(
             (
@@ -124,7 +101,7 @@ def inconsistencies(profile: Profile) -> list[str]:
             ),
             default=0.0,
         )
-        # each direction has lanes of its own
+        # each direction has its own lanes
         carried = link * (2 if phase == "mixed" else 1)
         if reached > LINK_EXCESS * carried:
             found.append(
@@ -134,21 +111,10 @@ def inconsistencies(profile: Profile) -> list[str]:
 
 
 def spread(profile: Profile, phase: str) -> float:
-    """How far the speed of the chosen setting may be off under *phase*.
+    """Half of the 90 % interval of the chosen setting's speed under *phase*, as a share: 0.25 for +-25 %.
 
-    Parameters
-    ----------
-    profile : Profile
-        Its chosen setting is looked at.
-    phase : str
-        "read", "write" or "mixed".
-
-    Returns
-    -------
-    float
-        Half of the 90 % interval as a share, 0.25 for +-25 %: of the ratio to the defaults, or of
-        the speed where the defaults were chosen. Infinite where the interval reaches 0; 0 where
-        nothing was measured, which the count of trials tells.
+    It is the interval of the ratio to the defaults, or of the speed where the defaults were chosen.
+    Infinite where the interval reaches 0; 0 without measurements.
     """
     reached = profile.performance.get(phase)
     if reached is None:
@@ -162,60 +128,27 @@ def spread(profile: Profile, phase: str) -> float:
 
 
 def speed_spread(speeds: Sequence[float]) -> float:
-    """How far the median of *speeds* may be off.
-
-    Parameters
-    ----------
-    speeds : sequence of float
-        At least two, in any unit.
-
-    Returns
-    -------
-    float
-        Half of its 90 % interval as a share, by Student's t; infinite where one of them is 0.
+    """Half of the 90 % interval of the median of *speeds*, two or more, as a share, by Student's t.
+    Infinite where a speed is 0.
     """
     if min(speeds) <= 0:
         return math.inf
     logs = [math.log(speed) for speed in speeds]
-    # 1.253: a median errs so much more than a mean
+    # 1.253: the standard error of a median over that of a mean
     error = 1.253 * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.expm1(quantile(len(logs) - 1) * error)
 
 
 def quantile(freedom: int) -> float:
-    """The 95 % quantile of Student's t.
-
-    Parameters
-    ----------
-    freedom : int
-        Degrees of freedom; fewer than 2 count as 2.
-
-    Returns
-    -------
-    float
-        By the expansion of Abramowitz and Stegun 26.7.5.
+    """The 95 % quantile of Student's t with *freedom* degrees of freedom; fewer than 2 count as 2. Source:
+    Abramowitz and Stegun 26.7.5.
     """
     z, v = 1.6449, max(2, freedom)
     return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
 
 
 def final_trials(profile: Profile, phase: str, setting: Setting | None = None) -> list[Trial]:
-    """The trials that a setting was judged by.
-
-    Parameters
-    ----------
-    profile : Profile
-        Of any schema.
-    phase : str
-        "read", "write" or "mixed".
-    setting : Setting, optional
-        The chosen one unless given.
-
-    Returns
-    -------
-    list of Trial
-        Those of the finals that count, whatever their length.
-    """
+    """The final trials under *phase* of *setting*, by default the chosen one, that count, of any length."""
     wanted = (setting or profile.chosen, phase, "final", "")
     return [
         trial

@@ -1,6 +1,4 @@
-"""Where the profiles of this user's drives are kept: one for each drive, found again by any path on
-it.
-"""
+"""The profiles of this user's drives: one file for each drive, found by any path on the drive."""
 
 from __future__ import annotations
 
@@ -18,45 +16,16 @@ from .profile_grade import grade
 
 
 def directory() -> Path:
-    """The directory of the profiles.
-
-    Returns
-    -------
-    Path
-        It may not exist.
-
-    Raises
-    ------
-    UnsupportedError
-        This user has no home directory, and XDG_CONFIG_HOME does not name another place.
-
-    Notes
-    -----
-    Source: the XDG Base Directory Specification, which has relative paths ignored.
-    """
+    """The directory of the profiles; it may not exist. Raises: UnsupportedError, as `user_directory`."""
     return user_directory("XDG_CONFIG_HOME", ".config") / "profiles"
 
 
 def user_directory(variable: str, default: str) -> Path:
-    """This package's directory among this user's files of one kind.
+    """The directory "nvme-offload" in the one that the environment variable *variable* names, or
+    else in *default*, relative to the home directory. It may not exist.
 
-    Parameters
-    ----------
-    variable : str
-        Environment variable with the directory of that kind, such as "XDG_CONFIG_HOME". A relative
-        path in it is ignored.
-    default : str
-        That directory, relative to the home directory, where *variable* does not name it.
-
-    Returns
-    -------
-    Path
-        The directory "nvme-offload" below it; it may not exist.
-
-    Raises
-    ------
-    UnsupportedError
-        This user has no home directory, and *variable* does not name another place.
+    Raises: UnsupportedError when there is no home directory either. Source: the XDG Base Directory
+    Specification, by which relative paths in the variable are ignored.
     """
     named = os.environ.get(variable, "")
     if Path(named).is_absolute():
@@ -73,29 +42,10 @@ def user_directory(variable: str, default: str) -> Path:
 
 
 def keep(profile: Profile) -> Path:
-    """Keep a profile, in place of the earlier one of its drive.
+    """Write *profile* to its file, over an earlier profile of the drive. Returns the file.
 
-    The profile of another engine than this package's has a place of its own, since `find` must not
-    take it.
-
-    Parameters
-    ----------
-    profile : Profile
-        Of any grade.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    UsageError
-        *profile* does not say which drive it is of.
-    UnsupportedError
-        As `directory`.
-    OSError
-        The file cannot be written.
+    A profile of DeepSpeed's op has a separate file, since `find` must not return it. Raises: UsageError
+    when *profile* does not name its drive; UnsupportedError; OSError.
     """
     path = directory() / _name(_identity(profile), profile.engine.get("name"))
     commit.make_directory(path.parent)
@@ -104,23 +54,8 @@ def keep(profile: Profile) -> Path:
 
 
 def better(profile: Profile) -> Profile | None:
-    """The profile that *profile* must not replace without being told to.
-
-    Parameters
-    ----------
-    profile : Profile
-        A new one.
-
-    Returns
-    -------
-    Profile or None
-        The one that is kept for its drive and engine, where it has a better grade; None where there
-        is none, or it cannot be read.
-
-    Raises
-    ------
-    UsageError, UnsupportedError
-        As `keep`.
+    """The kept profile of the same drive and engine, if its grade is better than that of *profile*; else
+    None. Raises: as `keep`.
     """
     place = directory() / _name(_identity(profile), profile.engine.get("name"))
     with contextlib.suppress(OSError, UsageError):
@@ -131,26 +66,10 @@ def better(profile: Profile) -> Profile | None:
 
 
 def find(path: str | Path) -> Profile:
-    """Find the profile of a drive, measured with this package's engine.
+    """The profile of the drive of *path*, measured with this package's engine. *path* need not exist.
 
-    Parameters
-    ----------
-    path : str or Path
-        A path on the drive; it need not exist yet.
-
-    Returns
-    -------
-    Profile
-        The one that `keep` put there last.
-
-    Raises
-    ------
-    UnsupportedError
-        There is no profile, which the message says how to make, or as `directory`.
-    UsageError
-        The profile is damaged, or of a schema that this version does not know.
-    OSError
-        *path* cannot be looked at, or the profile not be read.
+    Raises: UnsupportedError when there is none, with the command that makes one; UsageError when the
+    file is damaged or of an unknown schema; OSError.
     """
     drive = describe(_nearest(path))
     kept = directory() / _name(drive.identity)
@@ -163,33 +82,16 @@ def find(path: str | Path) -> Profile:
         ) from None
     if profile.drive.get("identity") != drive.identity:
         raise UnsupportedError(
-            f"{kept} is the profile of another drive than that of {drive.path}: run {command}"
+            f"{kept} is not a profile of the drive of {drive.path}: run {command}"
         )
     return profile
 
 
 def swept_elsewhere(path: str | Path) -> Profile | None:
-    """Find the profile of a drive that a path was on when it was swept, and is not on now.
+    """The profile of a drive that was swept at *path* and is not mounted there now, or was replaced.
 
-    The drive is not mounted, or a new one is in its place.
-
-    Parameters
-    ----------
-    path : str or Path
-        It need not exist yet.
-
-    Returns
-    -------
-    Profile or None
-        None where the drive that *path* is on now has a profile, or nothing that *path* is in was
-        swept. Profiles that cannot be read are skipped.
-
-    Raises
-    ------
-    UnsupportedError
-        As `directory`.
-    OSError
-        *path* cannot be looked at.
+    None when the drive that *path* is on now has a profile, or when no drive was swept there.
+    Unreadable profiles are skipped. Raises: UnsupportedError; OSError.
     """
     drive = describe(_nearest(path))
     if (directory() / _name(drive.identity)).exists():
@@ -198,10 +100,10 @@ def swept_elsewhere(path: str | Path) -> Profile | None:
     for file in sorted(directory().glob("*.json")):
         try:
             profile = Profile.load(file)
-        except (UsageError, OSError):  # which `find` says, of the drive's own
+        except (UsageError, OSError):  # `find` reports a file that is unreadable
             continue
         was = Path(profile.drive.get("mount_point") or profile.drive["path"])
-        # What is mounted below it is another place, which was never swept.
+        # Another filesystem that is mounted below it was not swept.
         if place.is_relative_to(was) and (
             Path(drive.mount_point) == was or not Path(drive.mount_point).is_relative_to(was)
         ):
@@ -210,7 +112,7 @@ def swept_elsewhere(path: str | Path) -> Profile | None:
 
 
 def _nearest(path: str | Path) -> Path:
-    """*path*, or where it is yet to be made, the nearest directory above it that is there."""
+    """*path*, or its nearest parent directory that exists."""
     absolute = Path(path).absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 
@@ -219,7 +121,7 @@ def _identity(profile: Profile) -> str:
     identity = profile.drive.get("identity")
     if not isinstance(identity, str) or not re.fullmatch("[0-9a-f]{32}", identity):
         raise UsageError(
-            "the profile does not say which drive it is of: it is older than this version; run nvme-sweep again"
+            "the profile does not name its drive, because an older version wrote it; run nvme-sweep again"
         )
     return identity
 

@@ -1,5 +1,4 @@
-"""What sysfs says of disks, their PCIe links and NUMA nodes. None where the running kernel lacks
-it.
+"""Disks, their PCIe links and NUMA nodes from sysfs. None where the running kernel lacks a file.
 
 The *lineage* of a disk is the disk and its parent devices, nearest first. Source: the kernel's
 Documentation/ABI, stable/sysfs-block and testing/sysfs-bus-pci.
@@ -155,8 +154,8 @@ def most_of_link(lineage: list[Path]) -> str | None:
 
 
 def blocks_for_ext4_itself(device: int, sys: Path = Path("/sys")) -> int:
-    """Free blocks that ext4 on *device*, a `st_dev`, keeps from everybody, root too; 0 of other
-    filesystems. Source: the kernel's Documentation/admin-guide/ext4, reserved_clusters.
+    """Free blocks that ext4 on *device*, a `st_dev`, reserves even from root; 0 for other filesystems.
+    Source: the kernel's Documentation/admin-guide/ext4, reserved_clusters.
     """
     try:
         block = (sys / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()

@@ -238,7 +238,7 @@ def test_a_link_below_what_drive_and_slot_can_do_is_told_of(machine: Machine) ->
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
     assert (drive.pcie_link, drive.pcie_link_most) == ("16.0 GT/s x2", "16.0 GT/s x4")
     (told,) = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
-    assert "runs at 16.0 GT/s x2, and drive and slot are made for 16.0 GT/s x4" in told
+    assert "runs at 16.0 GT/s x2, but drive and slot support 16.0 GT/s x4" in told
 
 
 def test_the_deepest_mount_counts_and_the_last_of_equals(machine: Machine) -> None:

@@ -156,7 +156,7 @@ def test_an_edited_profile_is_refused() -> None:
     text = PROFILE.to_json().replace('"queue_depth": 16', '"queue_depth": 17', 1)
     with pytest.raises(
         UsageError,
-        match=r"odd\.json is not as it was written, but damaged or edited; run nvme-sweep again",
+        match=r"odd\.json was damaged or edited after it was written; run nvme-sweep again",
     ):
         Profile.from_json(text, "odd.json")
 

@@ -108,7 +108,7 @@ def test_a_file_of_another_drive_is_refused(tmp_path: Path) -> None:
     sealed.unseal(data)
     data["drive"]["identity"] = "0" * 32
     kept.write_text(sealed.dumps(data))
-    with pytest.raises(UnsupportedError, match="another drive than that of"):
+    with pytest.raises(UnsupportedError, match="is not a profile of the drive of"):
         AioConfig.for_path(tmp_path)
     kept.write_text("{")
     with pytest.raises(UsageError, match="not a drive profile"):
@@ -116,7 +116,7 @@ def test_a_file_of_another_drive_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_profile_without_a_drive_is_not_kept(tmp_path: Path, shelf: Path) -> None:
-    with pytest.raises(UsageError, match="which drive it is of"):
+    with pytest.raises(UsageError, match="does not name its drive"):
         profile_shelf.keep(profile_of(tmp_path, identity="../../../etc/passwd"))
     assert not shelf.exists()
 
