@@ -387,7 +387,7 @@ def drive(path: str, *, opens_files: bool = True) -> Iterator[Finding]:
         yield Finding(
             name,
             "problem",
-            f"cannot be looked at: {error.strerror}",
+            f"cannot be examined: {error.strerror}",
             "give a directory on the drive",
         )
         return

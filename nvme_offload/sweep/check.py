@@ -1,5 +1,5 @@
-"""`nvme-sweep check`: whether the settings in a config still hold on a drive, by a brief
-measurement beside the profile's best and the control.
+"""`nvme-sweep check`: a brief measurement of the settings in a config, interleaved with the setting
+that the sweep chose and the control.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .progress import describe
 from .verdict import ALIKE, STEP_BYTES
 
 LEAST_ROUNDS = 3
-# an unsteady drive is measured so many times as long as asked for, before nothing can be said
+# an unsteady drive is measured for at most this multiple of the given time
 MOST_PATIENCE = 4
-# of a step's time on the drive, beyond noise: more, and the settings no longer hold
+# of a step's time on the drive: with a larger loss, beyond noise, the settings no longer hold
 MOST_LOSS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What was found. *holds*: None where the drive is too unsteady to tell. *loss*: by how much a
-    step takes longer on the drive with the config's setting than with the best of the others, with
-    the middle 90 % of where it may be; *better*: that other setting, None unless the config's no
-    longer holds. speeds: bytes per second by setting and phase.
+    """The result. *holds*: None where the drive is too unsteady for a result. *loss*: how much longer a
+    step takes on the drive with the config's setting than with the best alternative, with its 90 %
+    interval; *better*: that alternative, if the config no longer holds. speeds: bytes per second by
+    setting and phase.
     """
 
     holds: bool | None
@@ -45,9 +45,9 @@ def rounds(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[tuple[Setting, str], float]]:
-    """Run *settings*, the config's first, interleaved, under every phase for about *seconds*, or
-    until it can be told whether they hold, but at most `MOST_PATIENCE` times as long; every other
-    round the other way about. Returns bytes per second of each round.
+    """Run *settings*, the config's first, interleaved, under every phase, for about *seconds* or until
+    there is a result, but at most `MOST_PATIENCE` times as long. Every other round runs in reverse order.
+    Returns bytes per second of each round.
     """
     window = min(1.0, max(0.1, seconds / (len(settings) * len(PHASES) * 2 * LEAST_ROUNDS)))
     began = clock()
@@ -70,17 +70,17 @@ def rounds(
 
 
 def judged(config: Setting, measured: Sequence[dict[tuple[Setting, str], float]]) -> Checked:
-    """Whether *config* is as good as the others of *measured*, by what a training step takes on the
-    drive. Pure.
+    """Compare *config* with the other settings of *measured* by the time of a training step on the
+    drive.
     """
     settings = list(dict.fromkeys(setting for setting, _ in measured[0]))
-    # the config alone where it is all that was measured: it cannot lose
+    # a config that was measured alone is compared with itself
     others = [setting for setting in settings if setting != config] or [config]
     gaps = {other: _gap(config, other, measured) for other in others}
     best = max(others, key=lambda other: gaps[other][0])
     gap, reach = gaps[best]
     worse = gap > math.log1p(MOST_LOSS) and gap - reach > math.log1p(ALIKE)
-    # a loss that may be twice the limit is not called none
+    # the interval must exclude a loss of twice the limit
     unclear = any(sum(each) > math.log1p(2 * MOST_LOSS) for each in gaps.values())
     return Checked(
         holds=False if worse else None if unclear else True,
@@ -118,20 +118,20 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
         )
         said += [
             "",
-            f"The drive itself, beside the sweep of {profile.created[:10]}, at the setting chosen then: {moved}.",
+            f"The drive itself, compared with the sweep of {profile.created[:10]}, at the setting chosen then: {moved}.",
         ]
     loss, low, high = (100 * value for value in (checked.loss, checked.loss_low, checked.loss_high))
-    takes = f"a step takes {loss:+.1f} % ({low:+.1f} to {high:+.1f} %) beside"
+    takes = f"a step takes {loss:+.1f} % ({low:+.1f} to {high:+.1f} %) compared with"
     if checked.better is not None:
         said.append(
             f"The settings no longer hold: {takes} {describe(checked.better)}. "
             "Run nvme-sweep again with --config."
         )
     elif checked.holds:
-        said.append(f"The settings hold: {takes} the best of the others.")
+        said.append(f"The settings hold: {takes} the best alternative.")
     else:
         said.append(
-            f"The drive is too unsteady to tell: {takes} the best of the others. "
+            f"The drive is too unsteady for a result: {takes} the best alternative. "
             "Check again while nothing else uses it, or with more --seconds."
         )
     return said
@@ -140,8 +140,8 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
 def _gap(
     config: Setting, other: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
 ) -> tuple[float, float]:
-    """The mean over the rounds of log(a step's time with *config* / with *other*), and the half
-    width of the middle 90 % of where it may be.
+    """The mean over the rounds of log(a step's time with *config* / with *other*), and half of its 90 %
+    interval.
     """
     gaps = [_step_log(each, config) - _step_log(each, other) for each in measured]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0

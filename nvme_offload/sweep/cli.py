@@ -1,6 +1,4 @@
-"""`nvme-sweep`: the command. It checks what can be checked first, runs the sweep, and writes what
-came out.
-"""
+"""`nvme-sweep`: the command. It checks its arguments, runs the sweep, and writes the results."""
 
 from __future__ import annotations
 
@@ -33,21 +31,19 @@ from .tune import Options, fill, open_rig, tune
 
 MOST_SECONDS = 86400
 LEAST_SUSTAINED_BYTES = 1 << 30
-NOT_SO = 3  # the exit status where the answer is no
+EXIT_NEGATIVE = 3
 
 _progress = Progress(sys.stderr)
 
 
 def main() -> int:
-    """Run the command; returns 0 when the drive is tuned and as wanted, 1 after a failure, 2 for what
-    was asked wrongly, 3 where the answer is no. A signal exits with 128 + its number.
-    """
+    """Run the command; returns the exit status. A signal exits with 128 + its number."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        if first in _OTHERS:  # a directory of such a name is reached as ./show
+        if first in _OTHERS:  # a directory with this name is given as ./show
             status = _OTHERS[first].main(
                 args=sys.argv[2:], prog_name=f"nvme-sweep {first}", standalone_mode=False
             )
@@ -63,10 +59,10 @@ def main() -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End at once: the files on the drive have no names and go with the process, whatever is still
-    under way to them.
+    """Exit immediately: the files on the drive have no names, so the kernel removes them with the
+    process.
     """
-    _progress.say_at_once(
+    _progress.say_in_handler(
         f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive"
     )
     commit.remove_unfinished()
@@ -96,7 +92,7 @@ _ranks_option = click.option(
 _force_option = click.option(
     "--force",
     is_flag=True,
-    help="Measure also memory, a network filesystem, or one without direct I/O; replace also a profile with more evidence.",
+    help="Also measure memory, a network filesystem, or one without direct I/O; also replace a profile with more evidence.",
 )
 
 
@@ -116,7 +112,7 @@ _force_option = click.option(
     type=_named,
     default="reports",
     show_default=True,
-    help="Where the report gets a directory of its own.",
+    help="The report is written to a new directory in DIR.",
 )
 @click.option(
     "--seconds",
@@ -129,7 +125,7 @@ _force_option = click.option(
 @click.option(
     "--size",
     metavar="BYTES",
-    help="Space to use on the drive, such as 1GiB.  [default: at most 2GiB, half of what is free]",
+    help="Space to use on the drive, such as 1GiB.  [default: at most 2GiB, half of the free space]",
 )
 @_engine_option
 @click.option(
@@ -143,7 +139,7 @@ _force_option = click.option(
 @click.option(
     "--sustained",
     metavar="BYTES",
-    help="Then write so much, such as 64GiB, to see where the drive's cache ends.",
+    help="Then write this much, such as 64GiB, to find the size of the drive's cache.",
 )
 @click.option(
     "--json",
@@ -151,7 +147,7 @@ _force_option = click.option(
     metavar="[FILE]",
     is_flag=False,
     flag_value="-",
-    help="Write the outcome and the profile to FILE as JSON; without FILE, print the profile. Neither has samples over time.",
+    help="Write the outcome and the profile to FILE as JSON; without FILE, print the profile. Samples over time are left out.",
 )
 @_force_option
 # DeepSpeed's launcher adds it; the variables say the same
@@ -172,14 +168,14 @@ def command(
 ) -> int:
     """Find the I/O settings with which training from the drive of PATH, a directory, is fastest.
 
-    Measures reads, writes and both at once on files without a name, which leave nothing behind, and
-    verifies what it wrote. Prints the settings, writes a report, keeps the profile for
+    Measures reads, writes and both together on unnamed files, which leave nothing on the drive, and
+    verifies the data. Prints the settings, writes a report, keeps the profile for
     AioConfig.for_path, and sets the settings in the given DeepSpeed configs. Several paths are
-    measured each alone, then all together. Under torchrun or DeepSpeed's launcher the ranks of each
+    measured one by one, then together. Under torchrun or DeepSpeed's launcher the ranks of each
     node contend, and rank 0 reports for all nodes.
 
     \b
-    nvme-sweep show [PATH]                 print what was found before
+    nvme-sweep show [PATH]                 print the last result
     nvme-sweep compare A B                 two profiles or reports side by side
     nvme-sweep check PATH --config FILE    whether a config's settings still hold
     deepspeed --hostfile=FILE --module nvme_offload.sweep PATH    every node's drive
@@ -187,7 +183,7 @@ def command(
     Exit status: 0 tuned; 3 a config was not set because a profile with more evidence is kept; 1
     failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
     """
-    # --json may stand before PATH, and then has taken it; no file has the name of a directory
+    # in "--json PATH" the directory PATH was parsed as FILE
     if json_to not in (None, "-") and Path(json_to).is_dir():
         paths, json_to = (json_to, *paths), "-"
     if not paths:
@@ -197,19 +193,19 @@ def command(
         raise Refusal(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
     where = _place()
     if where and where.local_rank:
-        return 0  # the first process of each node sweeps for all of them
+        return 0  # the first process of each node sweeps for the node
     drives = [preflight.look_at(path, force) for path in paths]
     if len(drives) > 1:
         from .several import require_apart
 
         require_apart(drives)
     places: list[Path] = []
-    if where is None or where.rank == 0:  # who alone writes to either; both may be shared
+    if where is None or where.rank == 0:  # only rank 0 writes: nodes may share these files
         places = [preflight.config_file(config) for config in configs]
         preflight.check_report_directory(report_dir)
         if json_to not in (None, "-"):
             preflight.check_file(Path(json_to), "--json")
-    # torch builds it under a lock, which a build that was killed leaves behind
+    # torch builds the op under a lock file, which stays when the build is killed
     if engine == "deepspeed" and backend == "libaio":
         _progress.show(
             "engine",
@@ -233,7 +229,7 @@ def command(
     if json_to not in (None, "-"):
         every = [_of_host(profile, host) for host, profiles in nodes for profile in profiles]
         commit.write_file(Path(json_to), json.dumps(results.as_json(every), indent=2) + "\n")
-    return NOT_SO if unset else 0
+    return EXIT_NEGATIVE if unset else 0
 
 
 def _of_host(profile: Profile, host: str) -> Profile:
@@ -257,13 +253,13 @@ def _sustained_bytes(text: str | None) -> int:
         raise Refusal(f"--sustained: {error}") from None
     if text is not None and wanted < LEAST_SUSTAINED_BYTES:
         raise Refusal(
-            f"--sustained must be at least {format_bytes(LEAST_SUSTAINED_BYTES)}, not {format_bytes(wanted)}: no drive's cache ends before"
+            f"--sustained must be at least {format_bytes(LEAST_SUSTAINED_BYTES)}, not {format_bytes(wanted)}: no drive's cache is smaller"
         )
     return wanted
 
 
 def _sweep(drives: Sequence[Drive], options: Options) -> list[Profile]:
-    """The profile of each path; of several, with what they give together in each."""
+    """The profile of each path. With several paths it includes their speeds together."""
     with contextlib.ExitStack() as locks:
         for found in drives:
             locks.enter_context(preflight.locked(Path(found.path), found))
@@ -286,9 +282,7 @@ def _report(
     configs: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Write and print what all *nodes*, (host name, profiles) pairs, found; *notes* are lines to
-    end with.
-    """
+    """Write and print the profiles of *nodes*, (host name, profiles) pairs, and then *notes*."""
     said: list[str] = []
     printed: list[str] = []
     for host, profiles in nodes:
@@ -314,7 +308,7 @@ def _report(
         slowest = min(mine, key=lambda profile: profile.performance["mixed"].gb_per_s)
         if len({profile.chosen for profile in mine}) > 1:
             notes.append(
-                f"The configs get one setting for all, that of the slowest: {slowest.drive['path']}."
+                f"The configs get the setting of the slowest path, {slowest.drive['path']}."
             )
         notes += [results.apply(config, slowest) for config in configs]
     _progress.clear()
@@ -333,8 +327,8 @@ def _report(
 @click.command(context_settings=_SETTINGS)
 @click.argument("path", metavar="[PATH]", required=False)
 def show(path: str | None) -> None:
-    """Print what a sweep found for the drive of PATH, a profile.json or a report's directory;
-    without PATH, a line on each drive that was swept.
+    """Print the result for the drive of PATH, which may also be a profile.json or a report's
+    directory; without PATH, a line for each drive that was swept.
     """
     from .compare import load
 
@@ -369,8 +363,8 @@ def show(path: str | None) -> None:
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 def compare(first: str, second: str) -> None:
-    """Two profiles side by side: drives, kernels, settings, and what B gives over A. Each is a
-    profile.json, a report's directory, or a directory on a drive that was swept.
+    """Compare two profiles: drives, kernels, settings and speeds. Each is given as a profile.json, a
+    report's directory, or a directory on a drive that was swept.
     """
     from .compare import lines, load
 
@@ -397,11 +391,11 @@ def compare(first: str, second: str) -> None:
 @_ranks_option
 @_force_option
 def check(path: str, config: Path, seconds: float, ranks: int | None, force: bool) -> int:
-    """Measure briefly whether the settings in FILE still hold on the drive of PATH, beside those
-    that the sweep chose and DeepSpeed's defaults.
+    """Measure briefly whether the settings in FILE are still good on the drive of PATH, compared with
+    those that the sweep chose and DeepSpeed's defaults.
 
-    Exit status: 0 they hold, or the drive is too unsteady to tell; 3 they do not; 1 failed, 2 wrong
-    usage.
+    Exit status: 0 they are, or the drive is too unsteady for a result; 3 they are not; 1 failed, 2
+    wrong usage.
     """
     from nvme_offload.hardware import profile_shelf
 
@@ -442,7 +436,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         checked = checking.judged(setting, checking.rounds(settings, run, 0.8 * seconds))
     _progress.clear()
     results.print_out("\n".join(checking.lines(checked, setting, profile)) + "\n")
-    return NOT_SO if checked.better else 0
+    return EXIT_NEGATIVE if checked.better else 0
 
 
 _OTHERS = {"show": show, "compare": compare, "check": check}

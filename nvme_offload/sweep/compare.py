@@ -1,4 +1,4 @@
-"""Two profiles side by side: drives, kernels, and what the one gives over the other."""
+"""Two profiles compared: drives, kernels and speeds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from nvme_offload.units import format_change, format_speed
 
 from .progress import describe
 
-SLIM = 0.02  # a relative spread below this is not believed of few runs
+SLIM = 0.02  # the least relative spread that is assumed for few runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The second's chosen setting over the first's under *phase*: a ratio of speeds, and the middle
-    90 % of where it may be, by the scatter of the final runs. *trusted*: neither sweep has poor
-    evidence, whose runs scatter less than the drive does.
+    """The second's chosen setting over the first's under *phase*: a ratio of speeds and its 90 % interval,
+    by the scatter of the final runs. *trusted*: neither profile has poor evidence.
     """
 
     phase: str
@@ -35,10 +34,9 @@ class Change:
 
 
 def load(place: Path) -> Profile:
-    """The profile that *place* leads to: a file, a report's directory, or else any path on a drive
-    that was swept.
+    """The profile in the file *place*, in the report's directory *place*, or of the drive of *place*.
 
-    Raises: UsageError, UnsupportedError, which say what to give instead.
+    Raises: UsageError, UnsupportedError.
     """
     try:
         if place.is_dir():
@@ -56,7 +54,7 @@ def load(place: Path) -> Profile:
 
 
 def changes(first: Profile, second: Profile) -> list[Change]:
-    """By phase, from the final runs of either's chosen setting. Pure."""
+    """By phase, from the final runs of the two chosen settings."""
     found = []
     trusted = all(grade(profile).name != "poor" for profile in (first, second))
     for phase in PHASES:
@@ -92,7 +90,7 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     said += map(line, changes(first, second))
     said += [
         "",
-        "The intervals are those of the runs; that a drive is faster on one day than on another is not in them.",
+        "The intervals cover the scatter of the runs, but not a drive that is faster on one day than on another.",
     ]
     if first.drive.get("identity") != second.drive.get("identity"):
         said.append("These are different drives.")
@@ -100,11 +98,11 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
 
 
 def line(change: Change) -> str:
-    """A line on one load: speeds, the change with its spread, and what that says."""
+    """A line for one load: speeds, the change with its interval, and a verdict."""
     sure = (
-        "the evidence is too poor to tell"
+        "too little evidence"
         if not change.trusted
-        else "cannot be told apart"
+        else "no significant difference"
         if change.low <= 1 <= change.high
         else "faster"
         if change.ratio > 1

@@ -1,9 +1,8 @@
-"""DeepSpeed's own op under a trial: what `--engine deepspeed` measures.
+"""DeepSpeed's own op in a trial: `--engine deepspeed`.
 
-Its handle tells of no request by itself: `wait()` returns when all are done. So requests go in
-batches, and where a trial reads and writes at once both handles are waited for together, as
-DeepSpeed's pipelined optimizer swapper does. A batch is larger than what the kernel is given at a
-time.
+Its handle does not report single requests: `wait()` returns when all are done. So requests are
+submitted in batches, and a trial that reads and writes waits for both handles together, as
+DeepSpeed's pipelined optimizer swapper does. A batch is larger than the queues of the kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nvme_offload.errors import IOFailure, UnsupportedError
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.engine import File
 
-_MEMORY_BYTES = 512 << 20  # what a sweep locks at the most
+_MEMORY_BYTES = 512 << 20  # the most memory that a sweep locks
 
 
 class _Direction(NamedTuple):
@@ -53,8 +52,8 @@ class DeepSpeedOp:
         return importlib.metadata.version("deepspeed")
 
     def locked(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory that the op moves without a copy. Lifetime: that of the process, as its swapper
-        keeps it too.
+        """Memory that the op transfers without a copy. It is kept until the process ends, as
+        DeepSpeed's swapper does.
         """
         return np.asarray(self._allocator.new_cpu_locked_tensor(nbytes, self._example).numpy())
 
@@ -78,8 +77,8 @@ class DeepSpeedOp:
 
 
 class DeepSpeedEngine:
-    """Two handles, one for each direction, as the swappers have them. Lifetime: buffers are held
-    until what moves them was waited for.
+    """Two handles, one for each direction, as in the swappers. Buffers are held until their requests
+    are done.
     """
 
     def __init__(self, reading: Any, writing: Any, torch: Any, paths: Mapping[File, str]) -> None:
@@ -104,7 +103,7 @@ class DeepSpeedEngine:
     def wait(self) -> None:
         """Return when everything is done. Raises: IOFailure when the op says that it did less."""
         for direction, pending in self._pending.items():
-            if not pending:  # the op ends the process when there is nothing to wait for
+            if not pending:  # the op ends the process when nothing is pending
                 continue
             done = self._handles[direction].wait()
             tickets, self._pending[direction] = pending, []
@@ -115,8 +114,8 @@ class DeepSpeedEngine:
                 self._moved[direction] += ticket.nbytes
 
     def settle(self) -> None:
-        """Wait for what is left and say nothing of it: a handle that goes with work pending ends
-        the process.
+        """Wait for pending requests and ignore their errors: the op ends the process when a handle is
+        freed with work pending.
         """
         with contextlib.suppress(IOFailure):
             self.wait()
@@ -161,7 +160,7 @@ class DeepSpeedTicket:
         return self.nbytes
 
     def failure(self, reason: str) -> IOFailure:
-        """An error of this request; the op does not tell errno."""
+        """An error of this request; the op does not report errno."""
         return IOFailure(
             errno.EIO,
             reason,
@@ -196,7 +195,7 @@ def load() -> DeepSpeedOp:
     # no compiler, no ninja, no libaio
     except (RuntimeError, OSError, AssertionError, SystemExit) as error:
         raise UnsupportedError(
-            f"DeepSpeed's op cannot be built here: {' '.join(str(error).split())[:300]}; `ds_report` says what is missing"
+            f"DeepSpeed's op cannot be built here: {' '.join(str(error).split())[:300]}; `ds_report` lists missing requirements"
         ) from None
     # its warning of wear at the first write goes to standard output as well
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -205,7 +204,7 @@ def load() -> DeepSpeedOp:
 
 @contextlib.contextmanager
 def standard_output_to_error() -> Iterator[None]:
-    """Compilers and DeepSpeed talk on standard output, where results go."""
+    """Send the output of compilers and DeepSpeed to standard error: standard output is for results."""
     if sys.stdout is not None:
         sys.stdout.flush()
     kept = os.dup(1)

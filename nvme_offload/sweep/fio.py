@@ -1,6 +1,4 @@
-"""fio on the files of a sweep, where it is installed: the drive's limit, as the tool says it that
-everybody knows.
-"""
+"""fio on the files of a sweep, if it is installed: an independent measurement of the drive's limit."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 # Source: glibc's manual, Memory Allocation Tunables.
 _TUNABLES = "glibc.malloc.perturb=165:glibc.malloc.hugetlb=1"
 _RAMP = "100ms"  # before it counts: the queues fill
-# What fio does beside moving bytes, switched off: stamping buffers, timing every block, keeping a
-# map of what it touched.
+# Work of fio other than transfers, switched off: stamping buffers, timing every block, keeping a map
+# of the blocks that it touched.
 _PLAIN = (
     "--gtod_reduce=1",
     "--scramble_buffers=0",
@@ -33,7 +31,7 @@ _PLAIN = (
 
 @functools.cache
 def version() -> str | None:
-    """What fio calls itself; None where it is not installed."""
+    """fio's version; None if it is not installed."""
     if shutil.which("fio") is None:
         return None
     ran = subprocess.run(["fio", "--version"], capture_output=True, text=True)
@@ -87,8 +85,8 @@ def bytes_per_second(
     seconds: float,
     direct: bool,
 ) -> float:
-    """What fio moves, all files together, in so many *seconds*. Raises: UnsupportedError with what
-    fio says.
+    """The speed that fio reaches in *seconds*, all files together. Raises: UnsupportedError with fio's
+    message.
     """
     words = command(paths, file_bytes, setting, seconds, direct)
     ran = subprocess.run(

@@ -1,5 +1,5 @@
-"""What a drive says of its own health: by its SMART log, which the kernel hands to root, by nvme-cli
-or smartctl where one is installed and may ask, and its temperature by sysfs, which anybody may read.
+"""The health of a drive: from its SMART log, which only root can read; from nvme-cli or smartctl if one
+is installed and permitted; and its temperature from sysfs, which every user can read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nvme_offload.hardware.profile import Health
 from nvme_offload.planning.traffic import STEP_BYTES_7B
 
 WORN = 0.8
-TELLING_WEAR = 0.03  # below, whole percents tell too little of a life's length
+LEAST_WEAR = 0.03  # drives count whole per cents: below, the rated life cannot be estimated
 
 _CRITICAL = (
     "its spare area is low",
@@ -31,7 +31,7 @@ _CRITICAL = (
 
 
 def ask(drive: Drive) -> Health | None:
-    """The worst of the drive's disks; None when nobody can tell anything."""
+    """The worst values of the drive's disks; None without any source."""
     found = [
         health for device in drive.physical_devices if (health := _of_disk(device)) is not None
     ]
@@ -80,20 +80,20 @@ class Thermometer:
         self.highest: float | None = None
 
     def look(self) -> None:
-        """Take the temperature of now into account."""
+        """Read the temperature now."""
         now = temperature(self._drive)
         if now is not None:
             self.highest = now if self.highest is None else max(self.highest, now)
 
     def noted(self, health: Health | None) -> Health | None:
-        """*health* with what was seen."""
+        """*health* with the highest temperature."""
         seen = [self.highest, health.temperature_celsius] if health else []
         highest = max((each for each in seen if each is not None), default=None)
         return health and dataclasses.replace(health, highest_celsius=highest)
 
 
 def warnings(before: Health | None, after: Health | None) -> list[str]:
-    """What it means for training: sentences."""
+    """Sentences on the consequences for training."""
     said = []
     if after and after.critical:
         said.append(f"The drive warns that {after.critical}: move what matters off it.")
@@ -105,7 +105,7 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
             else ""
         )
         said.append(
-            f"The drive slowed itself down for {seconds} s of the sweep, for its heat{at}: give it air or a heat sink, and sweep again."
+            f"The drive slowed itself down for {seconds} s of the sweep, because of heat{at}: improve its cooling, and sweep again."
         )
     if (
         after
@@ -115,13 +115,13 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
     ):
         said.append(
             f"The drive became {after.highest_celsius:.0f} \N{DEGREE SIGN}C warm during the sweep, and warns from "
-            f"{after.limit_celsius:.0f} \N{DEGREE SIGN}C on: it may have slowed down; give it air or a heat sink, and sweep again."
+            f"{after.limit_celsius:.0f} \N{DEGREE SIGN}C on: it may have slowed down; improve its cooling, and sweep again."
         )
     if after and after.wear is not None and after.wear >= WORN:
         said.append(
             f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest."
         )
-    if after and after.wear is not None and after.written_bytes and TELLING_WEAR <= after.wear < 1:
+    if after and after.wear is not None and after.written_bytes and LEAST_WEAR <= after.wear < 1:
         left = after.written_bytes * (1 / after.wear - 1)
         said.append(
             f"The drive has worn {after.wear:.0%} by {after.written_bytes / 1e12:.3g} TB: the rest lasts for about {left / 1e12:.3g} TB, "
@@ -131,7 +131,7 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
 
 
 def link_warnings(before: str | None, after: str | None) -> list[str]:
-    """What a PCIe link that changed during the sweep means; links as `Drive.pcie_link` has them."""
+    """A warning if the PCIe link (`Drive.pcie_link`) changed during the sweep."""
     if not before or not after or before == after:
         return []
     return [
@@ -153,7 +153,7 @@ def _of_disk(device: str) -> Health | None:
 
 
 def smart_log(log: SmartLog) -> Health:
-    """What the drive's own log says."""
+    """The values of the drive's log."""
     return Health(
         source="SMART log",
         temperature_celsius=log.temperature_celsius,
@@ -165,7 +165,7 @@ def smart_log(log: SmartLog) -> Health:
 
 
 def nvme_cli(log: dict[str, Any]) -> Health | None:
-    """What `nvme smart-log` says; temperatures are in kelvin there."""
+    """The values of `nvme smart-log`, which reports kelvin."""
     kelvin = _number(log, "temperature")
     throttled = [_number(log, f"thm_temp{level}_total_time") for level in (1, 2)]
     return _worth(
@@ -181,7 +181,7 @@ def nvme_cli(log: dict[str, Any]) -> Health | None:
 
 
 def smartctl(log: dict[str, Any]) -> Health | None:
-    """What `smartctl --json` says, of NVMe drives and, less, of others."""
+    """The values of `smartctl --json`; fewer for drives other than NVMe."""
     nvme = log.get("nvme_smart_health_information_log") or {}
     passed = (log.get("smart_status") or {}).get("passed")
     critical = _critical(_number(nvme, "critical_warning"))
@@ -218,7 +218,7 @@ def _json(command: Sequence[str]) -> dict[str, Any] | None:
 def _number(log: dict[str, Any], *names: str) -> int | None:
     for name in names:
         value = log.get(name)
-        # newer nvme-cli tells the bits of critical_warning one by one beside "value"
+        # newer nvme-cli lists the bits of critical_warning in addition to "value"
         if isinstance(value, dict):
             value = value.get("value")
         if isinstance(value, (int, float)) and not isinstance(value, bool):

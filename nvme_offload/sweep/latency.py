@@ -1,5 +1,5 @@
-"""How long blocks take: requests of one block each, timed from submitting to done, while the queues
-are kept as full as in a trial.
+"""The latency of blocks: requests of one block each, timed from submission to completion, while the
+queues are as full as in a trial.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from .trial import Rig
 
 RAMP_SECONDS = 0.04  # in which the queues fill before anything is counted
-LOOK_SECONDS = 0.0001  # between two looks at what is finished
+POLL_SECONDS = 0.0001  # between two polls for finished requests
 LEAST_FOR_P999 = 1000  # blocks
 
 
 def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> list[float]:
-    """What the blocks took that were submitted in a window of *seconds*, on *rig*'s files; what
-    they bring is not verified.
+    """The latencies in seconds of the blocks that were submitted in a window of *seconds*, on *rig*'s
+    files. Their data are not verified.
 
     Raises: as `Rig.run`.
     """
@@ -35,7 +35,7 @@ def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> lis
     taken: list[float] = []
     with rig.open_engine(setting) as engine:
         if not isinstance(engine, Engine):
-            return []  # it does not tell of single requests
+            return []  # it does not report single requests
         places = itertools.cycle(range(0, rig.file_bytes, setting.block_size))
         blocks = [
             (
@@ -68,18 +68,18 @@ def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> lis
             oldest = tickets[min(range(len(blocks)), key=submitted.__getitem__)]
             if oldest is not None:
                 with contextlib.suppress(WaitTimeout):
-                    oldest.wait(LOOK_SECONDS)
+                    oldest.wait(POLL_SECONDS)
     return taken
 
 
 def percentiles(setting: Setting, phase: str, seconds: Sequence[float]) -> Latency:
-    """*seconds*, one at the least, as a profile keeps them."""
+    """The percentiles of *seconds*, which has one value at least."""
     ordered = sorted(seconds)
 
     def share(part: float) -> float:
         return 1000 * ordered[min(len(ordered), max(1, math.ceil(part * len(ordered)))) - 1]
 
-    # the slowest of fewer blocks would pass for it
+    # of fewer blocks it would be the slowest one
     rare = share(0.999) if len(ordered) >= LEAST_FOR_P999 else None
     return Latency(
         phase, setting, len(ordered), share(0.50), share(0.95), share(0.99), share(1.0), rare

@@ -1,6 +1,6 @@
-"""Under `torchrun` or DeepSpeed's launcher the sweep is started once for each rank of a training.
-One process of each node sweeps for all of its ranks, which contend for the node's drive as they
-will in training; rank 0 gathers what the nodes found, and reports.
+"""Under `torchrun` or DeepSpeed's launcher the sweep is started once for each rank. One process of each
+node sweeps with as many processes as the node has ranks, which contend for the drive as in training;
+rank 0 gathers the profiles of the nodes, and reports.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ WAIT_SECONDS = 600.0  # beyond what a sweep takes: for nodes that are slow, or s
 
 
 class Place(NamedTuple):
-    """Where this process stands. local_ranks: of this node; node, nodes: its number, and how many
-    there are.
+    """The place of this process. local_ranks: ranks of this node; node, nodes: its number, and the
+    number of nodes.
     """
 
     rank: int
@@ -31,8 +31,8 @@ class Place(NamedTuple):
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """What the launcher said; None when there is none. Raises: UsageError when it said something
-    that cannot be.
+    """The place that the launcher's variables describe; None without a launcher. Raises: UsageError
+    when they contradict each other.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py,
     deepspeed/launcher/launch.py.
@@ -59,13 +59,13 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if local < 1 or not (
         0 <= local_rank < local <= world and 0 <= rank < world and 0 <= node < nodes
     ):
-        said = ", ".join(
+        named = ", ".join(
             f"{name}={environment[name]}"
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
             if name in environment
         )
         raise UsageError(
-            f"the launcher's variables make no sense together ({said}): unset them to sweep without a launcher"
+            f"the launcher's variables make no sense together ({named}): unset them to sweep without a launcher"
         )
     return Place(rank, local_rank, local, node, nodes)
 
@@ -73,35 +73,35 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
 def gather(
     where: Place, profiles: list[Profile], seconds: float
 ) -> list[tuple[str, list[Profile]]]:
-    """All nodes' (host name, profiles) on rank 0, in the order of the nodes; nothing on the others,
-    which have told theirs then.
+    """On rank 0 the (host name, profiles) of all nodes, in the order of the nodes. Other ranks send
+    their profiles and return [].
 
     *seconds*: how long a node's sweep takes. Raises: UnsupportedError when a node does not answer,
-    or torch is not there.
+    or torch is not installed.
     """
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which torch documents, and does not list
     except ImportError as error:
         raise UnsupportedError(
-            f"the nodes talk by torch's store, which is not there ({error}): install torch, or sweep on each node by itself"
+            f"the nodes exchange results by torch's store, which is missing ({error}): install torch, or sweep on each node separately"
         ) from None
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise UnsupportedError(
-            "the launcher gave no MASTER_ADDR and MASTER_PORT, by which the nodes find each other: sweep on each node by itself"
+            "the launcher gave no MASTER_ADDR and MASTER_PORT, by which the nodes find each other: sweep on each node separately"
         )
-    # torchrun keeps a store of its own at that address, where it says so; otherwise rank 0 does.
+    # torchrun hosts a store at that address if it sets the variable; otherwise rank 0 hosts it
     hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = datetime.timedelta(seconds=seconds + WAIT_SECONDS)
     run = f"nvme-sweep/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
         store = TCPStore(host, int(port), None, hosts, timeout=timeout, wait_for_workers=False)
         if where.rank != 0:
-            told = {
+            mine = {
                 "host": socket.gethostname(),
                 "profiles": [profile.to_json() for profile in profiles],
             }
-            store.set(f"{run}/{where.node}", json.dumps(told))
+            store.set(f"{run}/{where.node}", json.dumps(mine))
             return []
         found = [(socket.gethostname(), profiles)]
         for node in range(where.nodes):
@@ -110,8 +110,8 @@ def gather(
                 found.insert(
                     node, (answer["host"], [Profile.from_json(text) for text in answer["profiles"]])
                 )
-        return found  # nobody waits for an answer any more, so the store may end with this process
+        return found  # all nodes have sent, so the store may end with this process
     except RuntimeError as error:  # torch's DistStoreError and its like
         raise UnsupportedError(
-            f"not all of the {where.nodes} nodes were heard: {str(error).splitlines()[0]}; sweep on each node by itself"
+            f"not all of the {where.nodes} nodes answered: {str(error).splitlines()[0]}; sweep on each node separately"
         ) from None

@@ -1,6 +1,4 @@
-"""What is checked before a sweep: that everything it will need is there, so that what cannot end
-well never begins.
-"""
+"""Checks before a sweep: everything that it needs is there."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ MOST_FILE_BYTES = 1 << 30
 
 
 class Refusal(click.ClickException):
-    """Something is wrong with what was asked for; nothing was started."""
+    """An argument is wrong; nothing was started."""
 
     exit_code = 2
 
 
 class Failure(click.ClickException):
-    """The sweep could not be brought to its end."""
+    """The sweep failed."""
 
     exit_code = 1
 
@@ -50,9 +48,7 @@ def require_named(*places: str | os.PathLike[str] | None) -> None:
 
 
 def look_at(path: str, force: bool) -> Drive:
-    """What the directory *path* sits on. Raises: Refusal when it is not a drive's directory that
-    this user can write to.
-    """
+    """The drive of the directory *path*. Raises: Refusal when it is not on a drive, or not writable."""
     require_named(path)
     directory = Path(path)
     try:
@@ -61,9 +57,9 @@ def look_at(path: str, force: bool) -> Drive:
             raise Refusal(f"{directory} {what}: give a directory on the drive to tune")
         found = describe_drive(directory)
     except OSError as error:
-        raise Refusal(f"{directory} cannot be looked at: {error.strerror}") from None
+        raise Refusal(f"{directory} cannot be examined: {error.strerror}") from None
     if (found.is_memory or found.is_network) and not force:
-        raise Refusal(f"{drive_warnings(found)[0]} (--force measures it all the same.)")
+        raise Refusal(f"{drive_warnings(found)[0]} (--force measures it nevertheless.)")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise Refusal(
             f"{directory} is not writable: make a directory there that you own, and give that"
@@ -72,8 +68,8 @@ def look_at(path: str, force: bool) -> Drive:
 
 
 def config_file(given: Path) -> Path:
-    """The DeepSpeed config that *given* is, or that it names, being Accelerate's YAML; read and
-    found writable. Raises: Refusal.
+    """The DeepSpeed config *given*, or named by Accelerate's YAML *given*. Raises: Refusal
+    when it is unreadable or not writable.
     """
     try:
         config = ds_config.locate(given)
@@ -157,7 +153,7 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
         raise Refusal(f"--size: {error}") from None
     if size is not None and wanted < least:
         raise Refusal(
-            f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less does not leave the caches of a drive"
+            f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less would stay in the drive's cache"
         )
     if wanted < least or wanted > found.free_bytes:
         needed = max(wanted, 2 * least) if size is None else wanted
@@ -171,8 +167,8 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path, found: Drive) -> Iterator[None]:
-    """Keep a second sweep off the drive: by a lock on where it is mounted, which leaves no file and
-    ends with the process.
+    """Keep a second sweep off the drive, by a lock on its mount point, which leaves no file and ends
+    with the process.
 
     Raises: Failure when another one runs.
     """
@@ -187,7 +183,7 @@ def locked(directory: Path, found: Drive) -> Iterator[None]:
     except BlockingIOError:
         os.close(descriptor)
         raise Failure(
-            f"another nvme-sweep is measuring the drive of {directory}, and two at once would measure each other: wait for it"
+            f"another nvme-sweep is measuring the drive of {directory}, and two sweeps at the same time would distort each other: wait for it"
         ) from None
     except OSError:
         pass  # a network filesystem without locks

@@ -1,6 +1,4 @@
-"""What a sweep says while it runs: one line that changes on a terminal, now and then a plain line
-elsewhere.
-"""
+"""Progress of a sweep: one changing line on a terminal; elsewhere a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import TextIO
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.units import format_bytes
 
-PLAIN_SECONDS = 5.0  # between two lines where nobody watches
+PLAIN_SECONDS = 5.0  # between two lines that do not go to a terminal
 _ERASE = "\r\x1b[K"
 
 
@@ -27,9 +25,7 @@ class Progress:
         self._due = 0.0
 
     def show(self, topic: str, text: str) -> None:
-        """Say what goes on now; where nobody watches, only when *topic* is new or some time has
-        passed.
-        """
+        """Show the current step; without a terminal only when *topic* is new or some time has passed."""
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
             self._write(_ERASE + f"{topic}: {text}"[:width])
@@ -41,10 +37,8 @@ class Progress:
         """Write a line that stays."""
         self._write((_ERASE if self._terminal else "") + line + "\n")
 
-    def say_at_once(self, line: str) -> None:
-        """The same from a signal's handler, which may run in the middle of a write to the
-        stream.
-        """
+    def say_in_handler(self, line: str) -> None:
+        """As `say`, for a signal handler, which may run in the middle of a write to the stream."""
         with contextlib.suppress(OSError, ValueError):
             if self._stream is not None:
                 os.write(
@@ -53,12 +47,12 @@ class Progress:
                 )
 
     def clear(self) -> None:
-        """Take the changing line away."""
+        """Remove the changing line."""
         if self._terminal:
             self._write(_ERASE)
 
     def _write(self, text: str) -> None:
-        # A reader that went away must not stop the sweep: its results go to files.
+        # a closed stream must not stop the sweep, whose results go to files
         with contextlib.suppress(OSError, ValueError):
             if self._stream is not None:
                 self._stream.write(text)

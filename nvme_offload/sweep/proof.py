@@ -1,5 +1,5 @@
-"""The proof that a config took effect: DeepSpeed's own parser reads it, and an engine is made of
-what it read.
+"""The proof that a config took effect: DeepSpeed's own parser reads it, and an engine is made with the
+result.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nvme_offload.errors import OffloadError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
 
-# As deepspeed/runtime/config.py does it, in a process of its own: DeepSpeed takes seconds to load
-# and talks while it does.
+# As deepspeed/runtime/config.py does it, in a separate process: DeepSpeed takes seconds to load, and
+# prints while it does.
 _READ = """
 import json, sys
 import hjson
@@ -32,8 +32,8 @@ _SECONDS = 120
 
 
 def read_by_deepspeed(config: Path) -> dict[str, Any] | None:
-    """The aio section as DeepSpeed's own parser gives it, defaults included; None where DeepSpeed
-    is not installed or does not load.
+    """The aio section from DeepSpeed's own parser, defaults included; None if DeepSpeed is not
+    installed or does not load.
     """
     if importlib.util.find_spec("deepspeed") is None:
         return None
@@ -54,7 +54,7 @@ def read_by_deepspeed(config: Path) -> dict[str, Any] | None:
 
 
 def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
-    """A sentence on who read *chosen* back from *config*, and whether they did."""
+    """A sentence on which parser read *chosen* back from *config*, and whether it did."""
     from nvme_offload.io.engine import Engine
 
     wanted = ds_config.aio_section(chosen)
@@ -62,7 +62,7 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
     found = read_by_deepspeed(config)
     if found is None:
         by, found = (
-            "this package's parser (DeepSpeed is not to be had here)",
+            "this package's parser (DeepSpeed is not available here)",
             ds_config.read_aio(config),
         )
     wrong = {key: found.get(key) for key, value in wanted.items() if found.get(key) != value}
@@ -74,14 +74,12 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
     try:
         Engine(AioConfig.of(setting_of(found, chosen.backend))).close()
     except OffloadError as error:
-        return f"read back by {by}, but no engine can be made of it: {error}", False
-    return f"read back by {by}, and an engine was made of it", True
+        return f"read back by {by}, but no engine can be made with it: {error}", False
+    return f"read back by {by}, and an engine was made with it", True
 
 
 def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
-    """The setting that DeepSpeed makes of an aio section, with its defaults for what the section
-    leaves out. Raises: UsageError.
-    """
+    """The setting of an aio section, with DeepSpeed's defaults for missing keys. Raises: UsageError."""
     known = ds_config.aio_section(
         {
             **ds_config.DEEPSPEED_AIO,

@@ -1,6 +1,4 @@
-"""Ranks: the same trial in several processes at once, which contend for the drive as the processes
-of a training do.
-"""
+"""The same trial in several processes, which contend for the drive as in training."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from .space import MAX_BYTES_IN_FLIGHT
 from .trial import REQUEST_BYTES, Load, Point, Rig, measure
 from .verdict import Result
 
-# from an order to the moment that it is for: the ranks look for orders every 2 ms
+# from sending an order to its start time: the ranks poll for orders every 2 ms
 LEAD_SECONDS = 0.005
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,22 +36,21 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def request_bytes(count: int) -> int:
-    """The bytes of each request of *count* ranks: where there are many, smaller ones, so that the
-    memory of all together stays under 1 GB.
+    """The bytes of each request of *count* ranks: smaller for many ranks, so that all together use
+    less than 1 GB of memory.
 
-    A rank gets a share of the drive, so they take as long. No block that `space.grid` has for so
-    many ranks is larger.
+    No block in `space.grid` for this number of ranks is larger.
     """
     return min(REQUEST_BYTES, 1 << ((MAX_BYTES_IN_FLIGHT // count // 2).bit_length() - 1))
 
 
 class Ranks:
-    """*count* processes, each with a `Rig` of its own; used as one `Rig` is, and answering for all
-    of them together.
+    """*count* processes, each with its own `Rig`, behind the interface of one `Rig`: sizes and speeds
+    are sums.
 
-    Lifetime: `close` ends them, and so does the end of this process, however it comes. Of the
-    thread that made this, too (prctl(2)). Raises: as `Rig`, whichever rank the error was in;
-    ChildProcessError when a rank died. After either, only `close` is left.
+    Lifetime: the processes end with `close`, with this process, and with the thread that made this
+    object (prctl(2)). Raises: as `Rig`, from any rank; ChildProcessError when a rank died. After an
+    exception only `close` may be called.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Ranks:
     ) -> None:
         self._ranks: dict[Connection, subprocess.Popen[bytes]] = {}
         try:
-            # for good in the ranks: what ends the sweep ends them, without a word from each
+            # stays blocked in the ranks: they end with the sweep, without messages
             with _blocked(SIGNALS):
                 for _ in range(count):
                     self._start()
@@ -79,27 +76,25 @@ class Ranks:
             raise
 
     def memory_bytes_per_second(self) -> float:
-        """As `Rig.memory_bytes_per_second`: one thread of one rank, while the others rest."""
+        """As `Rig.memory_bytes_per_second`: one thread of one rank, while the other ranks are idle."""
         (speed,) = self._order("memory_bytes_per_second", only=1)
         return float(speed)
 
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
-        """As `Rig.fill`, in all ranks at once."""
+        """As `Rig.fill`, in all ranks concurrently."""
         filled = self._order("fill", setting, seconds, report=report)
         self.file_bytes = sum(file_bytes for _, file_bytes in filled)
         return float(sum(speed for speed, _ in filled))
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
-        """As `Rig.run`, in all ranks at once: each has *setting*, they begin together, and one
-        window is counted in all of them.
-        """
+        """As `Rig.run`, in all ranks concurrently: each runs *setting*, and all count the same window."""
         self._order("load", setting, phase)
         result = measure(self._pump, phase, seconds)
         self._order("finish")
         return result
 
     def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
-        """As `latency.block_seconds`, of all ranks at once."""
+        """As `latency.block_seconds`, in all ranks concurrently."""
         return [
             value
             for values in self._order("block_seconds", setting, phase, seconds)
@@ -111,7 +106,7 @@ class Ranks:
         return [path for paths in self._order("paths", direction) for path in paths]
 
     def close(self) -> None:
-        """End the processes; they hold nothing that the kernel does not take back."""
+        """End the processes; the kernel frees their files and memory."""
         for process in self._ranks.values():
             process.kill()
         for connection, process in self._ranks.items():
@@ -143,8 +138,8 @@ class Ranks:
             )
 
     def _pump(self, seconds: float) -> list[Point]:
-        """The points of all ranks together: a deadline passes in each within a fraction of a
-        millisecond, and the mean of those moments stands for it.
+        """The points of all ranks together, at the mean of their times, which differ by less than a
+        millisecond.
         """
         by_rank: list[list[Point]] = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
         return [
@@ -163,12 +158,10 @@ class Ranks:
         only: int | None = None,
         report: Callable[[int], None] | None = None,
     ) -> list[Any]:
-        """Have all ranks, or the first so many, do something; returns their answers once there are
-        all of them: a barrier.
-        """
+        """Send an order to all ranks, or to the *only* first ones, and wait for all answers."""
         asked = list(self._ranks)[:only]
         for connection in asked:
-            with contextlib.suppress(ConnectionError):  # its last words may still be there
+            with contextlib.suppress(ConnectionError):  # its last message may still be readable
                 connection.send((name, arguments))
         answers: dict[Connection, Any] = {}
         progress = dict.fromkeys(asked, 0)
@@ -178,7 +171,7 @@ class Ranks:
                 try:
                     kind, value = connection.recv()
                 except (EOFError, ConnectionError):
-                    self._mourn(connection)
+                    self._raise_rank_died(connection)
                 if kind == "failure":
                     raise value
                 if kind == "answer":
@@ -188,7 +181,7 @@ class Ranks:
                     report(sum(progress.values()))
         return [answers[connection] for connection in asked]
 
-    def _mourn(self, connection: Connection) -> NoReturn:
+    def _raise_rank_died(self, connection: Connection) -> NoReturn:
         status = self._ranks[connection].wait()
         number, count = list(self._ranks).index(connection), len(self._ranks)
         how = (
@@ -203,7 +196,7 @@ class Ranks:
 
 
 class _Rank:
-    """What a rank does, order by order."""
+    """The side of a rank: one method for each order."""
 
     _rig: Rig
     _load: Load
@@ -212,9 +205,9 @@ class _Rank:
         self._connection = connection
         self._pumping = False
 
-    def obey(self) -> NoReturn:
-        """Answer orders until the connection ends, and keep the queues full while there is none.
-        Raises: EOFError; what the orders raise.
+    def serve(self) -> NoReturn:
+        """Answer orders until the connection ends, and keep the queues full between orders. Raises:
+        EOFError; the errors of the orders.
         """
         while True:
             while self._pumping and not self._connection.poll():
@@ -261,19 +254,19 @@ class _Rank:
 
 
 def main(descriptor: int) -> NoReturn:
-    """Be a rank of the process that has the other end of *descriptor*."""
-    # the end of the connection tells of a death before this
+    """Run a rank for the process at the other end of *descriptor*."""
+    # in case the parent dies before the connection reports it
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     connection = Connection(descriptor)
     rank = _Rank(connection)
     try:
-        rank.obey()
+        rank.serve()
     except (EOFError, ConnectionError):
         pass
     except (OffloadError, OSError, MemoryError) as error:
         with contextlib.suppress(ConnectionError):
             connection.send(("failure", error))
-    os._exit(0)  # the parent ends the others, and what is under way need not be waited for
+    os._exit(0)  # without waiting for pending requests; the parent ends the other ranks
 
 
 @contextlib.contextmanager

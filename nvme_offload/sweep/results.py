@@ -1,4 +1,4 @@
-"""What a sweep leaves: the report, the configs, the profile on its shelf, and what it prints."""
+"""The results of a sweep: report, configs, kept profile and printed text."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .preflight import Failure
 from .progress import Progress, describe
 from .proof import prove
 
-LONGER = "A longer sweep has more: --seconds, while nobody else uses the drive."
+LONGER = "Sweep longer for more (--seconds), while no other process uses the drive."
 
 
 def write_report(profile: Profile, name: str, directory: Path, progress: Progress) -> Path:
-    """Write everything aside, then give it its name, so that there is a whole report or none.
-    Returns where it is.
+    """Write the report to a temporary directory, then rename it, so that it is complete or absent.
+    Returns its directory.
     """
     from nvme_offload.report import render
 
     progress.show("report", "drawing")
     commit.make_directory(directory)
     with contextlib.suppress(OSError):
-        # of sweeps that were killed, on other days and of other drives
+        # of sweeps that were killed
         commit.remove_abandoned(directory, r".+-\d{4}-\d\d-\d\d")
     wanted = directory / f"{name}-{profile.created[:10]}"
     with commit.partial_directory(wanted) as aside:
@@ -50,7 +50,7 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
 
 
 def _named(aside: Path, wanted: Path) -> Path:
-    """Rename *aside* to *wanted*, or to the first free name after it: an earlier report stays."""
+    """Rename *aside* to *wanted*, or to the first free name with a number after it."""
     for number in range(1, 1000):
         target = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -61,8 +61,8 @@ def _named(aside: Path, wanted: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Whether a profile was put on its user's shelf, and a line on why not, or on its grade; "" where
-    there is nothing to say. refused: a profile with more evidence is there.
+    """Whether a profile was kept, with a line on the reason if not, or on a low grade. refused: a
+    profile with more evidence stays.
     """
 
     note: str
@@ -70,8 +70,8 @@ class Kept:
 
 
 def keep(profile: Profile, force: bool) -> Kept:
-    """Put *profile* on its user's shelf, where `AioConfig.for_path` finds it. One with more evidence
-    is replaced only with *force*.
+    """Keep *profile*, so that `AioConfig.for_path` finds it. A profile with more evidence is replaced
+    only with *force*.
     """
     if not profile.engine["direct"]:
         return Kept("Not kept for AioConfig.for_path: these are speeds of the page cache.")
@@ -84,8 +84,8 @@ def keep(profile: Profile, force: bool) -> Kept:
         return Kept(f"Not kept for AioConfig.for_path: {error}.")
     if better is not None:
         return Kept(
-            f"Not kept for AioConfig.for_path: the evidence of this sweep is {found}, and that of the profile of {better.created[:10]} "
-            f"is {grade(better).name}. Sweep longer (--seconds), or replace it all the same (--force).",
+            f"Not kept for AioConfig.for_path: the evidence of this sweep is {found}, and the profile of {better.created[:10]} has "
+            f"{grade(better).name} evidence. Sweep longer (--seconds), or replace it nevertheless (--force).",
             refused=True,
         )
     if found.name != "good":
@@ -94,10 +94,10 @@ def keep(profile: Profile, force: bool) -> Kept:
 
 
 def apply(config: Path, profile: Profile) -> str:
-    """Set the chosen setting in *config* and read it back; returns what that changed, and who read
-    it.
+    """Set the chosen setting in *config* and read it back; returns a line on the changes and on the
+    parser that read them.
     """
-    with _uninterrupted():  # a file that is written in place must not be left at half
+    with _uninterrupted():  # a file that is written in place must be written completely
         applied = ds_config.apply(config, profile)
     read_back, proven = prove(config, profile.chosen)
     if not applied.changed:
@@ -119,7 +119,7 @@ def apply(config: Path, profile: Profile) -> str:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals that end the command are heard when this is over, whichever thread they come to."""
+    """Defer the signals that end the command to the end of this context, for all threads."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: heard.append(number))
@@ -131,13 +131,13 @@ def _uninterrupted() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         for late in heard:
-            os.kill(os.getpid(), late)  # whichever thread hears it
+            os.kill(os.getpid(), late)
 
 
 def summary(profile: Profile) -> list[str]:
-    """The lines that say what was found."""
+    """The printed summary of *profile*."""
     chosen, ranks = profile.chosen, profile.workload["ranks"]
-    together = f"; {ranks} ranks at once, speeds of all together" if ranks > 1 else ""
+    together = f"; {ranks} ranks at the same time; speeds are sums" if ranks > 1 else ""
     by = "; DeepSpeed's own op" if profile.engine.get("name") == "deepspeed" else ""
     lines = [
         f"{profile.drive['path']}: {profile.drive['model'] or profile.drive['device']}, {profile.drive['filesystem']}{by}{together}",
@@ -164,7 +164,7 @@ def summary(profile: Profile) -> list[str]:
         )
         lines += [
             "",
-            f"fio ({next(iter(fio.values())).version}) at the same setting, GB/s: {speeds}; the engine beside it "
+            f"fio ({next(iter(fio.values())).version}) at the same setting, GB/s: {speeds}; the engine compared with it "
             + _shares(fio),
         ]
     if profile.latencies:
@@ -192,7 +192,7 @@ def summary(profile: Profile) -> list[str]:
 
 
 def shelf_lines() -> list[str]:
-    """A line on each profile that is kept. Raises: UnsupportedError when this user has no home."""
+    """A line for each kept profile. Raises: UnsupportedError when this user has no home directory."""
     lines = []
     for path in sorted(profile_shelf.directory().glob("*.json")):
         try:
@@ -239,8 +239,8 @@ def without_samples(profile: Profile) -> Profile:
 
 
 def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
-    """The lines on several paths at once."""
-    lines = ["All paths at once, GB/s of each; in brackets alone:", ""]
+    """The printed summary of several paths together."""
+    lines = ["All paths together, GB/s of each; in brackets alone:", ""]
     for one in stripe:
         speeds = ", ".join(
             f"{phase} {format_speed(one.together[phase])} ({format_speed(one.alone[phase])})"
@@ -254,7 +254,7 @@ def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
         *lines,
         f"  together: {total}",
         "",
-        "The weight is the share of the bytes that belongs on a path, so that all are done at the same time.",
+        "The weight of a path is the share of the bytes with which all paths finish at the same time.",
     ]
 
 
@@ -266,13 +266,13 @@ def _shares(fio: Mapping[str, Beside]) -> str:
 
 
 def print_out(text: str) -> None:
-    """Write to standard output, which may be closed or read no further."""
+    """Write to standard output, which may be closed."""
     if sys.stdout is None:
         return
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; everything that lasts is written by now
+    except BrokenPipeError:  # `| head`; all files are written by now
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

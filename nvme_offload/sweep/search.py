@@ -1,9 +1,8 @@
-"""The search: which setting to try next, when, for how long. Plain values in, plain values out; the
-clock is a parameter.
+"""The search: which setting to try next, when, and for how long.
 
-A drive that others use drifts, threefold within minutes. So the control, DeepSpeed's defaults, runs
-again after every few trials, and every result is judged by its ratio to what the control would have
-reached at that moment.
+The speed of a shared drive can change threefold within minutes. So the control, DeepSpeed's defaults,
+runs again after every few trials, and every result is judged by its ratio to the speed of the control
+at that moment.
 """
 
 from __future__ import annotations
@@ -22,27 +21,28 @@ from .verdict import Ask, Evidence, Observation, Result
 GROUP = 4  # trials of other settings between two runs of the control
 MIN_WINDOW_SECONDS = 0.1  # or a hundredth of the budget, where that is less
 MAX_WINDOW_SECONDS = 2.0
-MIXED_WINDOWS = 2  # mixed counts most and swings most, so its windows are this much longer
-FINAL_WINDOW_SECONDS = 0.6  # at least, where there is time: shorter is no final evidence
-FINAL_ROUNDS = 8  # that windows longer than that are made for
+MIXED_WINDOWS = 2  # mixed speed weighs most and varies most, so its windows are longer
+FINAL_WINDOW_SECONDS = 0.6  # at least, if time allows: shorter trials do not count as final
+FINAL_ROUNDS = 8  # the rounds to divide the time by, for longer windows
 LEAST_FINAL_ROUNDS = 2
-# (rounds, finalists) that the time of the finals is used for: the first that fit, with whole windows
+# (rounds, finalists): the finals take the first pair for which there is time
 _FINAL_PLANS = ((4, 6), (4, 4), (4, 3), (4, 2), (3, 2), (2, 2), (2, 1))
-REPEAT_SHARE = 0.15  # of the time, for trials whose neighbouring controls jumped
+REPEAT_SHARE = 0.15  # of the time, to repeat trials around which the control jumped
 
 _Asks = Generator[Ask, Result, None]
 _Entry = tuple[Setting, tuple[str, ...]]  # a setting, and the phases to try it under
 
 
 class Search:
-    """Asks for trials until its time is over.
+    """Yields trials until its time is over.
 
-    `asks()` yields them and is sent their results. A coarse grid first, in short trials; then twice
-    the worse half makes way for neighbours of the better; then the finalists and the control,
-    interleaved. Where settings are alike, the cheap ones are carried along with the best ones.
+    `asks()` yields them and is sent their results. It tries a coarse grid in short trials; then twice
+    replaces the worse half with neighbours of the better half; then runs the finalists and the
+    control, interleaved. Cheap settings are kept along with the fastest if noise may hide that they
+    are as fast.
 
-    settings: what may be tried; seconds: the budget, from the first ask on; clock: seconds, from
-    any start; ceiling_bytes_per_second: what neither direction can exceed, where that is known.
+    settings: candidates; seconds: the time from the first ask on; clock: returns seconds;
+    ceiling_bytes_per_second: a limit on the speed of each direction, if known.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class Search:
         return max(0.0, self._start + self.seconds - self._clock())
 
     def best_so_far(self) -> tuple[Setting, float] | None:
-        """The setting with the shortest training step as far as is known, and how much more the
-        drive moves with it than with the control.
-        """
+        """The setting with the shortest training step so far, and its gain over the control."""
         costs = self.evidence.step_seconds()
         if len(costs) < 2:
             return None
@@ -91,8 +89,8 @@ class Search:
         yield from self._finals()
 
     def _screen(self, end: float) -> _Asks:
-        """The coarse grid, or all where there is time, under the mixed load; a third of it also
-        under the others, which weigh little.
+        """The coarse grid, or all settings if time allows, under the mixed load; a third of it also
+        under reads and writes alone, which weigh less.
         """
         first = (
             self._settings
@@ -148,7 +146,7 @@ class Search:
 
     def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Asks:
         """Try each of *entries* once, with windows that fill the time until the share *end* of the
-        budget is gone.
+        budget.
         """
         groups = -(-len(entries) // GROUP)
         trials = [phase for _, phases in entries for phase in phases]
@@ -168,7 +166,7 @@ class Search:
         windows: Mapping[str, float],
         repeated: bool = False,
     ) -> _Asks:
-        """Try *entries*, then the control; once more where the control says that the drive changed
+        """Try *entries*, then the control; repeat them if the control shows that the drive changed
         meanwhile.
         """
         before = self._latest_control_speeds()
@@ -211,8 +209,8 @@ class Search:
         self.evidence.observations.append(seen)
 
     def _survivors(self, keep: int) -> list[Setting]:
-        """*keep* settings: alternately the best one, and the cheapest one of those that noise may have
-        put behind the best.
+        """*keep* settings: alternately the best, and the cheapest whose distance to the best may be
+        noise.
         """
         costs = {
             setting: seconds
@@ -237,8 +235,8 @@ class Search:
         return kept[:keep]
 
     def _newcomers(self, survivors: Sequence[Setting], count: int) -> list[Setting]:
-        """At most *count* settings beside *survivors* that nobody tried yet: from each alternately,
-        its cheapest neighbour, then its dearest.
+        """At most *count* new settings: alternately the cheapest and the dearest untried neighbour of
+        each of *survivors*.
         """
         tried = {seen.ask.setting for seen in self.evidence.observations}
         queues = [
@@ -253,8 +251,8 @@ class Search:
         return list(found)[: max(0, count)]
 
     def _affordable(self, end: float) -> int:
-        """How many settings can be tried under the mixed load until the share *end* of the budget
-        is gone.
+        """The number of settings that can be tried under the mixed load until the share *end* of the
+        budget.
         """
         each = (self._least_window * MIXED_WINDOWS + self._overhead_seconds()) * (1 + 1 / GROUP)
         return max(0, int(self._left_until(end) / each))
@@ -263,8 +261,8 @@ class Search:
         return self._start + end * self.seconds - self._clock()
 
     def _overhead_seconds(self) -> float:
-        """What a trial takes beside its window, to fill the queues, to drain them, to read back:
-        from the trials so far.
+        """The time of a trial outside its window, to fill and drain the queues and to read back: the
+        median of the trials so far.
         """
         taken = [
             seen.ended_seconds - seen.started_seconds - seen.ask.seconds
@@ -284,7 +282,7 @@ class Search:
 
 
 def drive(asks: _Asks, measure: Callable[[Ask], Result]) -> None:
-    """Let *measure* run the trials of *asks* to the end."""
+    """Run the trials of *asks* with *measure*."""
     try:
         ask = next(asks)
         while True:

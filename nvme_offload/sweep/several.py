@@ -1,6 +1,4 @@
-"""Several paths: what each gives while all are used at once, and how much of the bytes belongs on
-each.
-"""
+"""Several paths: the speed of each while all are used together, and the share of the bytes for each."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def require_apart(drives: Sequence[Drive]) -> None:
             if drive.mount_point == other.mount_point or shared:
                 what = ", ".join(sorted(shared)) or drive.device
                 raise Refusal(
-                    f"{other.path} and {drive.path} are on the same drive ({what}), so using both gains nothing: give one of them"
+                    f"{other.path} and {drive.path} are on the same drive ({what}), so using both gains nothing: give one path"
                 )
 
 
@@ -47,7 +45,7 @@ def stripe(
     file_bytes: int,
     progress: Progress,
 ) -> tuple[StripePath, ...]:
-    """Use all paths at once, each at its own setting and by its own processes, interleaved with
+    """Measure all paths together, each at its own setting and with its own processes, interleaved with
     each alone.
 
     Raises: as `Ranks`.
@@ -89,9 +87,7 @@ def judged(
     alone: dict[tuple[int, str], list[float]],
     together: dict[tuple[int, str], list[float]],
 ) -> tuple[StripePath, ...]:
-    """What a profile keeps: medians of bytes per second by path and phase; weights are by the mixed
-    speeds of all at once. Pure.
-    """
+    """The result: medians by path and phase; weights by the mixed speeds of all paths together."""
     mixed = [statistics.median(together[index, "mixed"]) for index in range(len(profiles))]
     return tuple(
         StripePath(
@@ -110,9 +106,7 @@ def judged(
 def _at_once(
     rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float
 ) -> list[float]:
-    """Bytes per second of each path in a window that all share but for its first and last
-    milliseconds.
-    """
+    """Bytes per second of each path in a common window, up to some milliseconds."""
     speeds: dict[int, float] = {}
     failures: list[BaseException] = []
 

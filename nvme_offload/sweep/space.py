@@ -1,4 +1,4 @@
-"""The settings that a sweep may try: a geometric grid, and the way about in it."""
+"""The settings that a sweep may try: a geometric grid, its neighbours and their cost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ THREAD_COUNTS = (1, 2, 4, 8)
 MAX_BYTES_IN_FLIGHT = 128 << 20  # of all ranks together
 MOST_RANKS = MAX_BYTES_IN_FLIGHT // DEEPSPEED_DEFAULTS.bytes_in_flight  # each can run the defaults
 
-# A queue that takes the drive longer than this to work off only makes requests wait: the speed was
-# reached long before.
+# Deeper queues than the drive serves in this time only make requests wait.
 USEFUL_QUEUE_SECONDS = 0.1
 
 _COARSE_BLOCK_SIZES = frozenset(BLOCK_SIZES[1::2])
@@ -61,8 +60,8 @@ def grid(
 
 
 def coarse(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings two steps apart in each direction, and one with as much in flight as there may
-    be: where a search begins.
+    """The start of a search: settings two steps apart in each direction, and one with the most bytes in
+    flight.
     """
     deepest = max(setting.bytes_in_flight for setting in settings)
     found = [
@@ -84,11 +83,11 @@ def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
 
 
 def cost(setting: Setting) -> tuple[int, int, bool, int]:
-    """What orders settings from cheap to dear: bytes in flight, threads, then the block size.
+    """The sort key from cheap to dear: bytes in flight, threads, then the block size.
 
-    Blocks over 1 MiB come last among equals, because DeepSpeed keeps every tensor under max(1 MiB,
-    block_size) in RAM (optimizer_utils.py); of the others the one nearest to 1 MiB is first, as it
-    needs the fewest system calls.
+    Blocks over 1 MiB are last, because DeepSpeed keeps every tensor under max(1 MiB, block_size) in
+    RAM (optimizer_utils.py). Of smaller blocks the one nearest to 1 MiB is first, because it needs
+    the fewest system calls.
     """
     return (
         setting.bytes_in_flight,
@@ -99,9 +98,7 @@ def cost(setting: Setting) -> tuple[int, int, bool, int]:
 
 
 def spread(items: Sequence[_Item], count: int) -> list[_Item]:
-    """*count* of *items* at even distances, the ends among them; all of them where there are no
-    more.
-    """
+    """*count* of *items* at even distances, including both ends; all items if there are not more."""
     if count >= len(items):
         return list(items)
     if count == 1:

@@ -1,6 +1,4 @@
-"""What the control setting, run again and again, tells of the drive: whether it is steady, and what
-share of a result is drift.
-"""
+"""Steadiness and drift of the drive, from repeated runs of the control setting."""
 
 from __future__ import annotations
 
@@ -54,11 +52,10 @@ def judge(speeds: Sequence[float]) -> Steadiness:
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
-    """The control's speed at a time, from *series*: (seconds, speed) pairs in the order of time, at
-    least one.
+    """The control's speed at *seconds*, from *series*, (seconds, speed) pairs in the order of time.
 
-    Between two of them the speed is taken to change at an even rate (geometrically); outside it
-    stays as it was.
+    Between two runs it is interpolated geometrically; before the first and after the last it is
+    constant.
     """
     after = bisect.bisect(series, (seconds, math.inf))
     if after == 0 or after == len(series):
@@ -69,7 +66,7 @@ def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
 
 
 def jumped(before: float, after: float) -> bool:
-    """Whether the drive changed so much between two runs of the control that what lies between them
-    cannot be judged.
+    """Whether the drive changed so much between two runs of the control that trials between them do not
+    count.
     """
     return max(before, after) > JUMP * min(before, after)

@@ -1,4 +1,4 @@
-"""Writing on and on: where a drive's cache ends, and what is left of its speed then."""
+"""Writing without a pause: the size of a drive's cache, and its speed after that."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from nvme_offload.units import format_bytes, format_speed
 from . import steady
 from .trial import REQUEST_BYTES
 
-ROUNDS = 32  # that the bytes asked for are divided into
-MOST = 2  # times the bytes asked for, while the drive is not steady
-FALL = 0.75  # of the speed before: what counts as the end of a cache
+ROUNDS = 32  # into which the given bytes are divided
+MOST = 2  # times the given bytes, while the drive is not steady
+FALL = 0.75  # of the speed before: below, the cache has ended
 
 
 def write_on(
@@ -35,8 +35,8 @@ def write_on(
     direct: bool | Literal["auto"],
     report: Callable[[int, float], None],
 ) -> Sustained:
-    """Write *total_bytes* over a file of *file_bytes* on the drive of *directory*, and on until it
-    is steady, but not more than twice as much.
+    """Write *total_bytes* to a file of *file_bytes* on the drive of *directory*, and more until it is
+    steady, but at most twice as much.
 
     *report* is called with the bytes so far and the speed of the last round. Raises: NoSpaceError,
     IOFailure.
@@ -61,7 +61,7 @@ def write_on(
                     if len(under_way) == len(ring):
                         done += _wait(under_way.pop(0))
                     buffer = ring[index % len(ring)]
-                    buffer[::512] += np.uint64(1)  # no page is written twice as it is
+                    buffer[::512] += np.uint64(1)  # no page is written twice with the same contents
                     under_way.append(engine.write(buffer, file, index % requests * REQUEST_BYTES))
                     index += 1
                 samples.append((time.monotonic() - began, done))
@@ -69,13 +69,13 @@ def write_on(
             while under_way:
                 done += _wait(under_way.pop(0))
     finally:
-        with contextlib.suppress(OffloadError):  # the first failure is on its way
+        with contextlib.suppress(OffloadError):  # the first failure is being raised
             engine.close()
     return judged(samples)
 
 
 def judged(samples: Sequence[tuple[float, int]]) -> Sustained:
-    """What *samples*, (seconds, bytes so far) at the end of each round, say. Pure."""
+    """The result of *samples*, (seconds, bytes so far) at the end of each round."""
     rounds = speeds(samples)
     end = cache_end(rounds)
     last = rounds[-steady.ROUNDS :]
@@ -99,11 +99,11 @@ def speeds(samples: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def cache_end(rounds: Sequence[float]) -> int | None:
-    """The number of rounds before the speed fell for good; None when it did not.
+    """The number of rounds before the speed fell for good; None if it did not.
 
-    The cut that leaves the least scatter on both sides, where at least two rounds are on each: it
-    counts as a fall when the median behind it is under three quarters of that before it, and
-    nothing behind it gets up to that again.
+    It is the cut with the least scatter on both sides, each of two rounds or more. It counts as a fall
+    if the median after it is less than three quarters of the median before it, and no later round is
+    as fast as before.
     """
     cuts = range(2, len(rounds) - 1)
     if not cuts:
@@ -118,7 +118,7 @@ def cache_end(rounds: Sequence[float]) -> int | None:
 
 
 def warnings(found: Sustained) -> list[str]:
-    """What it means for training: sentences."""
+    """Sentences on the consequences for training."""
     if found.cache_ends_bytes is None:
         return []
     steps = STEP_BYTES_7B / found.cache_ends_bytes
@@ -142,6 +142,6 @@ def _scatter(values: Sequence[float]) -> float:
 
 
 def _wait(ticket: Ticket) -> int:
-    while True:  # in small parts: a signal's handler runs between them
+    while True:  # in short waits, between which signal handlers run
         with contextlib.suppress(TimeoutError):
             return ticket.wait(0.1)

@@ -1,8 +1,8 @@
-"""A trial: one setting under one load on the drive itself, with every byte accounted for.
+"""A trial: one setting under one load on the drive, with verified data.
 
-Training streams tensors through long requests: optimizer states in and out at once, parameters in.
-So a trial keeps requests of 16 MiB under way, one behind the other through a file that is there
-already, and never lets the queues run dry in the time that it measures.
+Training streams tensors in large requests: optimizer states in both directions, parameters in. So a
+trial submits requests of 16 MiB, one after another through a preallocated file, and keeps the queues
+full while it measures.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ LEAST_REQUESTS = 4  # in each file
 FILLERS = 3  # requests under way while the files are filled
 SAMPLES = 8  # in a window
 STUCK_SECONDS = 30.0
-READ_BACK_SHARE = 0.05  # of what a trial wrote; one request at the least
+READ_BACK_SHARE = 0.05  # of the written requests; one request at least
 
-# a request takes longer than this on any one drive, and there is always another one behind it
+# less than a request takes on any single drive, and another request is always queued
 _POLL_SECONDS = 0.002
 
 Bytes = NDArray[np.uint8]
@@ -60,7 +60,7 @@ class _Ticket(Protocol):
 
 
 class Point(NamedTuple):
-    """What had been moved at a moment of CLOCK_MONOTONIC."""
+    """The bytes transferred so far, at a time of CLOCK_MONOTONIC."""
 
     seconds: float
     read_bytes: int
@@ -72,18 +72,17 @@ class Point(NamedTuple):
 
 
 class Rig:
-    """Two anonymous files on the drive of *directory*, one to read and one to write, of
-    *file_bytes* each, and the memory that trials move.
+    """Two unnamed files on the drive of *directory*, one to read and one to write, of *file_bytes*
+    each, and the buffers of trials.
 
-    Every page of them starts with a stamp: the number of the request that wrote it and the page's
-    place in the file; the rest is random.
+    Every page starts with a stamp: the number of the request that wrote it and the page's place in
+    the file; the rest is random.
 
-    Lifetime: the space is free again after `close`, and when the process ends in any way. Its
-    memory is twice what the deepest setting has in flight and some requests more, 0.4 GiB at the
-    most. With *engine* "deepspeed" DeepSpeed's op moves what trials move, from memory of its own;
-    the files are filled and read back by this package's. Raises: UnsupportedError where the
-    filesystem has no O_DIRECT and *direct* is True, or DeepSpeed's op is not to be had;
-    NoSpaceError; IOFailure.
+    Lifetime: the space is freed by `close`, and when the process ends. Buffers take twice the bytes
+    in flight of the deepest setting and some requests more, at most 0.4 GiB. With *engine*
+    "deepspeed" trials run DeepSpeed's op, with its own buffers; this package's engine fills the files
+    and reads them back. Raises: UnsupportedError when the filesystem has no O_DIRECT and *direct* is
+    True, or when DeepSpeed's op is unavailable; NoSpaceError; IOFailure.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Rig:
             request_bytes // PAGE_BYTES, dtype=np.uint64
         )
         self._direct = direct
-        # Reads back what trials wrote, by another path through the kernel than libaio's.
+        # Reads back written data by another path through the kernel than libaio's.
         self._reader = Engine(
             AioConfig(
                 block_size=1 << 20, queue_depth=1, thread_count=1, backend="posix", direct=direct
@@ -130,23 +129,21 @@ class Rig:
         return self.requests * self.request_bytes
 
     def paths(self, direction: str) -> list[str]:
-        """A path, the only one in the list, to the file that is read or the one that is written, by
-        which another process may open it.
-        """
+        """A list with the path by which another process can open the file of *direction*."""
         return [self._paths[self.file(direction)]]
 
     def memory_bytes_per_second(self) -> float:
-        """How fast one thread copies memory."""
+        """The speed at which one thread copies memory."""
         fastest = 0.0
-        for _ in range(16):  # others use the processors too, now and then
+        for _ in range(16):  # other processes may disturb some copies
             began = time.monotonic()
             np.copyto(self._scratch, self._pattern)
             fastest = max(fastest, self.request_bytes / (time.monotonic() - began))
         return fastest
 
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
-        """Write both files from end to end, or as far as one gets in *seconds*; what is not reached
-        is not used.
+        """Write both files completely, or as much as possible in *seconds*; the rest of the files is
+        then not used.
 
         *report* is called with the bytes written so far. Returns bytes per second. Raises:
         NoSpaceError, IOFailure.
@@ -180,12 +177,11 @@ class Rig:
         return done / (time.monotonic() - began)
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
-        """Move requests with *setting* for a window of *seconds*, somewhat longer where the drive
-        moved nothing in it.
+        """Run requests with *setting* for a window of *seconds*, or longer if none completes in it.
 
-        Phase is "read", "write" or "mixed", which is both at once. Raises: CorruptionError when
-        what was read is not what was written; IOFailure, TruncatedError; UnsupportedError when the
-        kernel has no room for the queues.
+        Phase is "read", "write" or "mixed" (both). Raises: CorruptionError when data that were read
+        differ from the data written; IOFailure, TruncatedError; UnsupportedError when the kernel
+        lacks space for the queues.
         """
         with self.load(setting, phase) as load:
             result = measure(lambda window: load.pump(None, window), phase, seconds)
@@ -197,13 +193,11 @@ class Rig:
         return block_seconds(self, setting, phase, seconds)
 
     def load(self, setting: Setting, phase: str) -> Load:
-        """Make what it takes to move requests with *setting*; nothing moves yet. Raises:
-        UnsupportedError.
-        """
+        """Prepare an engine and buffers for *setting*, without transfers. Raises: UnsupportedError."""
         return Load(self, setting, phase)
 
     def close(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         self._source.close()
         self._sink.close()
         self._reader.close()
@@ -220,21 +214,21 @@ class Rig:
         self.close()
 
     def file(self, direction: str) -> File:
-        """The file that is read, or the one that is written."""
+        """The file to read or to write."""
         return self._source if direction == "read" else self._sink
 
     def open_engine(
         self, setting: Setting
     ) -> contextlib.AbstractContextManager[Engine | DeepSpeedEngine]:
-        """What moves the bytes of a trial with *setting*. Raises: UnsupportedError."""
+        """The engine of a trial with *setting*. Raises: UnsupportedError."""
         if self._op is None:
             return _engine(AioConfig.of(setting, direct=self._direct))
         return self._op.engine(setting, self._paths)
 
     def _open(self, directory: Path) -> File:
         file = self._reader.open_anonymous(directory, self.file_bytes)
-        # The way to a file without a name is by its descriptor, which is that of the only such file
-        # here that is not known yet.
+        # An unnamed file is reached through its descriptor: of the only unnamed file of this process
+        # that is not known yet.
         known = {Path(path).stat().st_ino for path in self._paths.values()}
         try:
             descriptors = list(Path("/proc/self/fd").iterdir())
@@ -254,7 +248,7 @@ class Rig:
         return file
 
     def ring(self, direction: str, count: int) -> list[Bytes]:
-        """*count* buffers of a request each for moving that way, the same ones every time."""
+        """*count* buffers of a request each for *direction*; the same buffers in each call."""
         ring = self._rings[direction]
         while len(ring) < count:
             ring.append(self._random_buffer() if direction == "write" else self._buffer())
@@ -267,14 +261,14 @@ class Rig:
 
     def _random_buffer(self) -> Bytes:
         buffer = self._buffer()
-        # page by page, as malloc would keep what it takes for all at once
+        # page by page: malloc would keep the memory of one large array of random numbers
         for page in buffer.view(np.uint64).reshape(-1, PAGE_BYTES // 8):
             page[:] = self._random.integers(0, 1 << 64, len(page), dtype=np.uint64)
         return buffer
 
     def _stamp(self, write: int, index: int) -> NDArray[np.uint64]:
-        """The stamps of request *index* of a file, written by the write with that number: places in
-        32 bits reach 16 TiB far.
+        """The stamps of request *index* in write number *write*. Page numbers of 32 bits suffice for
+        16 TiB.
         """
         stamps: NDArray[np.uint64] = self._page_numbers + np.uint64(
             write << 32 | index * len(self._page_numbers)
@@ -283,15 +277,15 @@ class Rig:
 
 
 class Load:
-    """One setting at work on a rig's files, from the first `pump` on; its user keeps it going with
-    `pump` and `turn`, and ends it with `finish`.
+    """Requests with one setting on a rig's files, from the first `pump` on; its user keeps them going
+    with `pump` and `turn`, and ends them with `finish`.
 
-    Lifetime: a context whose end waits for what is under way. Raises (all of it): as `Rig.run`.
+    Lifetime: a context that waits for pending requests at its end. All methods raise as `Rig.run`.
     """
 
     def __init__(self, rig: Rig, setting: Setting, phase: str) -> None:
         directions = _directions(phase)
-        # Enough behind what the kernel holds that a queue never waits for this loop.
+        # more than the kernel holds, so that a queue never waits for this loop
         count = max(2, -(-setting.bytes_in_flight // len(directions) // rig.request_bytes) + 1)
         with contextlib.ExitStack() as undo:
             self._engine = undo.enter_context(rig.open_engine(setting))
@@ -303,9 +297,8 @@ class Load:
         self._turns = itertools.cycle(self._lanes)
 
     def pump(self, begin: float | None, seconds: float) -> list[Point]:
-        """Keep requests under way until *seconds* after *begin*; returns a point at *begin* and
-        `SAMPLES` more at even distances, the last at the end. It begins with the first point where
-        *begin* is None, however late a busy machine comes to that.
+        """Keep requests pending until *seconds* after *begin*; returns a point at *begin* and `SAMPLES`
+        more at even distances, the last at the end. With *begin* None it begins now.
         """
         points: list[Point] = []
         for sample in range(SAMPLES + 1):
@@ -323,19 +316,17 @@ class Load:
             self.turn(left)
 
     def turn(self, seconds: float = _POLL_SECONDS) -> None:
-        """Fill the queues up and wait for one request to finish, but no longer than *seconds*, and
-        not long.
-        """
+        """Fill the queues and wait for one request, at most *seconds* or `_POLL_SECONDS`."""
         for lane in self._lanes:
             lane.refill()
         next(self._turns).pause(min(seconds, _POLL_SECONDS))
 
     def finish(self) -> None:
-        """Wait for what is under way, and verify a sample of what was moved."""
+        """Wait for pending requests, and verify a sample of the data."""
         for lane in self._lanes:
             lane.drain()
-        # io_destroy(2) waits 30 ms for a grace period of the kernel's. The engine has nothing under
-        # way, so that disturbs no other trial.
+        # io_destroy(2) waits 30 ms for a grace period of the kernel. No request is pending, so this
+        # does not disturb the next trial.
         threading.Thread(target=self._undo.pop_all().close).start()
         for lane in self._lanes:
             lane.verify()
@@ -353,11 +344,10 @@ class Load:
 
 
 def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) -> Result:
-    """Let the queues fill, then count for a window of *seconds*, and on until each direction of
-    *phase* has moved something.
+    """Fill the queues, then count for a window of *seconds*, or until each direction of *phase* has
+    transferred data.
 
-    *pump* keeps requests under way for so many seconds and between its calls, and returns the
-    points that it passed.
+    *pump* keeps requests pending for the given seconds and between its calls, and returns its points.
     """
 
     def counted(window: float) -> list[Point]:
@@ -385,7 +375,7 @@ def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) ->
 
 
 class _Lane:
-    """One direction of a load: requests on and on through a file, one for each buffer under way."""
+    """One direction of a load: requests through a file again and again, one for each buffer."""
 
     def __init__(
         self, rig: Rig, engine: Engine | DeepSpeedEngine, direction: str, count: int
@@ -396,18 +386,18 @@ class _Lane:
         self._file = rig.file(direction)
         self._free = rig.ring(direction, count)
         self._under_way: list[tuple[_Ticket, Bytes, int]] = []
-        # by buffer: what was last moved with it, and where
+        # the last request of each buffer
         self._last: dict[int, tuple[Bytes, int]] = {}
         self._moved = 0
-        # when it was last seen to move, and the bytes until then
+        # the last time of progress, and the bytes until then
         self._progress = time.monotonic(), 0
 
     def refill(self) -> None:
-        """Take what is finished, in any order, and put as much under way again."""
+        """Replace finished requests, in any order, by new ones."""
         for entry in [entry for entry in self._under_way if entry[0].done()]:
             self._under_way.remove(entry)
             self._finish(*entry)
-        # Never two at once to one place: which of them the file has in the end nobody could tell.
+        # Never two pending requests to one place: their order would be undefined.
         while self._free and self._rig._positions[self._direction] not in {
             index for _, _, index in self._under_way
         }:
@@ -419,7 +409,7 @@ class _Lane:
             self._under_way[0][0].wait(seconds)
 
     def watch(self, point: Point) -> None:
-        """Raises: IOFailure when *point* shows that the drive hangs."""
+        """Record progress. Raises: IOFailure when *point* shows that the drive hangs."""
         moved = point.moved(self._direction)
         if moved != self._progress[1]:
             self._progress = point.seconds, moved
@@ -427,15 +417,15 @@ class _Lane:
             raise self._failure()
 
     def drain(self) -> None:
-        """Wait for everything."""
+        """Wait for all requests."""
         for entry in self._under_way:
             _wait(entry[0])
             self._finish(*entry)
         self._under_way = []
 
     def verify(self) -> None:
-        """Compare in full a sample of what was last moved: for reads with what the file was filled
-        with, for writes by reading it back.
+        """Compare the last requests completely: reads with the initial contents of the file, writes by
+        reading them back.
         """
         sample = list(self._last.values())[
             -max(1, int(READ_BACK_SHARE * self._moved / self._rig.request_bytes)) :
@@ -481,7 +471,7 @@ class _Lane:
 
     def _failure(self) -> IOFailure:
         nbytes = self._rig.request_bytes
-        reason = f"the drive moved nothing for {STUCK_SECONDS:.0f} seconds"
+        reason = f"the drive completed no request for {STUCK_SECONDS:.0f} seconds"
         offset = self._under_way[0][2] * nbytes
         return IOFailure(
             errno.ETIMEDOUT,
@@ -494,7 +484,7 @@ class _Lane:
         )
 
     def _corruption(self, offset: int) -> CorruptionError:
-        reason = "what came back is not what was written: do not keep data on this drive before it is checked"
+        reason = "the data read differ from the data written: do not keep data on this drive before it is checked"
         return CorruptionError(
             reason,
             operation="read",
@@ -507,9 +497,7 @@ class _Lane:
 
 @contextlib.contextmanager
 def _engine(config: AioConfig) -> Iterator[Engine]:
-    """An engine whose requests are all waited for, up to the first failure: the others that a
-    broken drive then has are not told as well.
-    """
+    """An engine whose pending requests are waited for at the end, without raising their errors."""
     engine = Engine(config)
     try:
         yield engine
@@ -538,7 +526,7 @@ def _stamps(buffer: Bytes) -> NDArray[np.uint64]:
 
 
 def _wait(ticket: _Ticket) -> int:
-    """Wait in small parts: a signal's handler runs between them."""
+    """Wait in short waits, between which signal handlers run."""
     while True:
         with contextlib.suppress(WaitTimeout):
             return ticket.wait(0.1)

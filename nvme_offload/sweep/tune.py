@@ -1,4 +1,4 @@
-"""One path's sweep: fill the files, search, judge, and measure what belongs beside the choice."""
+"""The sweep of one path: fill the files, search, decide, then measure latencies and comparisons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nvme_offload.hardware.profile import (
 from nvme_offload.units import format_bytes, format_change
 
 from . import fio, health, space
-from .beside import by_turns, judged
+from .interleaved import interleaved, judged
 from .preflight import Refusal
 from .progress import Progress, describe
 from .search import Search, drive
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 FILL_SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=1)
 FILL_SHARE = 0.1  # of the seconds, for writing the files that are measured
 LINK_TOLERANCE = 1.03  # of its nominal speed, for clocks
-LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # of the seconds, where there are so many
-LATENCY_OF_CHOSEN = 3  # times as long as of another setting: its 99.9th percentile is wanted
-BESIDE_SHARE, BESIDE_SECONDS = 0.25, 40  # for fio and the other backend
+LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # share of the seconds; if there are this many
+LATENCY_OF_CHOSEN = 3  # times as long as for another setting, for its 99.9th percentile
+BESIDE_SHARE, BESIDE_SECONDS = 0.25, 40  # as above, for fio and the other backend
 BESIDE_WINDOW_SECONDS = 0.5
 BESIDE_ROUNDS = range(2, 9)
-RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and to drain
-WORTH = 1.03  # from here on another backend is recommended
+RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and drain a run
+WORTH = 1.03  # from this ratio another backend is recommended
 
 
 class Begun(NamedTuple):
@@ -66,7 +66,7 @@ class Begun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a sweep was asked for; the fields are the command's options."""
+    """The options of a sweep, as of the command."""
 
     seconds: float = 60
     size: str | None = None
@@ -78,15 +78,15 @@ class Options:
 
     @property
     def direct(self) -> bool | Literal["auto"]:
-        """What is asked of the filesystem."""
+        """`AioConfig.direct` of the sweep."""
         return "auto" if self.force else True
 
 
 def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) -> Profile:
     """Sweep the drive of *found* with files of *file_bytes* for each rank.
 
-    Raises: Refusal when it cannot be measured; IOFailure, CorruptionError and the rest of what
-    trials raise; ChildProcessError when a rank died.
+    Raises: Refusal when it cannot be measured; the errors of `Rig.run`; ChildProcessError when a rank
+    died.
     """
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     began = time.monotonic()
@@ -154,7 +154,7 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
 
 
 def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
-    """The files and the processes that measure. Raises: Refusal when they cannot be there."""
+    """The files and processes that measure. Raises: Refusal when they cannot be made."""
     from .ranks import Ranks
     from .trial import Rig
 
@@ -243,7 +243,7 @@ def _search(
 def _latencies(
     rig: Rig | Ranks, search: Search, verdict: Verdict, options: Options, progress: Progress
 ) -> list[Latency]:
-    """What blocks take with the chosen setting, the fastest and the control."""
+    """The latencies of blocks with the chosen setting, the fastest and the control."""
     from .latency import percentiles
 
     if options.seconds < LATENCY_SECONDS or options.engine != "native":
@@ -264,7 +264,7 @@ def _latencies(
 
 
 def _seconds_after(options: Options) -> float:
-    """What latencies and comparisons take after the search."""
+    """The time of latencies and comparisons after the search."""
     timed = options.seconds >= LATENCY_SECONDS and options.engine == "native"
     return (LATENCY_SHARE * options.seconds if timed else 0.0) + len(PHASES) * _beside_seconds(
         _names_beside(options), _beside_rounds(options)
@@ -272,21 +272,21 @@ def _seconds_after(options: Options) -> float:
 
 
 def _names_beside(options: Options) -> list[str]:
-    """What runs beside the engine, where there is the time: the other backend, and fio."""
+    """The comparisons for which there is time: the other backend, and fio."""
     if options.seconds < BESIDE_SECONDS:
         return []
     return [*filter(None, (_other_backend(options), "fio" if fio.version() else None))]
 
 
 def _beside_seconds(names: Sequence[str], rounds: int) -> float:
-    """What *rounds* of *names* take under one load."""
+    """The time of *rounds* of *names* under one load."""
     run = BESIDE_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
     each = run * (1 + len(names)) + FIO_OVERHEAD_SECONDS * ("fio" in names)
     return rounds * each + run if names else 0.0
 
 
 def _beside_rounds(options: Options) -> int:
-    """As many as there is time for; two at the least, which show a spread."""
+    """As many as fit in the time; two at least, to show a spread."""
     names = _names_beside(options)
     share = BESIDE_SHARE * options.seconds / len(PHASES)
     fitting = [rounds for rounds in BESIDE_ROUNDS if _beside_seconds(names, rounds) <= share]
@@ -312,13 +312,13 @@ def _beside(
 
         try:
             runs = [functools.partial(run, name) for name in names]
-            ones, others = by_turns(functools.partial(run, ""), runs, rounds)
-        except UnsupportedError:  # fio failed: the sweep's own result stands without it
+            ones, others = interleaved(functools.partial(run, ""), runs, rounds)
+        except UnsupportedError:  # fio failed: the sweep's result does not need it
             names = [name for name in names if name != "fio"]
             if not names:
                 break
             runs = [functools.partial(run, name) for name in names]
-            ones, others = by_turns(functools.partial(run, ""), runs, rounds)
+            ones, others = interleaved(functools.partial(run, ""), runs, rounds)
         for name, series in zip(names, others, strict=True):
             version = fio.version() or "" if name == "fio" else ""
             found.append(judged(name, version, phase, ones, series))
@@ -337,7 +337,7 @@ def _by_fio(rig: Rig | Ranks, chosen: Setting, phase: str, ranks: int) -> float:
 
 
 def _other_backend(options: Options) -> str | None:
-    """io_uring beside libaio, and libaio beside io_uring, where both work."""
+    """io_uring for libaio, and libaio for io_uring, if both work."""
     from nvme_offload.io.engine import Engine
 
     other = {"libaio": "io_uring", "io_uring": "libaio"}.get(options.backend)
@@ -356,14 +356,14 @@ def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
         return []
     mixed = found["mixed"]
     speeds = ", ".join(f"{phase} {format_change(one.relative)}" for phase, one in found.items())
-    said = f"With the same numbers {mixed.name} moves, beside {options.backend}: {speeds}. "
+    said = f"The speed of {mixed.name} with the same settings, compared with {options.backend}: {speeds}. "
     if mixed.relative_low < WORTH:
-        return [said + f"That is no reason to leave {options.backend}."]
+        return [said + f"{options.backend} is as good."]
     if mixed.name == "libaio":
         return [said + "DeepSpeed's own op is built on libaio."]
     return [
         said
-        + "This package's engine takes it by AioConfig(backend=\"io_uring\"); DeepSpeed's aio section does not know of backends."
+        + "This package's engine uses it with AioConfig(backend=\"io_uring\"); DeepSpeed's aio section has no such key."
     ]
 
 

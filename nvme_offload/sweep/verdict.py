@@ -1,5 +1,5 @@
-"""What the trials say: each setting's gain over the control, how sure that is, and the one setting
-to recommend. Pure.
+"""The evaluation of trials: the gain of each setting over the control with its uncertainty, and the
+setting to recommend.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nvme_offload.units import format_bytes
 from . import steady
 from .space import cost
 
-# Bytes of a training step for each parameter, by the load that moves them: the optimizer reads and
-# writes at the same time, the passes before it read.
+# Bytes of a training step for each parameter, by load: the optimizer reads and writes at the same
+# time, the passes before it read.
 STEP_BYTES = {
     "read": PARAMETERS.passes_read,
     "write": PARAMETERS.step_write - GRADIENTS.step_write,
     "mixed": GRADIENTS.step_read + GRADIENTS.step_write,
 }
 
-ALIKE = 0.02  # a difference that nobody would notice, however sure it is
-DOUBTFUL = 0.03  # the largest difference that may be put down to noise
+ALIKE = 0.02  # a smaller difference does not matter
+DOUBTFUL = 0.03  # the largest difference that may count as noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a trial moved in its window; samples are (seconds since its start, bytes so far)
+    """The transfers of a trial in its window; samples are (seconds since its start, bytes so far)
     pairs.
     """
 
@@ -60,8 +60,8 @@ class Result:
 
 @dataclasses.dataclass
 class Observation:
-    """A trial that ran. *flaw* is empty, "drifted" when the drive jumped around it, or "impossible"
-    when no drive here can be so fast.
+    """A trial that ran. *flaw* is "", "drifted" when the drive's speed jumped, or "impossible" when it
+    was faster than the drive can be.
     """
 
     ask: Ask
@@ -72,12 +72,12 @@ class Observation:
 
     @property
     def at_seconds(self) -> float:
-        """The moment that it stands for."""
+        """The middle of the trial."""
         return (self.started_seconds + self.ended_seconds) / 2
 
 
 class Evidence:
-    """What was observed, and what follows from it for a setting at this moment."""
+    """The trials so far, and their evaluation by setting."""
 
     def __init__(self, control: Setting) -> None:
         self.control = control
@@ -129,11 +129,10 @@ class Evidence:
         }
 
     def step_seconds(self) -> dict[Setting, float]:
-        """By setting: the drive's seconds in a training step for each parameter, were it all the
-        time as fast as it was on the whole.
+        """By setting, the control included: the drive's seconds in a training step for each parameter,
+        at the median speed of the control.
 
-        Where a load was not tried with a setting, its gain under the mixed load stands in. The
-        control is among them.
+        For a load that was not tried with a setting, its gain under the mixed load is used.
         """
         gains = {phase: self.gains(phase) for phase in PHASES}
         speeds = self.control_speeds()
@@ -166,14 +165,14 @@ class Evidence:
         return statistics.median(steps) / 0.954 if steps else 0.05
 
     def trials(self) -> tuple[Trial, ...]:
-        """All of them, as a profile keeps them."""
+        """All trials, for the profile."""
         series = {phase: self.control_series(phase) for phase in PHASES}
         return tuple(_trial(seen, series[seen.ask.phase]) for seen in self.observations)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a sweep recommends; the fields are those of `Profile` with the same names."""
+    """The result of a sweep; the fields are as in `Profile`."""
 
     chosen: Setting
     best: dict[str, Best]
@@ -185,26 +184,26 @@ class Verdict:
 
 
 def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
-    """Judge the finals: the cheapest setting that the data cannot tell from the best, when each of
-    *ranks* runs it.
+    """Judge the finals: choose the cheapest setting that is not significantly slower than the best.
+    Each of *ranks* runs it.
 
-    Raises: UnsupportedError when the results cannot have come from the drive.
+    Raises: UnsupportedError when the results cannot come from the drive.
     """
-    # one level of the drive for everything that is said of the finals
+    # all results of the finals refer to one level of the drive
     speeds = evidence.control_speeds() | evidence.control_speeds("final")
     gains = {phase: _final_gains(evidence, phase) for phase in PHASES}
     candidates = [
         setting for setting in gains["mixed"] if all(setting in gains[phase] for phase in PHASES)
     ]
-    if not candidates:  # none went through the finals without a flaw
+    if not candidates:  # no setting completed the finals without a flaw
         raise UnsupportedError(
-            "the transfers were faster than the drive's link or the memory can carry, so something caches them: sweep the drive without that cache"
+            "the transfers were faster than the drive's link or memory allows, so a cache answers them: sweep the drive without that cache"
         )
     costs = {
         setting: _step_cost({phase: gains[phase][setting] for phase in PHASES}, speeds)
         for setting in candidates
     }
-    # A step by the report's table, which one slow load can set: what gains there is a gain.
+    # the time of a step as in the report, which a single slow load can determine
     steps = {
         setting: floor(
             STATES,
@@ -226,7 +225,7 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
     chosen = min(alike, key=cost)
     series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
     steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
-    # only what could be chosen is compared: every candidate ran under every load of the finals
+    # every candidate ran under every load of the finals
     finals = {
         phase: {
             setting: _best(setting, gains[phase], evidence.control, speeds[phase])
@@ -250,8 +249,8 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class _Estimate:
-    """A logarithm with the standard error that it has beside others of its kind, and the degrees of
-    freedom behind the error.
+    """A logarithm, its standard error in comparisons between finalists, and the degrees of freedom of
+    that error.
     """
 
     value: float
@@ -260,14 +259,13 @@ class _Estimate:
 
 
 def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
-    """The ratio to the control for every finalist; for the control, 1 by definition with the error
-    that all other ratios share.
+    """The log of the ratio to the control for every finalist; for the control 0, with the error that all
+    ratios have in common.
 
-    What a round has in common, the drive's jumps between it and the control, is taken out before
-    finalists are compared with each other: their trials are closer together than the control's. The
-    scatter is that of all finalists, as the few runs of one would say too little; without any
-    repetition that of the control's runs stands in, which for a ratio to the mean of two of them
-    counts 1.22 times.
+    The common part of a round, which is the drive's change between the finalists and the control, is
+    removed before finalists are compared with each other. The scatter is estimated from all finalists
+    together, because one has few runs. Without repetition it is the noise of the control, times 1.22
+    for a ratio to the mean of two runs.
     """
     logs = {
         setting: [value for value, _ in values]
@@ -290,7 +288,7 @@ def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
     )
     noise = 1.22 * evidence.noise(phase)
     scatter = math.sqrt(squares / freedom) if freedom else noise
-    # 1.253: a median errs so much more than a mean
+    # 1.253: standard errors, median over mean
     median_error = (1.253 if rounds > 2 else 1.0) / math.sqrt(rounds)
     gains = {
         evidence.control: _Estimate(
@@ -320,12 +318,12 @@ def _step_cost(gains: dict[str, _Estimate], speeds: dict[str, float]) -> _Estima
 
 
 def _reach(one: _Estimate, other: _Estimate) -> float:
-    """Half of the middle 90 % of their difference."""
+    """Half of the 90 % interval of their difference."""
     return quantile(min(one.freedom, other.freedom)) * math.hypot(one.error, other.error)
 
 
 def _alike(one: _Estimate, best: _Estimate) -> bool:
-    """Whether *one* costs as little as *best*, as far as anybody can tell."""
+    """Whether *one* is not significantly dearer than *best*."""
     gap = one.value - best.value
     return gap <= math.log1p(ALIKE) or (gap <= _reach(one, best) and gap <= math.log1p(DOUBTFUL))
 
@@ -333,7 +331,7 @@ def _alike(one: _Estimate, best: _Estimate) -> bool:
 def _best(
     setting: Setting, gains: dict[Setting, _Estimate], control: Setting, control_speed: float
 ) -> Best:
-    """*setting* as a profile keeps it; *control_speed* is in bytes per second."""
+    """The `Best` of *setting*; *control_speed* is in bytes per second."""
     gain = gains[setting].value
     reach = _reach(gains[setting], gains[control]) if setting != control else 0.0
     return Best(
@@ -355,9 +353,11 @@ def _reasons(
 ) -> list[str]:
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     tried = len({seen.ask.setting for seen in evidence.observations})
-    why = "with the others a step would be longer than with this"
+    why = "this one has the shortest step"
     if alike > 1:
-        why = f"{alike} of those cannot be told from the best, and this is the cheapest of them"
+        why = (
+            f"{alike} of those do not differ significantly from the best, and this is the cheapest"
+        )
     reasons = [
         f"Of {tried} settings tried, {len(costs)} went to the finals; {why}: "
         f"{format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}{each}."
@@ -366,19 +366,19 @@ def _reasons(
         saved = -math.expm1(costs[fastest].value - costs[chosen].value)
         reasons.append(
             f"The fastest, block_size {format_bytes(fastest.block_size)}, queue_depth {fastest.queue_depth}, thread_count {fastest.thread_count}, "
-            f"with {format_bytes(fastest.bytes_in_flight)} in flight{each}, would save {saved:.1%} of a step's time on the drive: too little to be sure of."
+            f"with {format_bytes(fastest.bytes_in_flight)} in flight{each}, would save {saved:.1%} of a step's time on the drive, which is not significant."
         )
     if ranks > 1:
         reasons.append(
-            f"{ranks} ranks, which are processes, moved their own files at once with the setting on trial; speeds are of all of them together."
+            f"{ranks} ranks, which are processes, ran each trial at the same time on separate files; speeds are sums."
         )
     if chosen == evidence.control:
         reasons.append(
-            "These are DeepSpeed's defaults: on this drive nothing that went to the finals is better by more than they can tell."
+            "These are DeepSpeed's defaults: on this drive no finalist is significantly better."
         )
     reasons.append(
-        "Judged by the drive's time in a training step of ZeRO-Infinity, the largest load: for each parameter 32 bytes of optimizer state and gradient, "
-        "read and written at once, 4 bytes of parameters read and 2 written."
+        "Judged by the drive's time in a training step of ZeRO-Infinity, the largest load: for each parameter, 32 bytes of optimizer state and gradient "
+        "are read and written concurrently, then 4 bytes of parameters are read and 2 written."
     )
     if chosen.block_size > 1 << 20:
         reasons.append(
@@ -394,12 +394,12 @@ def _warnings(evidence: Evidence, steadiness: dict[str, steady.Steadiness]) -> l
         spans = ", ".join(f"{phase} {100 * state.range:.0f} %" for phase, state in unsteady.items())
         warnings.append(
             f"The drive did not become steady: over its last runs the control setting ranged over this share of its mean: {spans} "
-            "(at most 20 %, with a slope of at most 10 %, counts as steady). Results are relative to the control, but a longer run (--seconds) is surer."
+            "(at most 20 %, with a slope of at most 10 %, counts as steady). Results are relative to the control; a longer run (--seconds) is more reliable."
         )
     impossible = sum(seen.flaw == "impossible" for seen in evidence.observations)
     if impossible:
         warnings.append(
-            f"{impossible} of {len(evidence.observations)} runs were faster than the drive's link or the memory can carry: a cache answered. "
+            f"{impossible} of {len(evidence.observations)} runs were faster than the drive's link or memory allows: a cache answered. "
             "They were left out."
         )
     return warnings

@@ -381,8 +381,8 @@ def test_a_worthless_sweep_does_not_replace_a_good_profile(
         "Not kept for AioConfig.for_path: the evidence of this sweep is poor (read: 0 of 2 final trials"
     )
     assert refused.endswith(
-        f"and that of the profile of {good_profile.created[:10]} is good. "
-        "Sweep longer (--seconds), or replace it all the same (--force)."
+        f"and the profile of {good_profile.created[:10]} has good evidence. "
+        "Sweep longer (--seconds), or replace it nevertheless (--force)."
     )
     assert unset == f"{config}: not set, for the same reason."
     assert config.read_text() == PLAIN_CONFIG
@@ -540,7 +540,7 @@ def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:
     result = run(disk, "--report-dir", tmp_path, command=[sys.executable, "-c", script])
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
-    assert "is not writable" in result.stderr or "cannot be looked at" in result.stderr
+    assert "is not writable" in result.stderr or "cannot be examined" in result.stderr
 
 
 # Help

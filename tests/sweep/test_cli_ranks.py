@@ -92,7 +92,7 @@ def test_a_sweep_with_ranks_says_so_and_leaves_nothing(disk: Path, tmp_path: Pat
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     assert "screen: read by 2 ranks with 1 MiB x 8" in result.stderr
-    assert result.stdout.splitlines()[0].endswith("; 2 ranks at once, speeds of all together")
+    assert result.stdout.splitlines()[0].endswith("; 2 ranks at the same time; speeds are sums")
     assert " for each of 2 ranks." in result.stdout
     (report,) = tmp_path.iterdir()
     profile = Profile.load(report / "profile.json")

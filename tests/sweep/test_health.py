@@ -131,7 +131,7 @@ def test_a_tool_that_may_not_ask_is_no_error(
         (
             Health("nvme-cli", throttled_seconds=5),
             Health("nvme-cli", 81.0, throttled_seconds=17),
-            ["for 12 s of the sweep, for its heat at 81"],
+            ["for 12 s of the sweep, because of heat at 81"],
         ),
         (None, Health("smartctl", wear=0.85), ["used 85% of its rated life"]),
         (

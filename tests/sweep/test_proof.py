@@ -37,7 +37,7 @@ def test_deepspeed_reads_back_what_was_written(tmp_path: Path) -> None:
         CHOSEN
     )
     assert prove(config, CHOSEN) == (
-        "read back by DeepSpeed's own parser, and an engine was made of it",
+        "read back by DeepSpeed's own parser, and an engine was made with it",
         True,
     )
 

@@ -176,7 +176,7 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
         assert change.low < 1.5 < change.high
         assert change.low > 1.3
     said = compare.lines(made_up(2.0), made_up(2.01, identity="1" * 32), ("a", "b"))
-    assert sum("cannot be told apart" in line for line in said) == 3
+    assert sum("no significant difference" in line for line in said) == 3
     assert said[-1] == "These are different drives."
     assert (
         sum(
@@ -187,7 +187,7 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
     )
     assert compare.changes(made_up(runs=1), made_up(runs=1))[0].low < 1
     poor = compare.lines(made_up(2.0, runs=1), made_up(3.0), ("a", "b"))
-    assert sum(line.endswith("too poor to tell") for line in poor) == 3
+    assert sum(line.endswith("too little evidence") for line in poor) == 3
 
 
 def test_compare_prints_both_sides(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_drive_that_is_too_unsteady_is_not_said_to_hold() -> None:
     assert unclear.loss_low < 0.05 < unclear.loss_high
     assert unclear.better is None
     assert check.lines(unclear, config, made_up())[-1].startswith(
-        "The drive is too unsteady to tell: a step takes +"
+        "The drive is too unsteady for a result: a step takes +"
     )
 
 
@@ -322,6 +322,6 @@ def test_check_measures_and_its_status_is_for_scripts(
     # what else uses the disk of a test decides how much can be told, but never that they hold
     assert (lost.returncode, lost.stdout.splitlines()[-1].split(":")[0]) in (
         (3, "The settings no longer hold"),
-        (0, "The drive is too unsteady to tell"),
+        (0, "The drive is too unsteady for a result"),
     ), lost.stdout
     assert list(disk.iterdir()) == []

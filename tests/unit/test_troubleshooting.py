@@ -270,7 +270,7 @@ def test_the_messages_are_found():
     phrases = {message.phrase for message in MESSAGES}
     for known in (
         "the tensor is not contiguous",  # raised
-        "what came back is not what was written",  # a reason held in a variable
+        "the data read differ from the data written",  # a reason held in a variable
         "is not as it was written",  # handed to a function that raises
         "this string is not closed on its line",  # handed to a method that raises
         "could be locked in memory",  # within another
@@ -278,7 +278,7 @@ def test_the_messages_are_found():
         "copies to and from the GPU will be several times slower",  # warned
         "this build has no checksums",  # of the core
         "is a file mounted as a disk",  # yielded by a function of warnings
-        "give it air or a heat sink",  # appended in one
+        "improve its cooling",  # appended in one
         "Transfers went through the page cache",  # appended to warnings
         "GB/s until its cache is full",  # returned by one
         "requests are free",  # a finding of the doctor's

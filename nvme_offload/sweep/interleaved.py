@@ -1,5 +1,5 @@
-"""The chosen setting beside others, interleaved: A B C A B C A, each B and C judged by the two As
-around it, since the drive drifts.
+"""Comparisons interleaved with the engine: A B C A B C A. Each B and C is judged by the two As around
+it, because the drive drifts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from nvme_offload.hardware.profile import Beside
 
 
-def by_turns(
+def interleaved(
     one: Callable[[], float], others: Sequence[Callable[[], float]], rounds: int
 ) -> tuple[list[float], list[list[float]]]:
-    """Run *one* before, between and after *rounds* of all *others*; returns what each gave."""
+    """Run *one* before, between and after *rounds* of all *others*; returns the results of each."""
     ones: list[float] = [one()]
     found: list[list[float]] = [[] for _ in others]
     for _ in range(rounds):
@@ -35,7 +35,7 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
 def judged(
     name: str, version: str, phase: str, ones: Sequence[float], others: Sequence[float]
 ) -> Beside:
-    """What a profile keeps of it; the arguments are bytes per second, *ones* the engine's."""
+    """The comparison of *others* with the engine's *ones*, all in bytes per second."""
     found = sorted(ratios(ones, others))
     cut = len(found) // 20  # of each end: the middle 90 %
     return Beside(

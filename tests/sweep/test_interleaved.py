@@ -12,7 +12,7 @@ import pytest
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.sweep import fio, tune
-from nvme_offload.sweep.beside import by_turns, judged
+from nvme_offload.sweep.interleaved import interleaved, judged
 from nvme_offload.sweep.progress import Progress
 from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
 from nvme_offload.sweep.verdict import Result
@@ -27,7 +27,7 @@ def test_a_steady_drift_cancels() -> None:
         now[0] *= 0.8
         return 1e9 * now[0] * factor
 
-    ones, (others,) = by_turns(lambda: run(1.0), [lambda: run(1.5)], 3)
+    ones, (others,) = interleaved(lambda: run(1.0), [lambda: run(1.5)], 3)
     found = judged("fio", "fio-3", "mixed", ones, others)
     assert (found.relative_low, found.relative, found.relative_high) == pytest.approx(
         (1.5, 1.5, 1.5)
@@ -42,7 +42,7 @@ def test_several_take_turns_with_the_engine() -> None:
         ran.append(name)
         return speed
 
-    ones, (fio_s, others) = by_turns(
+    ones, (fio_s, others) = interleaved(
         lambda: run("ours", 4.0), [lambda: run("fio", 5.0), lambda: run("other", 2.0)], 2
     )
     assert ran == ["ours", "fio", "other", "ours", "fio", "other", "ours"]
