@@ -591,6 +591,7 @@ class Engine(Closing):
         after: Iterable[Ticket],
     ) -> Ticket:
         offset = whole_number("offset", offset)
+        sums = checksum._request if isinstance(checksum, Ticket) else checksum
         torch = sys.modules.get("torch")  # imported already where there is a tensor
         if torch is not None and isinstance(buffer, torch.Tensor):
             _require_plain(buffer, torch.strided)
@@ -598,22 +599,22 @@ class Engine(Closing):
             opened = file if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
             # Hold the storage rather than the tensor, which can be given another one (`tensor.data
             # = ...`).
-            return self._submit_at(
+            request = self._submit_at(
                 write,
                 buffer.data_ptr(),
                 nbytes,
                 buffer.untyped_storage(),
                 opened,
                 offset,
-                checksum,
+                sums,
                 [ticket._request for ticket in after],
             )
+            return Ticket(request)
         opened = (
             file
             if isinstance(file, File)
             else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
         )
-        sums = checksum._request if isinstance(checksum, Ticket) else checksum
         return Ticket(
             self._core.submit(
                 write, buffer, opened._live(), offset, sums, [ticket._request for ticket in after]
@@ -628,15 +629,14 @@ class Engine(Closing):
         owner: object,
         file: File,
         offset: int,
-        checksum: bool | int | Ticket,
+        checksum: bool | int | _aio.Request,
         after: list[_aio.Request],
-    ) -> Ticket:
+    ) -> _aio.Request:
         """`read` or `write` of memory that was checked before: it is valid at *address* while
-        *owner* lives.
+        *owner* lives. Without a `Ticket`, since a store keeps its own.
         """
-        sums = checksum._request if isinstance(checksum, Ticket) else checksum
-        return Ticket(
-            self._core.submit_at(write, address, nbytes, owner, file._live(), offset, sums, after)
+        return self._core.submit_at(
+            write, address, nbytes, owner, file._live(), offset, checksum, after
         )
 
     def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> File:

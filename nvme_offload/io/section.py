@@ -23,15 +23,20 @@ class Section:
     ----------
     interrupted_by : str
         The class of the exception; "" while the tables are consistent and no context is entered.
+    closed : bool
+        The owner was closed: every later context is refused.
     """
 
     def __init__(self, owner: str) -> None:
         self.interrupted_by = ""
+        self.closed = False
         self._owner = owner
         self._harmless: BaseException | None = None
 
     def check(self) -> None:
-        """Raises: UsageError where an exception has left the tables unknown."""
+        """Raises: UsageError where an exception has left the tables unknown, or the owner is closed."""
+        if self.closed:
+            raise UsageError(f"the {self._owner} is closed")
         if self.interrupted_by:
             raise UsageError(
                 f"{self.interrupted_by} interrupted a call of the {self._owner}, which is only partly applied: load a checkpoint, "

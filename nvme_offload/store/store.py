@@ -8,22 +8,26 @@ import math
 import os
 import re
 import sys
+import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import NoSpaceError, OffloadError, UsageError, whole_number
+from ..errors import NoSpaceError, OffloadError, UsageError, time_limit, whole_number
 from ..hardware.config import AioConfig
 from ..io.closing import Closing
-from ..io.engine import Engine, StrPath, Ticket, close_at_exit
-from .catalog import Catalog, StoredTensor
-from .catalog import StoreTicket as StoreTicket
+from ..io.engine import Engine, StrPath, close_at_exit
+from ..io.section import Section
+from .catalog import Catalog
 from .slabs import Stripes
+from .transfer import Transfer
 
 if TYPE_CHECKING:
+    import torch
+
     from ..io.engine import Buffer
 
 _STEPS_REMEMBERED = 1000
@@ -116,6 +120,12 @@ class TensorStore(Closing):
                 "an engine has its configuration already: pass config or engine, not both"
             )
         self.checksum = checksum
+        self._process_id = os.getpid()
+        # Guards the catalog, the space and the counters. Reentrant, and entered by a `with` of the
+        # lock itself: an exception between two lines of this thread neither leaves it locked for
+        # this thread nor between acquire and release.
+        self._lock = threading.RLock()
+        self._changing = Section("store")
         self._counts = dict.fromkeys(("puts", "gets", "bytes_read", "bytes_written"), 0)
         self._bytes_written_before = 0
         self._bytes_written_by_step: deque[int] = deque(maxlen=_STEPS_REMEMBERED)
@@ -123,7 +133,6 @@ class TensorStore(Closing):
             self._owned_engine = undo.enter_context(Engine(config)) if engine is None else None
             self.engine = engine or self._owned_engine or Engine()
             self._space = Stripes(self.engine, self.paths, self._shares)
-            # its lock also guards the space and the counters
             self._catalog = Catalog(self._space, checksum)
             if checksum:
                 with self.engine.open_anonymous(self.paths[0]) as file:
@@ -132,7 +141,7 @@ class TensorStore(Closing):
             undo.pop_all()
         _open_stores.add(self)
 
-    def put(self, name: str, tensor: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
+    def put(self, name: str, tensor: Buffer, *, after: Sequence[Transfer] = ()) -> Transfer:
         """Start writing a tensor, replacing the value of its name.
 
         Parameters
@@ -142,13 +151,13 @@ class TensorStore(Closing):
         tensor : torch.Tensor or buffer
             Contiguous, on the CPU, or an object with the buffer protocol. Its memory is held until
             the ticket is done, as by `Engine.write`; do not change its contents before.
-        after : sequence of StoreTicket
+        after : sequence of Transfer
             Tickets of this store that must succeed before this put starts.
 
         Returns
         -------
-        StoreTicket
-            `StoreTicket.wait` raises `IOFailure`, `NoSpaceError` or `CancelledError`.
+        Transfer
+            `Transfer.wait` raises `IOFailure`, `NoSpaceError` or `CancelledError`.
 
         Raises
         ------
@@ -165,24 +174,10 @@ class TensorStore(Closing):
         A cancelled put leaves the old value in either case. Source: io_submit(2).
         """
         _check_name(name)
-        requests = _requests_of(after)
         nbytes = _checked_nbytes(tensor, writable=False)
-        while True:
-            with self._catalog.locked(), self._catalog.opened:
-                blockers = self._catalog.conflicts(name, nbytes, after)
-                if not blockers:
-                    try:
-                        return self._start(
-                            name, self._catalog.target_for(name, nbytes), tensor, True, requests
-                        )
-                    except NoSpaceError:
-                        blockers += self._catalog.may_free_space()
-                        if not blockers:
-                            raise
-            for one in blockers:
-                one.finish()
+        return self._start_in_order(Transfer(name, True, nbytes, _transfers(after)), tensor)
 
-    def get(self, name: str, out: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
+    def get(self, name: str, out: Buffer, *, after: Sequence[Transfer] = ()) -> Transfer:
         """Start reading a tensor.
 
         Parameters
@@ -192,13 +187,13 @@ class TensorStore(Closing):
         out : torch.Tensor or writable buffer
             Contiguous, on the CPU, with the stored tensor's number of bytes. Its memory is held
             until the ticket is done, as by `Engine.read`; do not use its contents before.
-        after : sequence of StoreTicket
+        after : sequence of Transfer
             Tickets of this store that must succeed before this get starts.
 
         Returns
         -------
-        StoreTicket
-            `StoreTicket.wait` raises `IOFailure`, `TruncatedError`, `CancelledError`,
+        Transfer
+            `Transfer.wait` raises `IOFailure`, `TruncatedError`, `CancelledError`,
             `BufferChangedError` and, in a store with checksums, `CorruptionError`.
 
         Raises
@@ -213,28 +208,72 @@ class TensorStore(Closing):
         Source: io_submit(2).
         """
         _check_name(name)
-        requests = _requests_of(after)
         nbytes = _checked_nbytes(out, writable=True)
-        while True:  # not `settled`, which would cost each get a generator
-            with self._catalog.locked(), self._catalog.opened:
-                blockers = self._catalog.conflicts(name, after=after)
-                if not blockers:
-                    value = self._catalog.current(name)
-                    if nbytes != value.nbytes:
-                        raise UsageError(
-                            f"tensor {name!r} has {value.nbytes} bytes, not the {nbytes} of what it is to be read into"
-                        )
-                    return self._start(name, value, out, False, requests)
-            for one in blockers:
-                one.finish()
+        return self._start_in_order(Transfer(name, False, nbytes, _transfers(after)), out)
 
-    def delete(self, name: str) -> None:
+    def start(self, transfer: Transfer, memory: torch.Tensor) -> None:
+        """Start a transfer that its caller has ordered: after all in `Transfer.after`, and after no
+        other. `put` and `get` order theirs themselves.
+
+        Parameters
+        ----------
+        transfer : Transfer
+            Planned, and not started.
+        memory : torch.Tensor
+            As in `put` and `get`.
+
+        Raises
+        ------
+        UsageError, NoSpaceError, IOFailure
+            As `put` and `get`.
+        """
+        while True:
+            with self._locked(), self._changing:
+                try:
+                    self._start(transfer, memory)
+                    return
+                except NoSpaceError:
+                    freeing = self._catalog.may_free_space() if transfer.writes else []
+                    if not freeing:
+                        raise
+            for each in freeing:
+                self.finish(each)
+
+    def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
+        """Wait until a transfer has finished, successfully or not, and record the outcome.
+
+        Parameters
+        ----------
+        transfer : Transfer
+            Of this store.
+        timeout : float, optional
+            Seconds; None waits without a limit.
+
+        Raises
+        ------
+        WaitTimeout
+            *timeout* passed. The requests continue.
+        UsageError
+            The process was forked since the store was made, or *timeout* is not a number.
+        """
+        self.check_process()
+        failure = transfer.outcome(time_limit(timeout))
+        with self._lock:
+            if self._changing.closed:
+                self._catalog.complete(transfer, failure)
+                return
+            with self._changing:
+                self._catalog.complete(transfer, failure)
+
+    def delete(self, name: str, *, missing_ok: bool = False) -> None:
         """Delete a tensor. Its space is freed when the transfers in flight on it have finished.
 
         Parameters
         ----------
         name : str
             The name.
+        missing_ok : bool
+            Whether a name without a tensor is ignored.
 
         Raises
         ------
@@ -242,8 +281,10 @@ class TensorStore(Closing):
             There is no such tensor.
         """
         _check_name(name)
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             if self._catalog.nbytes(name) is None:
+                if missing_ok:
+                    return
                 raise UsageError(f"no tensor {name!r} in the store")
             self._catalog.forget(name)
 
@@ -264,7 +305,7 @@ class TensorStore(Closing):
         IOFailure, NoSpaceError
             The put that lost the value failed with it.
         """
-        with self._catalog.settled(name):
+        with self._without_put(name):
             self._catalog.retain(name)
 
     def commit(self, name: str) -> None:
@@ -280,7 +321,7 @@ class TensorStore(Closing):
         UsageError
             No value of that name is retained.
         """
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             self._catalog.commit(name)
 
     def roll_back(self, name: str) -> None:
@@ -297,7 +338,7 @@ class TensorStore(Closing):
         UsageError
             No value of that name is retained.
         """
-        with self._catalog.settled(name):
+        with self._without_put(name):
             self._catalog.roll_back(name)
 
     def nbytes(self, name: str) -> int:
@@ -318,7 +359,7 @@ class TensorStore(Closing):
         UsageError
             There is no such tensor.
         """
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             nbytes = self._catalog.nbytes(name)
         if nbytes is None:
             raise UsageError(f"no tensor {name!r} in the store")
@@ -326,11 +367,11 @@ class TensorStore(Closing):
 
     def names(self) -> list[str]:
         """List every name, including those whose put is in flight or has failed."""
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             return list(self._catalog.sizes())
 
     def __contains__(self, name: object) -> bool:
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             return isinstance(name, str) and self._catalog.nbytes(name) is not None
 
     def __len__(self) -> int:
@@ -341,13 +382,13 @@ class TensorStore(Closing):
         """Bytes of the tensors on the drives, each extent rounded up to 4 KiB; puts in flight
         count.
         """
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             return self._space.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can still be put: allocated and unused, plus what the drives have available."""
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             return self._space.nbytes - self._space.used_bytes + self._space.available_bytes
 
     def bytes_on(self, path: StrPath) -> int:
@@ -368,7 +409,7 @@ class TensorStore(Closing):
         UsageError
             *path* is not one of the store's.
         """
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             found = [
                 drive.used_bytes for drive in self._space.drives if drive.path == os.fspath(path)
             ]
@@ -398,19 +439,19 @@ class TensorStore(Closing):
         Source: fallocate(2).
         """
         nbytes = whole_number("nbytes", nbytes)
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             self._space.reserve(nbytes)
 
     def drain(self) -> None:
         """Wait until no transfer is in flight. Errors stay with their tickets."""
-        with self._catalog.locked(), self._catalog.opened:
-            tickets = list(self._catalog.in_flight)
-        for ticket in tickets:
-            ticket.finish()
+        with self._locked(), self._changing:
+            transfers = list(self._catalog.in_flight)
+        for transfer in transfers:
+            self.finish(transfer)
 
     def end_step(self) -> None:
         """End a training step in the counters: see `StoreStats.bytes_written_by_step`."""
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             self._bytes_written_by_step.append(
                 self._counts["bytes_written"] - self._bytes_written_before
             )
@@ -424,7 +465,7 @@ class TensorStore(Closing):
         StoreStats
             A snapshot.
         """
-        with self._catalog.locked(), self._catalog.opened:
+        with self._locked(), self._changing:
             return StoreStats(
                 **self._counts, bytes_written_by_step=tuple(self._bytes_written_by_step)
             )
@@ -438,15 +479,13 @@ class TensorStore(Closing):
         IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
             The first failure of a put or get that nobody waited for.
         """
-        try:
-            self._catalog.check_process()
-        except UsageError:
+        if os.getpid() != self._process_id:
             return
         _open_stores.discard(self)
-        with self._catalog.lock:
-            self._catalog.closed = True
+        with self._lock:
+            self._changing.closed = True  # from here on, only `finish` changes the tables
         self._wait_for_all()
-        with self._catalog.lock:
+        with self._lock:
             self._space.close()
             unobserved = self._catalog.take_unobserved()
         if self._owned_engine is not None:
@@ -454,11 +493,24 @@ class TensorStore(Closing):
         if unobserved is not None:
             unobserved.raise_failure()
 
+    def check_process(self) -> None:
+        """Refuse a process forked since.
+
+        Raises
+        ------
+        UsageError
+            The store was made in another process.
+        """
+        if os.getpid() != self._process_id:
+            raise UsageError(
+                "the store belongs to the process that this one was forked from: make one here"
+            )
+
     @property
     def interrupted(self) -> bool:
         """Whether an exception has ended a call in the middle: see `reset`."""
-        with self._catalog.lock:
-            return bool(self._catalog.changing.interrupted_by)
+        with self._lock:
+            return bool(self._changing.interrupted_by)
 
     def reset(self) -> None:
         """Delete every tensor, after waiting for the transfers in flight.
@@ -473,76 +525,108 @@ class TensorStore(Closing):
         UnsupportedError, IOFailure
             As when the store was made: a drive is gone.
         """
-        self._catalog.check_process()
-        with self._catalog.lock:
-            if self._catalog.closed:
+        with self._locked():
+            changing = self._changing
+            if changing.closed:
                 raise UsageError("the store is closed")
-            interrupted = self._catalog.changing.interrupted_by
+            interrupted = changing.interrupted_by
             if not interrupted:
-                self._wait_for_all()  # finishes tickets, which frees what they hold
-            self._catalog.changing.interrupted_by = "reset()"  # should an exception end this
+                self._wait_for_all()  # records the outcomes, which frees what the transfers hold
+            changing.interrupted_by = "reset()"  # should an exception end this
             if interrupted:
                 self._wait_for_all()
             else:
                 for name in self._catalog.sizes():
                     self._catalog.forget(name)
-                self._catalog.changing.interrupted_by = ""
+                changing.interrupted_by = ""
                 return
             if self._owned_engine is not None:
-                # which waits also for a request whose ticket was lost
+                # which waits also for a request whose transfer was lost
                 with contextlib.suppress(OffloadError):
                     self._owned_engine.close()
                 self.engine = self._owned_engine = Engine(self._owned_engine.config)
             self._space.close()
             self._space = Stripes(self.engine, self.paths, self._shares)
             self._catalog = Catalog(self._space, self.checksum)
+            changing.interrupted_by = ""
 
     def release_lock(self) -> None:
         """Release the lock where this thread has it outside of a call: an exception has ended a
         `with` at its last line.
         """
-        lock = self._catalog.lock
-        while lock._is_owned():  # type: ignore[attr-defined]
-            lock.release()
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
+
+    def _locked(self) -> threading.RLock:
+        """The lock. Raises UsageError in a forked child, where a thread of the parent may hold it."""
+        self.check_process()
+        return self._lock
+
+    @contextlib.contextmanager
+    def _without_put(self, name: str) -> Iterator[None]:
+        """The lock, with no put of *name* in flight: waits for one that is."""
+        while True:
+            with self._locked(), self._changing:
+                puts = self._catalog.puts_in_flight(name)
+                if not puts:
+                    yield
+                    return
+            for put in puts:
+                self.finish(put)
 
     def _wait_for_all(self) -> None:
         """Wait until no transfer is in flight."""
-        with self._catalog.lock:
-            tickets = list(self._catalog.in_flight)
-            interrupted = self._catalog.changing.interrupted_by
-        for ticket in tickets:
+        with self._lock:
+            transfers = list(self._catalog.in_flight)
+            interrupted = self._changing.interrupted_by
+        for transfer in transfers:
             if interrupted:
-                ticket._outcome()
+                transfer.outcome()
             else:
-                ticket.finish()
+                self.finish(transfer)
 
     def __repr__(self) -> str:
-        state = "closed" if self._catalog.closed else f"{len(self._catalog.sizes())} tensors"
+        state = "closed" if self._changing.closed else f"{len(self._catalog.sizes())} tensors"
         return f"<TensorStore {', '.join(self.paths)}: {state}>"
 
-    def _start(
-        self,
-        name: str,
-        value: StoredTensor,
-        buffer: Buffer,
-        writes: bool,
-        requests: list[Any],
-    ) -> StoreTicket:
-        """Start the transfers of every segment. When one is refused, none stays in flight. Raises:
+    def _start_in_order(self, transfer: Transfer, buffer: Buffer) -> Transfer:
+        """`start` *transfer* after those of its name that it conflicts with."""
+        while True:
+            with self._locked(), self._changing:
+                blockers = self._catalog.conflicts(transfer)
+                if not blockers:
+                    try:
+                        self._start(transfer, buffer)
+                        if transfer.requests:
+                            transfer.after = ()  # the engine has them
+                        return transfer
+                    except NoSpaceError:
+                        blockers = self._catalog.may_free_space() if transfer.writes else []
+                        if not blockers:
+                            raise
+            for each in blockers:
+                self.finish(each)
+
+    def _start(self, transfer: Transfer, buffer: Any) -> None:
+        """Submit a request for each segment. When one is refused, none stays in flight. Raises:
         OffloadError.
         """
-        put = self._catalog.put_in_flight(name) if self.checksum and not writes else None
-        ticket = self._catalog.start_ticket(name, value, writes)
+        writes, requests = transfer.writes, transfer.requests
+        after = [request for blocker in transfer.after for request in blocker.requests]
+        puts = [] if writes or not self.checksum else self._catalog.puts_in_flight(transfer.name)
+        value = self._catalog.start(transfer)
+        transfer.store = self
         try:
             address, owner = _memory(buffer) if value.segments else (0, None)
             for index, segment in enumerate(value.segments):
                 if writes:
-                    checksum: bool | int | Ticket = self.checksum
-                elif put is not None:
-                    checksum = put._transfers[index]  # its checksum is known when this read starts
+                    checksum: Any = self.checksum
+                elif puts:
+                    # the checksum is known when this read starts
+                    checksum = puts[0].requests[index]
                 else:
                     checksum = False if segment.checksum is None else segment.checksum
-                ticket._transfers.append(
+                requests.append(
                     self.engine._submit_at(
                         writes,
                         address + segment.start,
@@ -551,15 +635,14 @@ class TensorStore(Closing):
                         segment.extent.file,
                         segment.offset,
                         checksum,
-                        requests,
+                        after,
                     )
                 )
         except OffloadError as refusal:
-            self._catalog.abort(ticket, refusal)
+            self._catalog.abort(transfer, refusal)
             raise
         self._counts["puts" if writes else "gets"] += 1
         self._counts["bytes_written" if writes else "bytes_read"] += value.nbytes
-        return ticket
 
 
 _open_stores: weakref.WeakSet[TensorStore] = weakref.WeakSet()
@@ -571,11 +654,11 @@ def _check_name(name: object) -> None:
         raise UsageError(f"the name of a tensor must be a str, not {name!r}")
 
 
-def _requests_of(after: Sequence[StoreTicket]) -> list[Any]:
-    try:
-        return [transfer._request for other in after for transfer in other._transfers]
-    except AttributeError:
-        raise UsageError(f"after must hold tickets of the store, not {list(after)!r}") from None
+def _transfers(after: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    transfers = tuple(after)
+    if not all(isinstance(each, Transfer) for each in transfers):
+        raise UsageError(f"after must hold tickets of the store, not {list(transfers)!r}")
+    return transfers
 
 
 def _checked_nbytes(buffer: Any, writable: bool) -> int:

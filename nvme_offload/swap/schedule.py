@@ -7,10 +7,11 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from ..errors import InvariantError, OutOfHostMemoryError, UsageError, known
+from ..store.transfer import Stage, Transfer
 from ..units import format_bytes
 from .access_order import AccessOrder
 from .arena import Arena, Block
@@ -32,24 +33,6 @@ _IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, 
 _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 _STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is void
 _SPARABLE = _STALE | {State.CLEAN, State.USED}
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Transfer:
-    """A transfer to start: the first *nbytes* of *name*, at *offset* of the memory.
-
-    block_bytes: size of the value's block at *offset*. after: writes that must succeed before this
-    starts. ended: it has. cancelled: it must not start, because one of *after* failed.
-    """
-
-    writes: bool
-    name: str
-    offset: int
-    nbytes: int
-    block_bytes: int
-    after: tuple[Transfer, ...] = ()
-    ended: bool = False
-    cancelled: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -503,7 +486,8 @@ class Schedule:
         """*transfer* has ended. A failed one is not retried before it is needed: see `need`,
         `failed_write` and `write_all`.
         """
-        transfer.ended = True
+        transfer.stage = Stage.ENDED
+        transfer.after = ()
         if transfer.cancelled:
             return
         entry = self._entries[transfer.name]
@@ -609,21 +593,26 @@ class Schedule:
         if not entry.exists:
             self._reservations.pop(entry.name, None)
 
+    def _transfer(
+        self, entry: _Entry, writes: bool, offset: int, after: Sequence[Transfer] = ()
+    ) -> Transfer:
+        return Transfer(
+            entry.name, writes, entry.value_bytes, after, offset=offset, block_bytes=entry.size
+        )
+
     def _start_read(self, entry: _Entry) -> None:
         block = known(entry.block)
         after = [write for write in block.writes if not write.ended]
         if entry.write is not None and entry.write not in after:
             after.append(entry.write)
-        entry.read = Transfer(
-            False, entry.name, block.start, entry.value_bytes, entry.size, tuple(after)
-        )
+        entry.read = self._transfer(entry, False, block.start, after)
         entry.prefetched_unused = True
         self._to(entry, Event.START_READ)
         self._to_start.append(entry.read)
 
     def _start_write(self, entry: _Entry) -> None:
         block = known(entry.block)
-        entry.write = Transfer(True, entry.name, block.start, entry.value_bytes, entry.size)
+        entry.write = self._transfer(entry, True, block.start)
         block.writes = (entry.write,)
         self._to(entry, Event.START_WRITE)
         self._to_start.append(entry.write)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import operator
 import threading
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING
 from ..errors import NoSpaceError, OffloadError, UsageError, WaitTimeout
 from ..io.closing import Closing
 from ..io.section import Section
+from ..store.transfer import Stage, Transfer
 from ..units import format_bytes
-from .schedule import Schedule, Transfer
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     import torch
 
     from ..io.pool import PinnedPool
-    from ..store.store import StoreTicket, TensorStore
+    from ..store.store import TensorStore
 
 # a wait is logged after this, then after twice as long, and so on
 _FIRST_WARNING_SECONDS = 5.0
@@ -130,12 +132,9 @@ class TensorSwapper(Closing):
     def _begin(self) -> None:
         """Begin without values, in memory that nothing uses."""
         self._schedule = Schedule(self._pool.nbytes, self._lookahead_bytes)
-        self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers in flight
         # reads and writes, in order of start
         self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
-        self._empty: list[Transfer] = []  # reads of 0 bytes that wait for other transfers
         self._to_start: deque[Transfer] = deque()  # planned and not started
-        self._on_drive: set[str] = set()  # names in the store
         self._retained: set[str] = set()
         self._flushing = False  # the drive is to have a copy of everything
         self._write_errors: dict[str, OffloadError] = {}  # not raised yet
@@ -448,7 +447,7 @@ class TensorSwapper(Closing):
             try:
                 while transfers := [*self._schedule.write_all(but=tried), *self._in_flight[True]]:
                     for transfer in transfers:
-                        if transfer not in self._tickets and not transfer.ended:
+                        if transfer.stage is Stage.PLANNED:
                             tried.add(transfer.name)
                             self._start_all([transfer])
                     while self._in_flight[True]:
@@ -654,7 +653,7 @@ class TensorSwapper(Closing):
             with self._changing:
                 self._finish_all()
             self._release_memory()
-            for name in list(self._on_drive):
+            for name in self._schedule.names():
                 self._delete(name)
             # what a full drive had no room for was in memory, as it is meant to be
             for name, error in list(self._write_errors.items()):
@@ -704,9 +703,8 @@ class TensorSwapper(Closing):
 
     def _advance(self) -> None:
         """Note the transfers that have ended, in order of start, and start the next ones."""
-        tickets = self._tickets
         for in_flight in self._in_flight:
-            while in_flight and (in_flight[0].ended or tickets[in_flight[0]].done()):
+            while in_flight and (in_flight[0].ended or in_flight[0].done()):
                 self._finish(in_flight[0])
         while transfers := self._schedule.plan():
             self._start_all(transfers)
@@ -722,38 +720,22 @@ class TensorSwapper(Closing):
         if transfer.cancelled:  # a transfer that it waits for could not be started
             self._schedule.finished(transfer, succeeded=False)
             return
-        if transfer.nbytes == 0:
-            if any(not blocker.ended for blocker in transfer.after):
-                self._empty.append(transfer)
-            else:
-                self._schedule.finished(transfer, succeeded=True)
-            return
         memory = self._live()[transfer.offset : transfer.offset + transfer.nbytes]
         try:
-            if transfer.writes:
-                ticket = self._put(transfer.name, memory)
-                self._on_drive.add(transfer.name)
-            elif transfer.after:
-                after = [self._tickets[blocker] for blocker in transfer.after if not blocker.ended]
-                ticket = self._store.get(transfer.name, memory, after=after)
-            else:
-                ticket = self._store.get(transfer.name, memory)
+            while True:
+                try:
+                    self._store.start(transfer, memory)
+                    break
+                except NoSpaceError:
+                    if not (transfer.writes and self._make_room(transfer.nbytes)):
+                        raise
         except OffloadError as error:
             for blocker in transfer.after:
                 if blocker.name == transfer.name and not blocker.ended:
                     self._finish(blocker)  # the store may have raised its failure
             self._note(transfer, error)
         else:
-            self._tickets[transfer] = ticket
             self._in_flight[transfer.writes].append(transfer)
-
-    def _put(self, name: str, memory: torch.Tensor) -> StoreTicket:
-        while True:
-            try:
-                return self._store.put(name, memory)
-            except NoSpaceError:
-                if not self._make_room(memory.numel()):
-                    raise
 
     def _make_room(self, nbytes: int) -> bool:
         """The drive is full: delete what it has of values that are in memory, of *nbytes* together;
@@ -775,55 +757,47 @@ class TensorSwapper(Closing):
             if not blocker.ended:
                 self._finish(blocker)
         in_flight = self._in_flight[transfer.writes]
-        ticket = self._tickets.pop(transfer, None)
-        if ticket is not None:
-            error = None
+        if transfer.stage is Stage.PLANNED:
+            self._start_all([] if transfer in self._to_start else [transfer])
+            self._finish(transfer)
+        elif not transfer.ended:
             try:
-                self._wait(transfer, ticket)
-            except OffloadError as failure:
-                error = failure
+                self._wait(transfer)
             except BaseException as interrupt:
-                self._tickets[transfer] = ticket
                 if not self._store.interrupted:
                     self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
                 raise
-            self._note(transfer, error)
-        elif transfer in self._to_start:
-            self._start_all()
-            self._finish(transfer)
-        elif not transfer.ended:
-            self._empty.remove(transfer)
-            self._schedule.finished(transfer, succeeded=True)
+            self._note(transfer, transfer.observe())
         while in_flight and in_flight[0].ended:
             in_flight.popleft()
 
     def _finish_all(self) -> None:
         self._start_all()
-        while any(self._in_flight) or self._empty:
-            for transfers in (*self._in_flight, self._empty):
+        while any(self._in_flight):
+            for transfers in self._in_flight:
                 while transfers:
                     self._finish(transfers[0])
             self._start_all(self._schedule.take_pending())
 
-    def _wait(self, transfer: Transfer, ticket: StoreTicket) -> None:
-        """Wait for *ticket*, and log it where that takes long. Raises: OffloadError."""
+    def _wait(self, transfer: Transfer) -> None:
+        """Wait until *transfer* has finished, and log it where that takes long."""
         next_warning, waited = _FIRST_WARNING_SECONDS, 0.0
         while True:
             try:
-                ticket.wait(next_warning)
+                self._store.finish(transfer, next_warning)
                 return
             except WaitTimeout:
                 waited += next_warning
                 next_warning = waited
-                what = "write" if transfer.writes else "read"
+                others = [each for each in itertools.chain(*self._in_flight) if not each.ended]
                 _log.warning(
                     "waiting for the drive for %d s: the %s of %s of %r; %d transfers of %s are in flight",
                     waited,
-                    what,
+                    "write" if transfer.writes else "read",
                     format_bytes(transfer.nbytes),
                     transfer.name,
-                    len(self._tickets) + 1,
-                    format_bytes(transfer.nbytes + sum(other.nbytes for other in self._tickets)),
+                    len(others),
+                    format_bytes(sum(each.nbytes for each in others)),
                 )
 
     def _note(self, transfer: Transfer, error: OffloadError | None) -> None:
@@ -856,10 +830,7 @@ class TensorSwapper(Closing):
 
     def _delete(self, name: str) -> None:
         self._retained.discard(name)
-        if name in self._on_drive:
-            self._on_drive.remove(name)
-            if name in self._store:  # absent where its only write failed
-                self._store.delete(name)
+        self._store.delete(name, missing_ok=True)  # absent where it was never written
 
     def _raise_write_errors(self) -> None:
         errors = list(self._write_errors.values())

@@ -23,7 +23,8 @@ import torch
 
 import nvme_offload
 from nvme_offload.hardware.config import BACKENDS, AioConfig
-from nvme_offload.store.store import StoreTicket, TensorStore
+from nvme_offload.store.store import TensorStore
+from nvme_offload.store.transfer import Transfer
 
 NAMES = 200
 IN_FLIGHT = 16
@@ -43,7 +44,7 @@ class Soak:
         self.chance = chance
         self.expected: dict[str, tuple[int, int]] = {}  # name -> where in BYTES, and how many
         # a ticket, what was read, what should have been
-        self.under_way: deque[tuple[StoreTicket, Any, Any]] = deque()
+        self.under_way: deque[tuple[Transfer, Any, Any]] = deque()
         self.counts: Counter[str] = Counter()
 
     def size(self) -> int:

@@ -144,11 +144,11 @@ def test_a_wait_that_is_interrupted_changes_nothing(tmp_path, monkeypatch):
     values = Values(tmp_path)
     values.step()
 
-    def wait(ticket, timeout=None):
+    def outcome(transfer, timeout=None):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nvme_offload.store.catalog.StoreTicket.wait", wait)
+    monkeypatch.setattr("nvme_offload.store.transfer.Transfer.outcome", outcome)
     with pytest.raises(KeyboardInterrupt):
         values.step()
     assert not values.swapper.interrupted

@@ -25,7 +25,8 @@ from patience import PATIENCE
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.store import slabs
-from nvme_offload.store.store import StoreTicket, TensorStore
+from nvme_offload.store.store import TensorStore
+from nvme_offload.store.transfer import Transfer
 
 PAGE = 4096
 NAMES = st.sampled_from(["a", "b", "c", "d", "e/f", ""])
@@ -56,7 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model: dict[str, bytes] = {}
         self.retained: dict[str, bytes] = {}
         self.replaced: set[str] = set()  # of these, those with a later value
-        self.under_way: list[tuple[StoreTicket, npt.NDArray[np.uint8], bytes]] = []
+        self.under_way: list[tuple[Transfer, npt.NDArray[np.uint8], bytes]] = []
 
     @initialize(
         weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3), checksum=st.booleans()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,8 @@ from nvme_offload.errors import CancelledError, IOFailure, NoSpaceError, Offload
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 from nvme_offload.io.pool import PinnedPool
-from nvme_offload.store.store import StoreTicket, TensorStore
+from nvme_offload.store.store import TensorStore
+from nvme_offload.store.transfer import Stage, Transfer
 from nvme_offload.swap.swapper import TensorSwapper
 
 PAGE = 4096
@@ -55,47 +56,19 @@ FAULTS = st.lists(
 )
 
 
-class LateTicket:
-    """A transfer that is carried out when it is waited for, or when chance says that it is done: as
-    late as a drive may be.
+class LateRequest:
+    """A request that starts when it is waited for, or when chance says so: as late as a drive may
+    be.
     """
 
-    def __init__(self, transfer: Callable[[], StoreTicket], chance: random.Random) -> None:
-        self.transfer = transfer
+    def __init__(self, start: Callable[[], None], chance: random.Random) -> None:
+        self.start = start
         self.chance = chance
-        self.ticket: StoreTicket | None = None
-        self.refusal: OffloadError | None = None
-
-    def start(self) -> None:
-        if self.ticket is None and self.refusal is None:
-            try:
-                self.ticket = self.transfer()
-            except OffloadError as refusal:
-                self.refusal = refusal
-
-    def started(self) -> StoreTicket:
-        self.start()
-        if self.ticket is None:
-            raise CancelledError(
-                "a transfer that it waited for failed",
-                operation="read",
-                path="",
-                offset=0,
-                nbytes=0,
-                done=0,
-            )
-        return self.ticket
 
     def done(self) -> bool:
-        if self.ticket is None and self.refusal is None and self.chance.random() < 0.05:
+        if self.chance.random() < 0.05:
             self.start()
-        return self.refusal is not None or (self.ticket is not None and self.ticket.done())
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.start()
-        if self.refusal is not None:
-            raise self.refusal
-        return self.started().wait(timeout)
+        return False
 
 
 class LateStore:
@@ -106,19 +79,36 @@ class LateStore:
     def __init__(self, store: TensorStore) -> None:
         self.store = store
         self.chance = random.Random(4)
+        self.pending: dict[Transfer, torch.Tensor] = {}
 
-    def put(self, name: str, tensor: torch.Tensor) -> LateTicket:
-        return LateTicket(partial(self.store.put, name, tensor), self.chance)
+    def start(self, transfer: Transfer, memory: torch.Tensor) -> None:
+        self.pending[transfer] = memory
+        transfer.stage = Stage.IN_FLIGHT
+        transfer.requests.append(LateRequest(partial(self.start_now, transfer), self.chance))  # type: ignore[arg-type]
 
-    def get(self, name: str, out: torch.Tensor, *, after: Sequence[LateTicket] = ()) -> LateTicket:
-        blockers = list(after)
-        return LateTicket(
-            lambda: self.store.get(name, out, after=[blocker.started() for blocker in blockers]),
-            self.chance,
-        )
+    def start_now(self, transfer: Transfer) -> None:
+        memory = self.pending.pop(transfer, None)
+        if memory is None:
+            return
+        for blocker in transfer.after:
+            self.start_now(blocker)
+        transfer.requests.clear()
+        try:
+            if any(blocker.failure is not None for blocker in transfer.after):
+                reason = "a transfer that it waited for failed"
+                raise CancelledError(reason, operation="read", path="", offset=0, nbytes=0, done=0)
+            self.store.start(transfer, memory)
+        except OffloadError as refusal:
+            transfer.failure = refusal
+            transfer.stage = Stage.RECORDED
 
-    def delete(self, name: str) -> None:
-        self.store.delete(name)
+    def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
+        self.start_now(transfer)
+        if transfer.stage is Stage.IN_FLIGHT:
+            self.store.finish(transfer, timeout)
+
+    def delete(self, name: str, *, missing_ok: bool) -> None:
+        self.store.delete(name, missing_ok=missing_ok)
 
     def retain(self, name: str) -> None:
         self.store.retain(name)
@@ -128,9 +118,6 @@ class LateStore:
 
     def roll_back(self, name: str) -> None:
         self.store.roll_back(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.store
 
 
 class SwapperMachine(RuleBasedStateMachine):

@@ -9,7 +9,6 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,10 @@ from nvme_offload.errors import (
     UsageError,
 )
 from nvme_offload.hardware.config import AioConfig
-from nvme_offload.io.engine import Engine
+from nvme_offload.io.engine import Engine, Ticket
 from nvme_offload.store import slabs
 from nvme_offload.store.store import TensorStore
+from nvme_offload.store.transfer import Transfer
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
@@ -285,12 +285,11 @@ def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
         extent = store._catalog.current("a").extents[0]
         with stall() as let_go:
             put = store.put("a", new)
-            damage = store.engine.write(
-                ~new[5:6], extent.file, extent.offset + 5, after=put._transfers
-            )
-            damaged = store.get(
-                "a", np.zeros_like(new), after=[put, SimpleNamespace(_transfers=[damage])]
-            )  # type: ignore[list-item]
+            tickets = [Ticket(request) for request in put.requests]
+            damage = Transfer("damage", True, 1)
+            written = store.engine.write(~new[5:6], extent.file, extent.offset + 5, after=tickets)
+            damage.requests.append(written._request)
+            damaged = store.get("a", np.zeros_like(new), after=[put, damage])
             let_go()
             with pytest.raises(CorruptionError, match="of tensor 'a'"):
                 damaged.wait(PATIENCE)

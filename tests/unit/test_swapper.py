@@ -15,6 +15,7 @@ from nvme_offload.errors import OutOfHostMemoryError, UsageError, WaitTimeout
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.pool import PinnedPool
 from nvme_offload.store.store import TensorStore
+from nvme_offload.store.transfer import Transfer
 from nvme_offload.swap.swapper import SwapperStats, TensorSwapper
 
 SIZE = 16 << 10
@@ -364,25 +365,16 @@ class Patient:
         self.store = store
         self.left = waits
 
-    def get(self, name: str, out: torch.Tensor, **more: object) -> Patient:
-        self.ticket = self.store.get(name, out, **more)
-        return self
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self, timeout: float | None = None) -> int:
+    def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
         assert timeout is not None
-        self.left -= 1
-        if self.left >= 0:
-            raise WaitTimeout("not yet")
-        return self.ticket.wait()
+        if not transfer.writes:
+            self.left -= 1
+            if self.left >= 0:
+                raise WaitTimeout("not yet")
+        self.store.finish(transfer)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.store, name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.store
 
 
 def test_a_long_wait_says_what_it_is_for(

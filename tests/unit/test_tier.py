@@ -55,7 +55,7 @@ def test_what_the_collector_abandons_goes_at_the_next_use(tier):
     tier.swapper.swap_out("value", torch.zeros(4096))
     tier.require(1 << 20)
     swapper = tier.swapper
-    with tier.store._catalog.lock:  # as in the middle of a call of this thread
+    with tier.store._lock:  # as in the middle of a call of this thread
         tier.abandon({"scratch", "value", "no value"}, [1 << 20])
     assert "value" in swapper
     assert "value" not in tier.swapper

@@ -1,0 +1,203 @@
+"""`Transfer`: one put or get of a named value, from the plan to the outcome."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import OffloadError, UsageError, WaitTimeout
+from ..extension import _aio
+
+if TYPE_CHECKING:
+    from .catalog import StoredTensor
+
+
+class Stage(IntEnum):
+    """How far a transfer is."""
+
+    PLANNED = 0
+    IN_FLIGHT = 1  # its requests are with the engine
+    RECORDED = 2  # the store has the outcome
+    ENDED = 3  # and so has the planner of a swapper
+
+
+class Recorder(Protocol):
+    """The store of a transfer."""
+
+    def check_process(self) -> None:
+        """Refuse a process forked since. Raises: UsageError."""
+
+    def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
+        """Wait for *transfer* and record the outcome. Raises: WaitTimeout, UsageError."""
+
+
+class Transfer:
+    """One put or get of a named value; made by `TensorStore.put` and `TensorStore.get`, and by the
+    planner of a swapper.
+
+    The requests do not depend on it: dropping a transfer neither cancels them nor releases the
+    tensor's memory. A failure that no call has returned is raised by `TensorStore.close`, unless
+    the name was deleted.
+
+    Parameters
+    ----------
+    name : str
+        The name of the tensor.
+    writes : bool
+        Whether it is a put.
+    nbytes : int
+        Size of the tensor in bytes.
+    after : sequence of Transfer
+        The transfers of the same store that must succeed before this one starts.
+    offset, block_bytes : int
+        Where the planner has placed the value in host memory, and the size of its block there.
+
+    Attributes
+    ----------
+    name, writes, nbytes, after, offset, block_bytes
+        As given.
+    """
+
+    __slots__ = (
+        "after",
+        "block_bytes",
+        "cancelled",
+        "failure",
+        "name",
+        "nbytes",
+        "observed",
+        "offset",
+        "requests",
+        "stage",
+        "store",
+        "value",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        writes: bool,
+        nbytes: int,
+        after: Sequence[Transfer] = (),
+        *,
+        offset: int = 0,
+        block_bytes: int = 0,
+    ) -> None:
+        self.name = name
+        self.writes = writes
+        self.nbytes = nbytes
+        self.after = after
+        self.offset = offset
+        self.block_bytes = block_bytes
+        self.stage = Stage.PLANNED
+        self.cancelled = False  # by the planner: one of *after* has failed
+        self.requests: list[_aio.Request] = []
+        self.failure: OffloadError | None = None
+        self.observed = False  # the failure was returned or raised
+        self.store: Recorder | None = None
+        self.value: StoredTensor | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the planner has the outcome."""
+        return self.stage is Stage.ENDED
+
+    def done(self) -> bool:
+        """Whether every request has finished, successfully or not. Never blocks."""
+        if self.requests:
+            return all(request.done() for request in self.requests)
+        return all(blocker.done() for blocker in self.after)  # a tensor of no bytes
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until every byte has been moved. A second call returns or raises the same.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits without a limit.
+
+        Returns
+        -------
+        int
+            Size of the tensor in bytes.
+
+        Raises
+        ------
+        IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
+            The first failure of a request, after all of them have finished. The message names the
+            tensor.
+        CancelledError
+            The put or get never started.
+        WaitTimeout
+            *timeout* passed. The requests continue.
+        UsageError
+            The process was forked since the store was made, or *timeout* is not a number.
+        """
+        self._started().finish(self, timeout)
+        self.raise_failure()
+        return self.nbytes
+
+    def cancel(self) -> bool:
+        """Cancel the put or get before it starts. The name keeps its previous value.
+
+        It and those that wait for it (*after*) fail with `CancelledError`, which
+        `TensorStore.close` does not report.
+
+        Returns
+        -------
+        bool
+            False where it has finished, or a part of it has been submitted to a drive: it then
+            continues.
+
+        Raises
+        ------
+        UsageError
+            The process was forked since the store was made.
+        """
+        store = self._started()
+        store.check_process()
+        if not _aio.cancel(self.requests):
+            return False
+        store.finish(self)
+        return True
+
+    def raise_failure(self) -> None:
+        """Raise the failure that was recorded, if there is one."""
+        failure = self.observe()
+        if failure is not None:
+            raise failure
+
+    def observe(self) -> OffloadError | None:
+        """A copy of the failure that was recorded; None if there is none."""
+        self.observed = True
+        return copy.copy(self.failure)
+
+    def outcome(self, timeout: float | None = None) -> OffloadError | None:
+        """Wait until every request has finished; the first failure. Raises: WaitTimeout."""
+        if not self.requests:
+            for blocker in self.after:
+                blocker.outcome(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failure = None
+        for request in self.requests:
+            try:
+                request.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            except WaitTimeout:
+                raise WaitTimeout(
+                    f"{'put' if self.writes else 'get'} of tensor {self.name!r} did not finish within {timeout} s; it continues"
+                ) from None
+            except OffloadError as error:
+                failure = failure or error
+        if failure is not None:
+            # the error is kept; what the frames of its traceback reference is not
+            failure.with_traceback(None)
+        return failure
+
+    def _started(self) -> Recorder:
+        if self.store is None:
+            raise UsageError(f"the transfer of {self.name!r} was not started")
+        return self.store
