@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     Buffer = torch.Tensor | numpy.ndarray[Any, Any] | ReadableBuffer
 
 Memory = _aio.Memory  # for the pool
+Request = _aio.Request  # for the store, whose transfers are several
+cancel_requests = _aio.cancel
 StrPath = Union[str, "os.PathLike[str]"]
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 
 from ..errors import CancelledError, OffloadError, UsageError, known
-from ..extension import _aio
+from ..io.engine import cancel_requests
 from .slabs import Extent, Stripes
 from .transfer import Stage, Transfer
 
@@ -157,7 +157,7 @@ class Catalog:
     def abort(self, transfer: Transfer, refusal: OffloadError) -> None:
         """End a transfer one of whose requests was refused. The caller raises the error."""
         for request in transfer.requests:
-            _aio.cancel([request])
+            cancel_requests([request])
         with contextlib.suppress(OffloadError):
             transfer.outcome()
         self.complete(transfer, refusal)

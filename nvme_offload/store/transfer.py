@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import OffloadError, UsageError, WaitTimeout
-from ..extension import _aio
+from ..errors import OffloadError, WaitTimeout, known
+from ..io.engine import Request, cancel_requests
 
 if TYPE_CHECKING:
     from .catalog import StoredTensor
@@ -95,7 +95,7 @@ class Transfer:
         self.block_bytes = block_bytes
         self.stage = Stage.PLANNED
         self.cancelled = False  # by the planner: one of *after* has failed
-        self.requests: list[_aio.Request] = []
+        self.requests: list[Request] = []
         self.failure: OffloadError | None = None
         self.observed = False  # the failure was returned or raised
         self.store: Recorder | None = None
@@ -137,7 +137,7 @@ class Transfer:
         UsageError
             The process was forked since the store was made, or *timeout* is not a number.
         """
-        self._started().finish(self, timeout)
+        known(self.store).finish(self, timeout)
         self.raise_failure()
         return self.nbytes
 
@@ -158,9 +158,9 @@ class Transfer:
         UsageError
             The process was forked since the store was made.
         """
-        store = self._started()
+        store = known(self.store)
         store.check_process()
-        if not _aio.cancel(self.requests):
+        if not cancel_requests(self.requests):
             return False
         store.finish(self)
         return True
@@ -196,8 +196,3 @@ class Transfer:
             # the error is kept; what the frames of its traceback reference is not
             failure.with_traceback(None)
         return failure
-
-    def _started(self) -> Recorder:
-        if self.store is None:
-            raise UsageError(f"the transfer of {self.name!r} was not started")
-        return self.store

@@ -810,7 +810,7 @@ def test_the_error_says_what_is_in_use_and_what_would_do():
 
 def blocks_are_a_partition(schedule: Schedule) -> None:
     """Each byte is in one block, each value in its own, and the runs are the reclaimable bytes."""
-    arena = schedule._arena
+    arena = schedule._blocks.arena
     position, reclaimable, taken = 0, 0, 0
     block = arena.first
     while block is not None:

@@ -107,16 +107,16 @@ def test_residents_stay_where_they_are_when_the_others_need_a_little_more_memory
     apart = ["gradient", *states[:20], "larger gradient", *states[20:]]
     for _ in range(3):
         run_period(schedule, apart, sizes)
-    before = dict(schedule._homes)
+    before = dict(schedule._residency.homes)
     # one is read ahead while the other is in use
     together = ["gradient", "larger gradient", *states]
     for _ in range(3):
         run_period(schedule, together, sizes)
-    kept = dict(schedule._homes)
+    kept = dict(schedule._residency.homes)
     assert 0 < len(before) - len(kept) <= 2
     assert kept.items() < before.items()
     run_period(schedule, together, sizes)
-    assert schedule._homes == kept
+    assert schedule._residency.homes == kept
 
 
 def test_values_that_stay_are_chosen_before_they_are_made_and_never_move() -> None:

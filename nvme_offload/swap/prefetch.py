@@ -1,0 +1,293 @@
+"""`Prefetcher`: the cursor that brings values into memory ahead of their use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from ..errors import known
+from .access_order import AccessOrder
+from .blocks import Blocks
+from .residency import Residency
+from .value_states import State
+from .values import Need, Uses, Value
+from .victims import HINTED, Victims
+
+_POSITIONS_PER_CALL = 256  # positions that one call of `advance` looks ahead
+# a hint is redundant if the learned order has its use within this plus twice the number of hints
+_HINT_SLACK = 8
+
+
+class Prefetcher:
+    """A cursor ahead of the next use, and the hints that come before it.
+
+    Each value between the next use and the cursor is in memory, or has a block.
+
+    Attributes
+    ----------
+    cursor : int
+        A position of the learned order.
+    lookahead_bytes : int
+        How much is prefetched, in bytes of memory, where there are no residents.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        order: AccessOrder,
+        blocks: Blocks,
+        victims: Victims,
+        residency: Residency,
+        uses: Uses,
+        need: Need,
+    ) -> None:
+        self.cursor = 0
+        self.lookahead_bytes = 0
+        self._values = values
+        self._order = order
+        self._blocks = blocks
+        self._victims = victims
+        self._residency = residency
+        self._uses = uses
+        self._need = need
+        self._hints: deque[str] = deque()  # not acted on yet
+
+    def hint(self, names: Iterable[str]) -> None:
+        """*names* are used next, in this order. Unknown names are ignored, and hints that the
+        followed order already has.
+        """
+        order = self._order
+        known = [name for name in names if name in self._values]
+        self._blocks.operations += len(known)
+        if order.followed and not any(map(order.repeats, known)):
+            near = order.now + 2 * len(known) + _HINT_SLACK
+            positions = [order.next_use(name) for name in known]
+            places = [
+                position for position in positions if position is not None and position < near
+            ]
+            if len(places) == len(known) and places == sorted(places):
+                return
+        waiting = set(self._hints) if len(self._hints) < 2 * len(known) else None
+        order.hint(known)
+        self._hints.extend(
+            known if waiting is None else (name for name in known if name not in waiting)
+        )
+        if len(self._hints) > 2 * len(self._values) + 64:  # hinted repeatedly, and never used
+            self._hints = deque(dict.fromkeys(self._hints))
+
+    def on_use(self, value: Value, expected: int) -> None:
+        """*value* is needed, where the order has moved to; it was *expected* to move by one use."""
+        now = self._order.now
+        if self.cursor < now:
+            self.cursor = now
+        elif (
+            self.cursor > now == expected
+            and value.state == State.OFFLOADED
+            and not self._need.creates
+        ):
+            self.restart()  # it was lost since, and those after it may be, too
+        self._drop_missed()
+
+    def restart(self) -> None:
+        """Begin at the next use, and let what was prefetched count no longer."""
+        prefetched = self._blocks.prefetched
+        self._blocks.operations += len(prefetched.values)
+        for value in prefetched.values:
+            prefetched.remove(value)
+            if value.state == State.RESERVED and value is not self._need.value:
+                self._blocks.drop(value)
+        prefetched.values.clear()
+        self.cursor = self._order.now
+
+    def on_idle(self, value: Value) -> None:
+        """*value* became idle: keep it, or evict it."""
+        order = self._order
+        if order.followed:
+            if not self._residency.has(value):
+                position = order.next_use(value.name)
+                if (
+                    position is not None
+                    and position >= self.cursor
+                    and order.hinted(value.name) is None
+                ):
+                    self._blocks.evict(value)
+                    return
+            self._victims.add(value)
+            return
+        self._victims.add(value)
+        if self._blocks.placed < len(self._values):
+            self._victims.keep_reclaimable(self.lookahead_bytes)
+
+    def _drop_missed(self) -> None:
+        """Drop prefetches that were not used at their turn."""
+        prefetched = self._blocks.prefetched
+        while prefetched.values:
+            value = prefetched.values[0]
+            position = value.prefetched_for
+            if position is not None and value is not self._need.value:
+                if position >= self._order.now or (
+                    position < 0 and self._order.hinted(value.name) is not None
+                ):
+                    return
+                self._blocks.operations += 1
+                prefetched.remove(value)
+                if value.state == State.RESERVED:
+                    self._blocks.drop(value)
+                elif value.is_kept:
+                    self.on_idle(value)
+            prefetched.values.popleft()
+
+    def advance(self) -> None:
+        """Advance the cursor as far as memory allows."""
+        hints, order = self._hints, self._order
+        while hints:
+            self._blocks.operations += 1
+            value, hint = self._values.get(hints[0]), order.hinted(hints[0])
+            if (
+                value is not None
+                and hint is not None
+                and not self._prefetch(value, -1, HINTED + hint)
+            ):
+                return
+            hints.popleft()
+        if not order.followed:
+            return
+        last = min(order.now + len(order.period), self.cursor + _POSITIONS_PER_CALL)
+        while self.cursor < last:
+            position = self.cursor
+            use = order.at(position)
+            self._blocks.operations += 1
+            value = self._values.get(use.name)
+            if value is None:
+                if order.foretold:
+                    return  # it will be created: what comes after it is far
+                if use.created and not self._reserve(use.name, use.nbytes, position):
+                    return
+            elif (
+                use.created
+                and value is not self._need.value
+                and (value.block is None or value.block.reclaimable)
+            ):
+                if not self._prepare_create(value, use.nbytes, position):
+                    return
+            elif not self._prefetch(value, position, position):
+                return
+            self.cursor = position + 1
+
+    def _fits(self, size: int) -> bool:
+        """Whether *size* more bytes may be prefetched: with residents, into all of the transient
+        memory that is not in use.
+        """
+        taken = self._blocks.prefetched.nbytes + size
+        if self._residency.homes:
+            return taken + self._uses.transient_bytes <= self._residency.transient_bytes
+        return taken <= self.lookahead_bytes
+
+    def _place(self, value: Value, position: int, priority: int) -> bool:
+        """Give *value* a block, by the eviction of values used later than *priority*, if one fits."""
+        if not self._fits(value.size):
+            return False
+        start = self._victims.find_space(value, priority)
+        if start is None:
+            return False
+        self._blocks.place(value, start)
+        self._blocks.prefetched.add(value, position)
+        return True
+
+    def _reserve(self, name: str, nbytes: int, position: int) -> bool:
+        """Reserve a block for *name*, created at *position*; whether the cursor may advance."""
+        if name in self._blocks.reservations:
+            return True
+        size = self._blocks.rounded(nbytes)
+        value = Value(name, nbytes, nbytes, size, exists=False)
+        value.home = self._residency.home(name, size)
+        if not self._place(value, position, position):
+            return False
+        self._blocks.reservations[name] = value
+        return True
+
+    def _prepare_create(self, value: Value, nbytes: int, position: int) -> bool:
+        """Get a block for *value*, created anew with *nbytes* at *position*; whether the cursor may
+        advance.
+        """
+        if value.block is not None and value.write is not None:
+            return False  # it will be reclaimable and written then, or needed in place
+        self.claim(value)
+        if value.block is not None:
+            return True
+        # it keeps its size until it is discarded
+        if value.size != self._blocks.rounded(nbytes):
+            return True
+        return self._place(value, position, position)
+
+    def _prefetch(self, value: Value, position: int, priority: int) -> bool:
+        """Get *value* into memory for its use at *position*; whether the cursor may advance."""
+        if value is self._need.value or value.read_failed:
+            return True
+        block = value.block
+        if (
+            block is not None
+            and block.reclaimable
+            and block.start < self._blocks.arena.boundary
+            and self._residency.homes
+            and value.home is None
+            and not self._may_move(value)
+        ):
+            # it would stay in the residents' part; it is reclaimable there, and not lost yet
+            return False
+        self.claim(value)
+        if value.block is not None:
+            return True
+        if value.state != State.OFFLOADED:  # it has no contents
+            return True
+        if not self._fits(value.size):
+            return False
+        if not self._residency.homes and self.reattach(value):
+            self._blocks.prefetched.add(value, position)
+            return True
+        if not self._place(value, position, priority):
+            return False
+        self._blocks.start_read(value)
+        return True
+
+    def reattach(self, value: Value) -> bool:
+        """Give *value* back the block from which it is being written, if that is not reused."""
+        if not self._blocks.reattach(value):
+            return False
+        self._victims.add(value)
+        return True
+
+    def claim(self, value: Value) -> None:
+        """Make *value* not reclaimable. In the residents' part it is dropped instead, to be read to
+        its own part.
+        """
+        block = value.block
+        if block is None:
+            return
+        if block.reclaimable:
+            need = self._need
+            # A create does not wait for the write of the old contents if the block stays.
+            movable = value.write is None or value is not need.value or not need.creates
+            if (
+                self._residency.homes
+                and movable
+                and not self._residency.has(value)
+                and self._may_move(value)
+            ):
+                self._blocks.drop(value)
+                return
+            self._blocks.arena.claim(block)
+            self._victims.add(value)
+        if value.evict_after_write:
+            value.evict_after_write = False
+            self._victims.add(value)
+
+    def _may_move(self, value: Value) -> bool:
+        """Whether *value* is in the wrong part, and there is space in the right one."""
+        arena = self._blocks.arena
+        if value.home is not None:
+            return arena.is_reclaimable(value.home, value.home + value.size)
+        return (
+            known(value.block).start < arena.boundary
+            and arena.best_fit(value.size, above=True) is not None
+        )

@@ -1,0 +1,124 @@
+"""`Value`: what the planner knows of a value; `Uses` and `Need`: which are in use, and which comes
+next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+from ..errors import InvariantError
+from ..store.transfer import Transfer
+from .arena import Block
+from .value_states import TABLE, Event, State
+
+IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
+EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """A value, or a block that is reserved for one."""
+
+    name: str
+    nbytes: int  # of the tensor that its user gets
+    value_bytes: int  # of these, the leading bytes with contents
+    size: int  # of its block, in whole granules
+    exists: bool = True  # False: a reservation
+    lowest: bool = False  # placed as low as possible
+    state: State = State.NEW
+    block: Block[Value] | None = None
+    read: Transfer | None = None
+    write: Transfer | None = None  # in flight, from its block or from one that it has lost
+    home: int | None = None  # the offset reserved for it as a resident
+    # read or reserved for the use at this position, or for a hint (-1)
+    prefetched_for: int | None = None
+    prefetched_unused: bool = False  # read and not used since
+    transient: bool = False  # in use, and not a resident
+    evict_after_write: bool = False  # when the write of its older version has ended
+    read_failed: bool = False
+    retained_bytes: int | None = None  # of the version on the drive that `roll_back` returns to
+    keeps_copy: bool = False  # on the drive, until its next use ends
+    last_use: int = 0
+    stamp: int = 0  # of its valid entry in a heap
+
+    def to(self, event: Event) -> None:
+        """Change the state. Raises: InvariantError where *event* cannot happen in it."""
+        state = TABLE[self.state][event]
+        if state is None:
+            raise InvariantError(f"{event.name} in {self.state.name}, of {self.name!r}")
+        self.state = state
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is idle, and in a block that no other value may get."""
+        return self.state in IDLE and self.block is not None and not self.block.reclaimable
+
+
+ValueBlock: TypeAlias = Block[Value]
+
+
+class Uses:
+    """The values in use; *nbytes* of those that are not placed lowest, and of these
+    *transient_bytes* of values that are not resident.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Value] = {}
+        self.nbytes = 0
+        self.transient_bytes = 0
+
+    def begin(self, value: Value, resident: bool) -> None:
+        """Start the use of *value*."""
+        self.values[value.name] = value
+        if not value.lowest:
+            self.nbytes += value.size
+            if not resident:
+                value.transient = True
+                self.transient_bytes += value.size
+
+    def end(self, value: Value) -> None:
+        """End the use of *value*."""
+        del self.values[value.name]
+        if not value.lowest:
+            self.nbytes -= value.size
+        if value.transient:
+            value.transient = False
+            self.transient_bytes -= value.size
+
+    def gaps(self, nbytes: int) -> list[tuple[int, int]]:
+        """Start and end of each gap between values in use, in memory of *nbytes*."""
+        found = []
+        position = 0
+        blocks = [value.block for value in self.values.values() if value.block is not None]
+        for block in sorted(blocks, key=lambda block: block.start):
+            if block.start > position:
+                found.append((position, block.start))
+            position = block.end
+        if position < nbytes:
+            found.append((position, nbytes))
+        return found
+
+
+@dataclasses.dataclass(slots=True)
+class Need:
+    """The value that a user asks for, until it is taken."""
+
+    value: Value | None = None
+    creates: bool = False
+    awaited: list[Transfer] = dataclasses.field(default_factory=list)
+    failed_write: str | None = None  # which keeps the value from fitting
+    retried: Value | None = None  # its failed write is tried again for the needed value
+
+    def begin(self, value: Value | None, creates: bool = False) -> None:
+        """Ask for *value*, or for nothing."""
+        self.value = value
+        self.creates = creates
+        self.awaited = []
+        self.failed_write = self.retried = None
+
+
+def check(holds: bool, fault: str) -> None:
+    """Raises: InvariantError, with the *fault*, unless what must hold *holds*."""
+    if not holds:
+        raise InvariantError(f"{fault}: please report it as a fault of nvme_offload")
