@@ -9,6 +9,7 @@ and training can go on. A load checks every byte against the manifest.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import glob
@@ -17,7 +18,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import (
     FROZEN_PARAM_FRAGMENTS,
     OPTIMIZER_STATE_DICT,
-    PARAM_SHAPES,
 )
 
 from ..errors import OffloadError, UnsupportedError, UsageError
@@ -40,9 +40,9 @@ from . import compat, states
 from .agreement import all_or_none, all_ranks, of_all_ranks
 from .inference import Inference
 from .param_swapper import is_offloaded
+from .reader import CheckpointReader
 from .settings import refuse_ineffective, refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
-from .weights import SavedWeights
 
 _SWAP_FILES = "offloaded_tensors"  # the directory that DeepSpeed copies swap files to
 # suffixes of DeepSpeed's file names
@@ -127,27 +127,33 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _everywhere(lambda: _refuse_swap_files(load_dir, tag))
+        if not isinstance(self.optimizer, Stage3 | Inference):
+            return before["load_checkpoint"](self, load_dir, tag, *args, **named)
+        found = _agree_on_checkpoint(self, load_dir, tag)
+        if found is None or not _loads(self):
+            return before["load_checkpoint"](self, load_dir, tag, *args, **named)
         given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
-        if isinstance(self.optimizer, Stage3 | Inference) and not self.load_universal_checkpoint():
-            found = _agree_on_checkpoint(self, load_dir, tag)
-            if found is not None and _loads(self):
-                alone = _takes_weights_alone(self, given)
-                _verify(self, Path(load_dir, found).resolve(), not alone)
-        if isinstance(self.optimizer, Stage3) and self.optimizer.has_offloaded_states:
-            _everywhere(self.optimizer.begin_load)
-            # the next micro-batch is the first of its step
-            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        return before["load_checkpoint"](self, load_dir, tag, *args, **named)
+        _verify(self, Path(load_dir, found).resolve())
+        self.nvme_offload_loading = _everywhere(lambda: _open(self, load_dir, found, given))
+        try:
+            if isinstance(self.optimizer, Stage3):
+                _everywhere(self.optimizer.begin_load)
+                # the next micro-batch is the first of its step
+                self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            return before["load_checkpoint"](self, load_dir, found, *args, **named)
+        finally:
+            del self.nvme_offload_loading
 
     def _load_checkpoint(self: Any, load_dir: str, tag: str, *args: Any, **named: Any) -> Any:
-        if not _loads(self):
+        opened: _Opened | None = getattr(self, "nvme_offload_loading", None)
+        if opened is None:
             return before["_load_checkpoint"](self, load_dir, tag, *args, **named)
         given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
 
         def load(**changed: Any) -> Any:
             return before["_load_checkpoint"](self, load_dir, tag, **given | changed)
 
-        return _everywhere(lambda: _load_module(self, load, load_dir, tag, given))
+        return _everywhere(lambda: _load_module(self, load, opened, given))
 
     def _get_all_ckpt_names(self: Any, checkpoints_path: str, tag: str) -> list[str]:
         names: list[str] = before["_get_all_ckpt_names"](self, checkpoints_path, tag)
@@ -161,30 +167,27 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             )
         return names
 
-    def _load_zero_checkpoint(self: Any, *args: Any, **named: Any) -> bool:
-        if not _loads(self):
-            return bool(before["_load_zero_checkpoint"](self, *args, **named))
+    def _load_zero_checkpoint(
+        self: Any, load_dir: str, tag: str, load_optimizer_states: bool = True
+    ) -> bool:
+        opened: _Opened | None = getattr(self, "nvme_offload_loading", None)
+        if opened is None:
+            return bool(before["_load_zero_checkpoint"](self, load_dir, tag, load_optimizer_states))
         if isinstance(self.optimizer, Inference):
             return False  # it has no states
-        streams = _streams(self) and not self.load_universal_checkpoint()
-        zero = self._config.zero_config
-        serial = zero.pipeline_loading_checkpoint
-        # With it, ranks load one after another to save memory, which a load here does not need,
-        # and would wait for ever for a rank that has failed.
-        zero.pipeline_loading_checkpoint = False
         self.optimizer.resumes = True
         try:
-            with (
-                _reading(self, functools.partial(_read_states, engine=_engine_of(self)))
-                if streams
-                else contextlib.nullcontext()
-            ):
-                return _everywhere(
-                    lambda: bool(before["_load_zero_checkpoint"](self, *args, **named))
+            _everywhere(
+                lambda: states.load(
+                    self.optimizer,
+                    opened.values,
+                    load_optimizer_states,
+                    load_optimizer_states or bool(self.zero_load_from_fp32_weights()),
                 )
+            )
         finally:
-            zero.pipeline_loading_checkpoint = serial
             self.optimizer.resumes = False
+        return True
 
     def _get_zero_param_shapes(self: Any) -> Any:
         with (
@@ -211,7 +214,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     def load_module_state_dict(
         self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any
     ) -> None:
-        if _loads(self):  # see `_load_module`
+        if hasattr(self, "nvme_offload_loading"):  # see `_load_module`
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
         before["load_module_state_dict"](self, checkpoint, *args, **named)
 
@@ -414,7 +417,9 @@ def _agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | N
     """The tag of the checkpoint to load; None where *tag* is None and there is no `latest`. Raises:
     UsageError, on every rank, where the ranks do not find the same checkpoint.
     """
-    latest = Path(load_dir) / "latest"
+    latest = Path(load_dir) / (
+        "latest_universal" if engine.load_universal_checkpoint() else "latest"
+    )
     name = tag if tag is None else str(tag)
     found = "no checkpoint"
 
@@ -471,23 +476,28 @@ def _everywhere(action: Callable[[], _Result]) -> _Result:
     raise failures[first] from failure
 
 
-def _verify(engine: Any, place: Path, with_states: bool) -> None:
-    """Check a checkpoint against its manifest, if it has one. Raises: what any rank finds, on every
-    rank.
+def _verify(engine: Any, place: Path) -> None:
+    """Check the bytes of a checkpoint: against its manifest, or where it has none against the
+    checksums that torch.save wrote. Raises: what any rank finds, on every rank.
     """
     rank, ranks = engine.global_rank, dist.get_world_size()
 
     def check() -> None:
         found = Manifest.read(place)
         if found is None:
+            files = [*sorted(place.glob("*_states.pt")), *sorted(place.glob("zero/**/*.pt"))]
+            for number, path in enumerate(files):
+                if number % ranks == rank or engine.use_node_local_storage():
+                    manifest.verify_archive(path)
             return
-        if with_states and found.ranks != ranks:
-            raise UnsupportedError(
-                f"{place / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} load it: use as many, or convert it "
-                "with DeepSpeed's ds_to_universal"
-            )
+        local = engine.use_node_local_storage() and found.ranks != ranks
         for number, entry in enumerate(found.files):
-            if rank == (entry.rank if found.ranks == ranks else number % ranks):
+            if local and not (place / entry.name).exists():
+                raise UsageError(
+                    f"{place} lacks {entry.name}, which rank {entry.rank} of {found.ranks} saved on its node: to load it on another number of ranks, "
+                    "copy the files of all nodes to each node"
+                )
+            if local or rank == (entry.rank if found.ranks == ranks else number % ranks):
                 manifest.verify(place, entry, _engine_of(engine), found.checksum)
 
     _everywhere(check)
@@ -509,18 +519,38 @@ def _takes_weights_alone(engine: Any, given: Mapping[str, Any]) -> bool:
     )
 
 
-def _load_module(
-    engine: Any, load: Callable[..., Any], load_dir: str, tag: str, given: Mapping[str, Any]
-) -> Any:
-    """Load what a checkpoint has in addition to optimizer states: buffers and counters by *load*,
-    DeepSpeed's method, which takes changes of the arguments *given*; frozen weights; and all
-    weights where no states are loaded.
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """A checkpoint that was checked and is about to be loaded.
 
-    Without states, DeepSpeed gathers all weights of the tag "latest" in memory. In a
-    universal checkpoint it loads neither buffers nor frozen weights.
+    Attributes
+    ----------
+    values
+        Reads it.
+    tree
+        The contents of one rank's file of model states, in memory.
+    read
+        Returns the contents of any such file in the same way.
+    weights
+        The parameters whose weights are loaded by themselves, by name: frozen ones, or all.
+    alone
+        Whether all weights are, and no states.
+    """
+
+    values: CheckpointReader
+    tree: Mapping[str, Any]
+    read: Callable[[str], Any]
+    weights: Mapping[str, Any]
+    alone: bool
+
+
+def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Opened:
+    """Open a checkpoint and check that it is of *engine*'s model. Raises: UsageError,
+    UnsupportedError, CorruptionError, before anything is changed.
     """
     universal, strict = engine.load_universal_checkpoint(), given.get("load_module_strict", True)
-    alone = _takes_weights_alone(engine, given) and not engine.has_moe_layers
+    with_states = not _takes_weights_alone(engine, given)
+    alone = not with_states and not engine.has_moe_layers
     if alone and given.get("custom_load_fn") is not None:
         raise UnsupportedError(
             "custom_load_fn would need all weights in memory at the same time: leave it out, or load the optimizer states, too"
@@ -531,7 +561,6 @@ def _load_module(
 
     optimizer, original = engine.optimizer, engine.checkpoint_engine
     rank = dist.get_rank(group=optimizer.dp_process_group)
-    ranks = dist.get_world_size(group=optimizer.dp_process_group)
     engine._get_all_ckpt_names(load_dir, tag)  # raises where there is none
     in_memory: Callable[[str], Any]
     in_file: Callable[[str], Any]
@@ -541,44 +570,74 @@ def _load_module(
         )
         in_file = functools.partial(_read_states, engine=_engine_of(engine))
     else:
+        _streams(engine)  # warns
         in_memory = in_file = functools.cache(functools.partial(original.load, map_location="cpu"))
-    own = model_states(rank)
+    own, read = model_states(rank), _Reader(original, in_file).load
     tree = _Reader(original, in_memory).load(
         own if Path(own).exists() and not universal else model_states(0)
     )
-    saved = SavedWeights(
-        tree,
-        rank,
-        ranks,
-        model_states,
-        _Reader(original, in_file).load,
-        Path(load_dir, tag, "zero") if universal else None,
+    values = CheckpointReader.of_directory(
+        tree, model_states, read, Path(load_dir, tag, "zero") if universal else None
     )
-    wanted = {name: param for param, name in engine.param_names.items()}
-    # A universal checkpoint's files of model states are as they were saved.
-    same_parts = not universal or tree["mp_world_size"] == engine.mp_world_size
+    same_parts = tree["mp_world_size"] == engine.mp_world_size
+    if not same_parts and not universal:
+        raise UnsupportedError(
+            f"{Path(load_dir, tag)} is of {tree['mp_world_size']} ranks of tensor parallelism, and the engine has {engine.mp_world_size}: convert it with "
+            "DeepSpeed's ds_to_universal"
+        )
+    if engine.has_moe_layers and not universal and isinstance(optimizer, Stage3):
+        # Experts are partitioned over some of the ranks, which the files do not say.
+        if values.ranks != (ranks := dist.get_world_size(group=optimizer.dp_process_group)):
+            raise UnsupportedError(
+                f"{Path(load_dir, tag)} has experts, {values.ranks} ranks saved it, and {ranks} load it: load it on as many ranks"
+            )
+        own_values = states.of_state_dict(optimizer, values.optimizer(rank))
+        values.trained, values.optimizer = own_values.trained, own_values.optimizer
+    weights = {name: param for param, name in engine.param_names.items()}
     if not alone or (universal and isinstance(optimizer, Stage3)):
+        # A universal checkpoint's files of model states are as they were saved.
         has_frozen = same_parts and tree.get(FROZEN_PARAM_FRAGMENTS)
-        wanted = {
+        weights = {
             name: param
-            for name, param in wanted.items()
+            for name, param in weights.items()
             if has_frozen and not compat.is_trained(param)
         }
-    wanted = saved.match(wanted, strict)
-    if strict and not (alone or universal or engine.has_moe_layers):
-        _require_order(tree, engine._get_zero_param_shapes())
-    with _reading(engine, in_memory), _without_refresh(optimizer):
+    weights = values.match(weights, strict)
+    if isinstance(optimizer, Stage3) and (universal or not alone):
+        states.check(optimizer, values, strict, with_states)
+    return _Opened(values, tree, in_memory, weights, alone)
+
+
+def _load_module(
+    engine: Any, load: Callable[..., Any], opened: _Opened, given: Mapping[str, Any]
+) -> Any:
+    """Load what a checkpoint has in addition to optimizer states: buffers and counters by *load*,
+    DeepSpeed's method, which takes changes of the arguments *given*; frozen weights; and all
+    weights where no states are loaded.
+
+    Without states, DeepSpeed gathers all weights of the tag "latest" in memory. In a
+    universal checkpoint it loads neither buffers nor frozen weights.
+    """
+    optimizer, tree = engine.optimizer, opened.tree
+    with _reading(engine, opened.read), _without_refresh(optimizer):
         # Without states DeepSpeed would gather all weights here.
-        result = load(**({"load_optimizer_states": True} if alone else {}))
-    if universal and same_parts:
+        result = load(**({"load_optimizer_states": True} if opened.alone else {}))
+    if engine.load_universal_checkpoint() and tree["mp_world_size"] == engine.mp_world_size:
         engine.load_module_state_dict(
-            checkpoint=tree, strict=strict, custom_load_fn=given.get("custom_load_fn")
+            checkpoint=tree,
+            strict=given.get("load_module_strict", True),
+            custom_load_fn=given.get("custom_load_fn"),
         )
     if isinstance(optimizer, Inference):
         optimizer.partition_all_parameters()
-    elif alone:
+    elif opened.alone:
         optimizer.partly_changed = True
-    saved.load(wanted, isinstance(optimizer, Stage3) and optimizer.rounds_half_away_from_zero)
+    opened.values.load_weights(
+        opened.weights,
+        dist.get_rank(group=optimizer.dp_process_group),
+        dist.get_world_size(group=optimizer.dp_process_group),
+        isinstance(optimizer, Stage3) and optimizer.rounds_half_away_from_zero,
+    )
     return result
 
 
@@ -590,22 +649,6 @@ def _without_refresh(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del optimizer.refresh_fp32_params
-
-
-def _require_order(tree: Mapping[str, Any], ours: list[Mapping[str, Any]]) -> None:
-    """Check that a checkpoint has the trained weights in the order of *ours*, in which their master
-    weights are one stream. Raises: UsageError.
-    """
-
-    def listed(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
-
-    for saved, found in zip(listed(tree[PARAM_SHAPES]), listed(ours), strict=False):
-        if saved != found:
-            raise UsageError(
-                f"the checkpoint has the weight {saved[0]!r} of shape {saved[1]} where the optimizer has {found[0]!r} of shape {found[1]}: it is from another "
-                "model, or its parameters were passed to the optimizer in another order; load_optimizer_states=False loads the weights alone, by name"
-            )
 
 
 def _latest(path: Path) -> str:

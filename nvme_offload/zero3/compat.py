@@ -45,8 +45,6 @@ CONTRACT: Mapping[str, str] = {
         _get_fp32_grad_state_partition(param, release_swap_buffers)
         _get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
         _get_norm_groups()
-        _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights) >=0.18
-        _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights, param_shapes) <0.18
         _optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
         _optimizer_step(sub_group_id)
         _prepare_sub_group(sub_group_id, timer_names)
@@ -147,13 +145,14 @@ CONTRACT: Mapping[str, str] = {
         _get_param_fragment_func(param)
         _get_zero_param_shapes()
         _load_checkpoint(...)
-        _load_zero_checkpoint(...)
+        _load_zero_checkpoint(load_dir, tag, load_optimizer_states)
         _save_checkpoint(...)
         _save_zero_checkpoint(...)
         load_checkpoint(load_dir, tag, ...)
         load_module_state_dict(checkpoint, ...)
         load_universal_checkpoint()
         save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        zero_load_from_fp32_weights()
         zero_nvme_offload_optimizer()
         zero_optimization_partition_weights()
         _config

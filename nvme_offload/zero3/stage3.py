@@ -61,8 +61,6 @@ _UNUSED_KEYS = {
     "pipeline_write",
     "fast_init",
 }
-# The key of a checkpoint for the state of the scaler of "torch_autocast". DeepSpeed does not save it.
-_SCALER = "torch_autocast_gradscaler"
 # Sub-groups prefetched in the first step, before the swapper has learned the order, and when a
 # checkpoint is written.
 _PREFETCHED = 4
@@ -1030,7 +1028,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if powers := self.powers.state(self.optimizer):
             tree[states.POWERS] = powers
         if scaler := getattr(self, "torch_autocast_gradscaler", None):
-            tree[_SCALER] = scaler.state_dict()
+            tree[states.SCALER] = scaler.state_dict()
         return tree if self.leaves_states_offloaded else archive.gather(tree)
 
     def _rigid_load_state_dict(
@@ -1038,12 +1036,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     ) -> None:
         self._forget_updates()
         if self.has_offloaded_states:
-            self._partition_all_parameters()  # drops copies on the accelerator
-            states.load(self, state_dict, load_optimizer_states)
-            scaler = getattr(self, "torch_autocast_gradscaler", None)
-            if scaler and state_dict.get(_SCALER):
-                scaler.load_state_dict(archive.whole(state_dict[_SCALER]))
-            self.partly_changed = False
+            saved = states.of_state_dict(self, state_dict)
+            states.check(self, saved, True, load_optimizer_states)
+            states.load(self, saved, load_optimizer_states)
         else:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
@@ -1054,25 +1049,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.partly_changed = False
         else:
             super()._restore_from_bit16_weights()
-
-    def _load_universal_checkpoint(
-        self,
-        checkpoint_folder: str,
-        load_optimizer_states: bool,
-        load_from_fp32_weights: bool,
-        *older: Any,
-    ) -> None:
-        self._forget_updates()
-        if self.has_offloaded_states:
-            self._partition_all_parameters()
-            states.load_universal(
-                self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights
-            )
-            self.partly_changed = False
-        else:
-            super()._load_universal_checkpoint(
-                checkpoint_folder, load_optimizer_states, load_from_fp32_weights, *older
-            )
 
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:

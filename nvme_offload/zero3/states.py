@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,24 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
-from ..errors import OffloadError, UnsupportedError, UsageError
-from ..io import archive
-from ..io.archive import Part, Provider, fetch, offloaded, wait_all, whole
+from ..errors import OffloadError, UnsupportedError, UsageError, known
+from ..io.archive import Part, Provider, offloaded, wait_all, whole
 from ..io.engine import Ticket
 from ..io.manifest import corrupt
 from ..optimizer_states.tree import is_for_each
 from .compat import lists_by_sub_group
-from .weights import pieces, read_universal
+from .reader import ALIASES, CONVERTED, MASTER, CheckpointReader, Saved, shape_of
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-_MASTER = ""  # the key of the master weights among those of the states
 # Our key in DeepSpeed's state dict of the optimizer, which ignores it: see `AdamPowers`.
 POWERS = "nvme_offload_adam_powers"
-_UNIVERSAL_MASTER = "fp32"  # the same in a universal checkpoint
+# The key for the state of the scaler of "torch_autocast", which DeepSpeed does not save.
+SCALER = "torch_autocast_gradscaler"
 
 
 @contextlib.contextmanager
@@ -100,7 +97,7 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
                 ],
             )
 
-        master = shown(_MASTER, parameters[0].dtype).requires_grad_()
+        master = shown(MASTER, parameters[0].dtype).requires_grad_()
         masters.append(master)
         if parameters[0] in every:
             cut = _elementwise_states(stage3, group[0])
@@ -109,12 +106,28 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
                 for key, value in every[parameters[0]].items()
             }
     stage3.optimizer.state = states
+    aliases = _add_converted(states) if stage3.leaves_states_offloaded else {}
     try:
         with in_users_groups(stage3, masters):
-            return base()
+            return base() | ({ALIASES: aliases} if aliases else {})
     finally:
         stage3.optimizer.state = every
         stage3._clear_fp32_optimizer_param_groups()
+
+
+def _add_converted(states: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, str]:
+    """Let *states*, by master weight, have each elementwise state under a key that ds_to_universal
+    converts, if there are as few as these keys. Returns the states that got further keys, by these.
+    """
+    aliases: dict[str, str] = {}
+    for master, state in states.items():
+        found = [key for key, value in state.items() if is_for_each(value, master.shape)]
+        missing = [key for key in CONVERTED if key not in found]
+        others = [key for key in found if key not in CONVERTED]
+        if found and len(others) <= len(missing):
+            aliases = dict(zip(missing, [*others, *[found[-1]] * len(missing)], strict=False))
+            state.update({alias: state[key] for alias, key in aliases.items()})
+    return aliases
 
 
 def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
@@ -128,7 +141,7 @@ def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
     found = [
         value.numel()
         for state in kept
-        for value in state.values()
+        for value in {id(value): value for value in state.values()}.values()
         if torch.is_tensor(value) and tuple(value.shape) in sizes
     ]
     numels = stage3.fp16_partitioned_groups_flat_numel
@@ -142,42 +155,212 @@ def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
         )
 
 
-def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> None:
-    """Load *state_dict* into *stage3* and its parameters. Its tensors may still be in a file.
-
-    Raises: UsageError when the states are those of another model, before anything is changed.
+def of_state_dict(stage3: Stage3, tree: Mapping[str, Any]) -> CheckpointReader:
+    """The values in *tree*, DeepSpeed's state dict of the optimizer on this rank. Its sub-groups
+    may be cut differently from the sub-groups of *stage3*. Raises: UsageError when they are of another model.
     """
-    masters, saved = state_dict[FP32_FLAT_GROUPS], state_dict[OPTIMIZER_STATE_DICT]
-    spans = _spans(stage3, masters, saved["param_groups"])
     with in_users_groups(stage3):
         placement = stage3._zero3_partition_group_metadata()
-    if state_dict.get("ds_zero_partition_groups") not in (None, placement):
+    if tree.get("ds_zero_partition_groups") not in (None, placement):
         raise UsageError(
             "the checkpoint's expert parameters are on other ranks than this model's: load it with the placement that it was saved with"
         )
-    loaded = _load_optimizer(stage3, saved, masters) if load_optimizer_states else None
-    if loaded is not None:
-        _restore_powers(stage3, state_dict, loaded)
-    stage3.loss_scaler = state_dict[LOSS_SCALER]
-    stage3.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-    stage3.overflow = state_dict["overflow"]
-    identifiers = list(
-        itertools.chain.from_iterable(group["params"] for group in saved["param_groups"])
+    masters, saved_groups = tree[FP32_FLAT_GROUPS], tree[OPTIMIZER_STATE_DICT]["param_groups"]
+    _require_groups(stage3, len(saved_groups))
+    sub_groups: list[dict[str, Saved]] = []
+    for group, saved_group in enumerate(saved_groups):
+        ours = _trained(stage3, group)
+        count = len(saved_group["params"])
+        sizes = [master.numel() for master in masters[len(sub_groups) : len(sub_groups) + count]]
+        ends = list(itertools.accumulate(sizes))
+        cut: list[dict[str, Saved]] = [{} for _ in sizes]
+        number, end = 0, 0
+        for name, param in ours.items():
+            end += param.partition_numel()
+            while number < len(ends) - 1 and end > ends[number]:
+                number += 1
+            ranks = dist.get_world_size(group=param.ds_process_group)
+            if number < len(cut):
+                cut[number][name] = Saved(shape_of(param), ranks, param.partition_numel())
+        found = [sum(saved.numel for saved in sub_group.values()) for sub_group in cut]
+        if found != sizes:
+            raise UsageError(
+                f"the checkpoint has {sum(sizes)} elements of parameter group {group} for this rank, and the model has {end}: "
+                "it is from another model, other parameter groups, or another number of ranks"
+            )
+        sub_groups += cut
+    return CheckpointReader(
+        dist.get_world_size(group=stage3.dp_process_group), sub_groups, lambda _: tree
     )
-    for index, sources in enumerate(spans):
 
-        def fill(key: str, into: torch.Tensor, sources: list[_Span] = sources) -> Iterator[Ticket]:
-            for span in sources:
-                tensor = (
-                    masters[span.group]
-                    if key == _MASTER
-                    else saved["state"][identifiers[span.group]][key]
-                )
-                yield from fetch(tensor, span.start, into[span.offset : span.offset + span.numel])
 
-        refill(
-            stage3, index, None if loaded is None else copy.deepcopy(loaded[sources[0].group]), fill
+def _trained(stage3: Stage3, group: int | None = None) -> dict[str, Any]:
+    """The parameters of *group*, or of all groups, by name and in order."""
+    return {
+        stage3.param_names[param]: param
+        for index, params in enumerate(stage3.fp16_groups)
+        if group in (None, stage3.sub_group_to_group_id[index])
+        for param in params
+    }
+
+
+def _require_groups(stage3: Stage3, saved: int) -> None:
+    if saved != (ours := len(stage3.optimizer.param_groups)):
+        raise UsageError(
+            f"the checkpoint has {saved} parameter groups, and the optimizer has {ours}: make as many, or load the weights alone "
+            "with load_optimizer_states=False"
         )
+
+
+def check(
+    stage3: Stage3, saved: CheckpointReader, strict: bool, load_optimizer_states: bool
+) -> None:
+    """Check that *saved* has every value of *stage3*, in the same parameter groups. Raises:
+    UsageError, UnsupportedError, CorruptionError.
+    """
+    ours = _trained(stage3)
+    if not strict and len(saved.trained) == len(ours) and any(map(saved.lacks, ours)):
+        saved.rename(ours)  # DeepSpeed goes by the order alone
+    for name, param in ours.items():
+        if saved.lacks(name):
+            raise UsageError(
+                f"the checkpoint has no optimizer states of {name!r}, which the optimizer trains: it is from another model, or this weight was frozen; "
+                "load the checkpoint itself with load_optimizer_states=False for the weights alone"
+            )
+        saved.match({name: param}, strict)
+    if more := saved.trained.keys() - set(map(saved.original, ours)):
+        raise UsageError(
+            f"the checkpoint has optimizer states of {min(more)!r}, which the optimizer does not train: it is from another model, or this weight is "
+            "frozen now; load the checkpoint itself with load_optimizer_states=False for the weights alone"
+        )
+    keys = {MASTER}
+    if load_optimizer_states:
+        reference = _reference(stage3, saved)
+        groups = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]["param_groups"]
+        _require_groups(stage3, len(groups))
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        for number in range(len(groups)):
+            for name in _trained(stage3, number):
+                found = group_of[known(known(saved.find(name)).sub_group)]
+                if found != number:
+                    raise UsageError(
+                        f"the checkpoint has {name!r} in parameter group {found}, and the optimizer in {number}: pass the parameters in the groups of "
+                        "the run that saved it, or load the weights alone with load_optimizer_states=False"
+                    )
+        for state, size in zip(saved.states(reference), _sizes(saved, reference), strict=True):
+            keys |= {key for key, value in state.items() if is_for_each(value, size)}
+    if saved.universal is not None:
+        for name in ours:
+            for key in sorted(keys):
+                _require_file(stage3, saved.universal_file(name, key), key)
+    elif load_optimizer_states and saved.ranks != _ranks(stage3):
+        for rank in range(saved.ranks):
+            _require_same(stage3, saved, rank)
+
+
+def _sizes(saved: CheckpointReader, rank: int) -> list[torch.Size]:
+    """The shapes of the master weights of each sub-group of the saved *rank*."""
+    return [master.shape for master in saved.optimizer(rank)[FP32_FLAT_GROUPS]]
+
+
+def _require_same(stage3: Stage3, saved: CheckpointReader, rank: int) -> None:
+    """Check that what *rank* has saved besides elementwise states is what rank 0 has. Raises:
+    UnsupportedError.
+    """
+    for ours, theirs, shape in zip(
+        saved.states(0), saved.states(rank), _sizes(saved, rank), strict=True
+    ):
+        for key in ours.keys() | theirs.keys():
+            one, other = whole(ours.get(key)), whole(theirs.get(key))
+            if torch.is_tensor(one) and one.dim() == 0:
+                same = torch.is_tensor(other) and torch.equal(one, other)
+            else:
+                same = is_for_each(other, shape) if torch.is_tensor(one) else one == other
+            if not same:
+                raise UnsupportedError(
+                    f"{type(stage3.optimizer).__name__} keeps {key!r} for all elements of a rank together, so it cannot go on with other numbers of "
+                    "elements: load the checkpoint on as many ranks as saved it, or the weights alone with load_optimizer_states=False"
+                )
+
+
+def _require_file(stage3: Stage3, path: Path, key: str) -> None:
+    if path.exists():
+        return
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"the universal checkpoint {path.parents[2]} has no parameter {path.parent.name!r}: it is from another model"
+        )
+    if key == MASTER:
+        raise corrupt(path, "it cannot be found")
+    raise UnsupportedError(
+        f"{type(stage3.optimizer).__name__} keeps {key!r}, and DeepSpeed's ds_to_universal converts exp_avg and exp_avg_sq only: "
+        "load the checkpoint itself, or the weights alone with load_optimizer_states=False"
+    )
+
+
+def _ranks(stage3: Stage3) -> int:
+    return int(dist.get_world_size(group=stage3.dp_process_group))
+
+
+def _reference(stage3: Stage3, saved: CheckpointReader) -> int:
+    """The saved rank whose states this one takes where they are not elementwise."""
+    same = saved.ranks == _ranks(stage3) and saved.universal is None
+    return int(dist.get_rank(group=stage3.dp_process_group)) if same else 0
+
+
+def load(
+    stage3: Stage3, saved: CheckpointReader, load_optimizer_states: bool, exactly: bool = True
+) -> None:
+    """Load *saved*, which `check` has passed, into *stage3* and its parameters. *exactly*: False
+    for master weights with the values of the 16-bit parameters.
+    """
+    stage3._partition_all_parameters()  # drops copies on the accelerator
+    loaded: list[dict[str, Any]] | None = None
+    names = stage3.param_names
+    if load_optimizer_states:
+        tree = saved.optimizer(_reference(stage3, saved))
+        loaded = _load_optimizer(stage3, saved)
+        _restore_powers(stage3, tree, loaded)
+        stage3._load_global_state_stage3(tree)
+        scaler = getattr(stage3, "torch_autocast_gradscaler", None)
+        if scaler and tree.get(SCALER):
+            scaler.load_state_dict(whole(tree[SCALER]))
+    for index, params in enumerate(stage3.fp16_groups):
+
+        def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> Iterator[Ticket]:
+            parts = torch.split(into, [param.partition_numel() for param in params])
+            for param, part in zip(params, parts, strict=True):
+                tickets = _fetch(stage3, saved, param, key, part)
+                if exactly:
+                    yield from tickets
+                else:
+                    wait_all(tickets)
+                    part.copy_(part.to(stage3.dtype))
+
+        sub_group = known(known(saved.find(names[params[0]])).sub_group)
+        refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[sub_group]), fill)
+    stage3.partly_changed = False
+
+
+def _fetch(
+    stage3: Stage3, saved: CheckpointReader, param: Any, key: str, part: torch.Tensor
+) -> Iterator[Ticket]:
+    """Start reading the partition of *param*."""
+    name, group = stage3.param_names[param], param.ds_process_group
+    if saved.universal is not None:
+        values, _ = saved.whole(name, key, 0)
+        if values.numel() != param.ds_numel:  # an expert's, or cut for tensor parallelism
+            file = saved.universal_file(name, key)
+            found = stage3.load_hp_checkpoint_state(str(file.parent), file.stem, param=param)
+            if found.numel() != part.numel():
+                raise UsageError(
+                    f"{file} has {values.numel()} elements, and the model's parameter has {param.ds_numel}: it is from another model"
+                )
+            part.copy_(found)
+            return
+    yield from saved.read(
+        name, key, dist.get_rank(group=group), dist.get_world_size(group=group), part
+    )
 
 
 def refill(
@@ -215,7 +398,7 @@ def refill(
         stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
     try:
         places = {
-            _MASTER: parameter.data,
+            MASTER: parameter.data,
             **{key: stage3.optimizer.state[parameter][key].data for key in cut},
         }
         wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
@@ -226,108 +409,6 @@ def refill(
         raise
     if swapped:
         stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
-
-
-def load_universal(
-    stage3: Stage3, directory: str, load_optimizer_states: bool, load_from_fp32_weights: bool
-) -> None:
-    """Load the universal checkpoint in *directory* into *stage3*, one parameter after another.
-
-    Raises: UsageError, UnsupportedError or CorruptionError, before anything is changed, when it has
-    other parameter groups, or lacks states or parameters.
-    """
-    root = Path(directory) / "zero"
-    read = functools.partial(archive.read, engine=stage3.tier.store.engine)
-    loaded: list[dict[str, Any]] | None = None
-    keys = [_UNIVERSAL_MASTER]
-    if load_optimizer_states:
-        shared = read(str(root / "optimizer_state.pt"))
-        saved, masters = _first_sub_groups(stage3, shared)
-        keys += {
-            key: None
-            for state, master in zip(saved["state"].values(), masters, strict=True)
-            for key, value in state.items()
-            if is_for_each(value, master.shape)
-        }
-    names = stage3.param_names
-    for param in itertools.chain.from_iterable(stage3.fp16_groups):
-        for key in keys:
-            _require_universal(stage3, root / names[param], key)
-    if load_optimizer_states:
-        loaded = _load_optimizer(stage3, saved, masters)
-        _restore_powers(stage3, shared, loaded)
-        stage3._load_global_state_stage3(shared)
-    for index, params in enumerate(stage3.fp16_groups):
-
-        def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> Iterator[Ticket]:
-            parts = torch.split(into, [param.partition_numel() for param in params])
-            for param, part in zip(params, parts, strict=True):
-                file = root / names[param] / f"{key or _UNIVERSAL_MASTER}.pt"
-                tickets = _fetch_universal(stage3, param, file, part, read)
-                if load_optimizer_states or load_from_fp32_weights:
-                    yield from tickets
-                else:
-                    wait_all(tickets)
-                    part.copy_(part.to(stage3.dtype))
-
-        group = stage3.sub_group_to_group_id[index]
-        refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[group]), fill)
-
-
-def _first_sub_groups(
-    stage3: Stage3, shared: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The optimizer's state dict in *shared*, the contents of optimizer_state.pt, with only the
-    first sub-group of each parameter group; and the master weights of these.
-    """
-    saved = shared[OPTIMIZER_STATE_DICT]
-    ours, groups = stage3.optimizer.param_groups, saved["param_groups"]
-    if len(groups) != len(ours):
-        raise UsageError(
-            f"the universal checkpoint has {len(groups)} parameter groups, and the optimizer has {len(ours)}: make as many, or load the weights alone "
-            "with load_optimizer_states=False"
-        )
-    first = [group["params"][0] for group in groups]
-    states = {
-        **saved,
-        "state": {number: saved["state"].get(index, {}) for number, index in enumerate(first)},
-        "param_groups": [{**group, "params": [number]} for number, group in enumerate(groups)],
-    }
-    return states, [shared[FP32_FLAT_GROUPS][index] for index in first]
-
-
-def _require_universal(stage3: Stage3, folder: Path, key: str) -> None:
-    if (folder / f"{key}.pt").exists():
-        return
-    if not folder.is_dir():
-        raise UsageError(
-            f"the universal checkpoint {folder.parents[1]} has no parameter {folder.name!r}: it is from another model"
-        )
-    if key == _UNIVERSAL_MASTER:
-        raise corrupt(folder / f"{key}.pt", "it cannot be found")
-    raise UnsupportedError(
-        f"{type(stage3.optimizer).__name__} keeps {key!r}, and DeepSpeed's ds_to_universal converts exp_avg and exp_avg_sq only: "
-        "load the checkpoint itself on as many ranks as saved it, or the weights alone with load_optimizer_states=False"
-    )
-
-
-def _fetch_universal(
-    stage3: Stage3, param: Any, file: Path, part: torch.Tensor, read: Callable[[str], Any]
-) -> Iterator[Ticket]:
-    """Start reading the partition of *param* from *file* into *part*."""
-    tensor = read_universal(str(file), read)
-    if tensor.numel() != param.ds_numel:  # an expert's, or cut for tensor parallelism
-        found = stage3.load_hp_checkpoint_state(str(file.parent), file.stem, param=param)
-        if found.numel() != part.numel():
-            raise UsageError(
-                f"{file} has {tensor.numel()} elements, and the model's parameter has {param.ds_numel}: it is from another model"
-            )
-        part.copy_(found)
-        return
-    group = param.ds_process_group
-    rank, ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
-    for _, start, into in pieces(param.ds_numel, 1, rank, ranks, part):
-        yield from fetch(tensor, start, into)
 
 
 def take_masters_from_parameters(stage3: Stage3) -> None:
@@ -351,114 +432,40 @@ def take_masters_from_parameters(stage3: Stage3) -> None:
             stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Span:
-    """*numel* elements of the saved sub-group *group*, from *start*: those from *offset* of one of
-    our sub-groups.
-    """
-
-    group: int
-    start: int
-    offset: int
-    numel: int
-
-
-def _spans(
-    stage3: Stage3, masters: list[torch.Tensor], saved_groups: list[Mapping[str, Any]]
-) -> list[list[_Span]]:
-    """The parts of saved sub-groups that each of our sub-groups consists of."""
-    ours: dict[int, list[int]] = defaultdict(list)
-    for index in range(len(stage3.fp16_groups)):
-        ours[stage3.sub_group_to_group_id[index]].append(index)
-    spans: list[list[_Span]] = [[] for _ in stage3.fp16_groups]
-    following = 0
-    for number, saved_group in enumerate(saved_groups):
-        saved = list(range(following, following + len(saved_group["params"])))
-        following += len(saved)
-        sizes = [masters[group].numel() for group in saved]
-        wanted = [stage3.fp16_partitioned_groups_flat_numel[index] for index in ours[number]]
-        if sum(sizes) != sum(wanted):
-            raise UsageError(
-                f"the checkpoint has {sum(sizes)} elements of parameter group {number} for this rank, and the model has {sum(wanted)}: "
-                "it is from another model, other parameter groups, or another number of ranks"
-            )
-        for index, offset, group, start, numel in _overlaps(ours[number], wanted, saved, sizes):
-            spans[index].append(_Span(group, start, offset, numel))
-    if following != len(masters) or not all(spans):
-        raise UsageError(
-            f"the checkpoint has {len(saved_groups)} parameter groups, and the optimizer has {len(stage3.optimizer.param_groups)}"
-        )
-    return spans
-
-
-def _overlaps(
-    ours: list[int], our_sizes: list[int], theirs: list[int], their_sizes: list[int]
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """The overlaps of two partitions of one stream: our sub-group and the offset in it, theirs and
-    the offset in it, the number of elements.
-    """
-    our_ends, their_ends = (
-        list(itertools.accumulate(our_sizes)),
-        list(itertools.accumulate(their_sizes)),
-    )
-    edges = sorted({0, *our_ends, *their_ends})
-    mine = other = 0
-    for start, end in itertools.pairwise(edges):
-        while our_ends[mine] <= start:
-            mine += 1
-        while their_ends[other] <= start:
-            other += 1
-        yield (
-            ours[mine],
-            start - (our_ends[mine] - our_sizes[mine]),
-            theirs[other],
-            start - (their_ends[other] - their_sizes[other]),
-            end - start,
-        )
-
-
-def _load_optimizer(
-    stage3: Stage3, saved: Mapping[str, Any], masters: list[torch.Tensor]
-) -> list[dict[str, Any]]:
+def _load_optimizer(stage3: Stage3, saved: CheckpointReader) -> list[dict[str, Any]]:
     """Let the optimizer load its hyperparameters. Returns the states that it makes of the saved
     ones, by saved sub-group, as `refill` takes them.
     """
-    optimizer = stage3.optimizer
-    parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in masters]
+    optimizer, reference = stage3.optimizer, _reference(stage3, saved)
+    tree = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]
+    states, shapes = saved.states(reference), _sizes(saved, reference)
+    parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in states]
     kept = optimizer.state
-    states = {}
-    following = iter(zip(parameters, masters, strict=True))
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group["params"] = []
-        for identifier in saved_group["params"]:
-            parameter, master = next(following)
-            group["params"].append(parameter)
-            state = saved["state"].get(identifier, {})
-            states[identifier] = {
-                key: torch.empty(0, dtype=value.dtype)
-                if is_for_each(value, master.shape)
-                else whole(value)
-                for key, value in state.items()
-            }
+    groups, start = [], 0
+    for group, saved_group in zip(optimizer.param_groups, tree["param_groups"], strict=True):
+        numbers = range(start, start := start + len(saved_group["params"]))
+        group["params"] = [parameters[number] for number in numbers]
+        groups.append({**saved_group, "params": list(numbers)})
+    named = {
+        number: {
+            key: torch.empty(0, dtype=value.dtype) if is_for_each(value, shape) else whole(value)
+            for key, value in state.items()
+        }
+        for number, (state, shape) in enumerate(zip(states, shapes, strict=True))
+    }
+    identifiers = {number for group in tree["param_groups"] for number in group["params"]}
+    others = {key: value for key, value in tree["state"].items() if key not in identifiers}
     try:
         optimizer.load_state_dict(
-            {
-                **whole({key: value for key, value in saved.items() if key != "state"}),
-                "state": {
-                    **whole(
-                        {key: value for key, value in saved["state"].items() if key not in states}
-                    ),
-                    **states,
-                },
-            }
+            whole({**tree, "param_groups": groups, "state": {**others, **named}})
         )
         loaded = optimizer.state
         return [dict(loaded.get(parameter, {})) for parameter in parameters]
     finally:
         ours = set(map(id, parameters))
-        others = {key: value for key, value in optimizer.state.items() if id(key) not in ours}
+        made = {key: value for key, value in optimizer.state.items() if id(key) not in ours}
         optimizer.state = kept
-        optimizer.state.update(others)
+        optimizer.state.update(made)
         stage3._clear_fp32_optimizer_param_groups()
 
 
@@ -485,7 +492,7 @@ def _provider(stage3: Stage3, index: int) -> Provider:
         try:
             state = stage3.optimizer.state.get(parameter, {})
             yield {
-                _MASTER: parameter.data.cpu(),
+                MASTER: parameter.data.cpu(),
                 **{key: state[key].detach().cpu() for key in _elementwise_states(stage3, index)},
             }
         finally:

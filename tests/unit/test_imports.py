@@ -71,10 +71,10 @@ _ZERO3 = (
     "optimizer_swapper",
     "overlap",
     "param_swapper",
+    "reader",
     "stage3",
     "states",
     "updates",
-    "weights",
     "working_weights",
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {

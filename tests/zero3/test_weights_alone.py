@@ -1,5 +1,5 @@
-"""The weights of a checkpoint without its optimizer states: on any number of ranks, and in engines
-without an optimizer.
+"""What a checkpoint of two ranks gives on any number of ranks: everything, or the weights without
+optimizer states, also in engines without an optimizer.
 """
 
 from __future__ import annotations
@@ -40,6 +40,18 @@ WAYS: dict[str, tuple[Case, dict[str, Any]]] = {
     "without optimizer, in memory": (READING.but(parameters="none"), {}),
     "without optimizer, on cpu": (READING.but(parameters="cpu"), ALONE),
 }
+ADAGRAD = CASE.but(optimizer="adagrad", model="blocks", groups=1)  # keeps none of Adam's states
+SIGN = CASE.but(optimizer="sign", model="blocks", groups=1)  # keeps one of two
+# How runs go on with all states: the case, and the directory that it loads.
+RESUMED = {
+    "as saved": (CASE, "second"),
+    "of DeepSpeed": (CASE, "stock"),
+    "packed": (PACKED, "packed"),
+    "parameters in memory": (MEMORY, "second"),
+    "other sub-groups": (CASE.but(sub_group_size=300), "second"),
+    "adagrad": (ADAGRAD, "adagrad"),
+    "sign": (SIGN, "sign"),
+}
 UNIVERSAL = CASE.but(top={"checkpoint": {"load_universal": True}})
 UNIVERSAL_READING = READING.but(top=UNIVERSAL.top)
 # Of more ranks than saved it, one has no file of its own.
@@ -53,6 +65,12 @@ def has_universal() -> bool:
 
     # Older releases convert only the first sub-group.
     return compat.numbers(deepspeed.__version__) >= (0, 18)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +90,25 @@ def saved(place: Path) -> Results:
         Life("packed", PACKED, saves=[[2, str(place / "packed")]]),
         Life("packed again", PACKED, first=2, last=2, load=str(place / "packed")),
     ]
+    for name, case in (("adagrad", ADAGRAD), ("sign", SIGN)):
+        target = str(place / name)
+        lives.append(Life(name, case, saves=[[2, target]]))
+        lives.append(Life(f"{name} again", case, first=2, last=2, load=target))
     results = run(lives, place, ranks=2)
     shutil.copytree(place / "first" / "tag", place / "second" / "older")
     for name, changed in (("damaged", "second"), ("missing", "stock"), ("no ranks", "stock")):
         shutil.copytree(place / changed, place / name)
     (path,) = (place / "damaged" / "tag").glob("*zero_pp_rank_1_*_optim_states.pt")
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+    flip_a_bit(path)
     next((place / "missing" / "tag").glob("*zero_pp_rank_1_*_optim_states.pt")).unlink()
     for path in (place / "no ranks" / "tag").iterdir():
         path.unlink()
     if has_universal():
-        run([Life("convert", CASE, last=0, universal=second)], place)
+        directories = (second, str(place / "adagrad"), str(place / "sign"))
+        run([Life(f"convert {it}", CASE, last=0, universal=it) for it in directories], place)
+        shutil.copytree(second, place / "universal damaged")
+        folders = sorted((place / "universal damaged" / "universal" / "zero").iterdir())
+        flip_a_bit(next(path for path in folders if path.is_dir()) / "exp_avg.pt")
     return results
 
 
@@ -113,6 +135,19 @@ def loaded(request: pytest.FixtureRequest, place: Path, saved: Results) -> Resul
     ]
     stock = str(place / "stock")
     lives += [
+        Life(f"resumed {name}", case, first=2, last=3, load=str(place / directory))
+        for name, (case, directory) in RESUMED.items()
+    ]
+    lives += [
+        Life(f"refused {name} with states", CASE.but(**changes), load=str(place / directory))
+        for name, changes, directory in (
+            ("damaged", {}, "damaged"),
+            ("missing", {}, "missing"),
+            ("model", {"model": "odd"}, "second"),
+            ("groups", {"groups": 1}, "second"),
+        )
+    ]
+    lives += [
         Life("of DeepSpeed", CASE, first=2, last=2, load=stock, load_arguments=ALONE),
         *(
             Life(f"refused {name}{kind}", case, load=str(place / name), load_arguments=ALONE)
@@ -133,6 +168,17 @@ def loaded(request: pytest.FixtureRequest, place: Path, saved: Results) -> Resul
             Life("universal alone", UNIVERSAL, first=2, load=latest, load_arguments=ALONE),
             Life("universal reading", UNIVERSAL_READING, first=2, load=latest),
             Life("refused groups", UNIVERSAL.but(groups=1), load=latest),
+            Life("refused byte", UNIVERSAL, load=str(place / "universal damaged")),
+        ]
+        lives += [
+            Life(
+                f"universal {name}",
+                case.but(top=UNIVERSAL.top),
+                first=2,
+                last=3,
+                load=str(place / name),
+            )
+            for name, case in (("adagrad", ADAGRAD), ("sign", SIGN))
         ]
     return run(lives, place, ranks=ranks)
 
@@ -142,6 +188,15 @@ def test_the_weights_are_those_that_were_saved(name: str, saved: Results, loaded
     reference = saved["packed again" if name == "packed" else "latest"]
     assert loaded[name]["begin"]["weights"] == reference["begin"]["weights"]
     assert loaded[name]["client_state"] == 2
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_with_its_states(name: str, saved: Results, loaded: Results) -> None:
+    reference = {"packed": "packed again", "adagrad": "adagrad again", "sign": "sign again"}
+    found = loaded[f"resumed {name}"]
+    assert found["begin"] == saved[reference.get(name, "latest")]["begin"]
+    assert found["end"]["weights"] != found["begin"]["weights"]
+    assert found["client_state"] == 2
 
 
 @pytest.mark.parametrize("name", ["older 0", "older 1"])
@@ -157,6 +212,16 @@ def test_training_goes_on_from_the_weights(loaded: Results) -> None:
     for name in ("module only", "without states", "neither", "parameters in memory"):
         assert loaded[name]["end"] == loaded["states in memory"]["end"]
         assert loaded[name]["end"]["weights"] != loaded[name]["begin"]["weights"]
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sign"])
+def test_a_universal_checkpoint_has_states_of_others_than_adam(
+    name: str, saved: Results, loaded: Results
+) -> None:
+    if not has_universal():
+        pytest.skip("this release of DeepSpeed converts only the first sub-group")
+    assert loaded[f"universal {name}"]["begin"] == saved[f"{name} again"]["begin"]
+    assert loaded[f"universal {name}"]["end"] == loaded[f"resumed {name}"]["end"]
 
 
 @pytest.mark.parametrize("name", ["universal", "universal alone", "universal reading"])
@@ -181,8 +246,15 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(loaded: Results) -> None
     wanted |= {
         f"{name}, without optimizer": wanted[name] for name in ("damaged", "missing", "no ranks")
     }
+    groups = ("UsageError", "has 2 parameter groups, and the optimizer has 1")
+    wanted |= {
+        "damaged with states": wanted["damaged"],
+        "missing with states": wanted["missing"],
+        "model with states": ("UsageError", "another model"),
+        "groups with states": groups,
+    }
     if has_universal():
-        wanted["groups"] = ("UsageError", "has 2 parameter groups, and the optimizer has 1")
+        wanted |= {"groups": groups, "byte": ("CorruptionError", "checksums")}
     for name, (error, message) in wanted.items():
         result = loaded[f"refused {name}"]
         for rank in (result, *result["ranks"]):

@@ -1,0 +1,303 @@
+"""`CheckpointReader`: reads a ZeRO-3 checkpoint by parameter, on any number of ranks.
+
+Three forms hold the same values. In a directory of `save_checkpoint`, each rank's files have a
+partition of every parameter: of trained ones in flat sub-groups of master weights and states, in
+the order of `param_shapes`; of frozen ones as a fragment in the parameter's dtype. A universal
+checkpoint has a file for each parameter and state. DeepSpeed's state dict of an optimizer has the
+partitions of one rank.
+
+A load reads only the elements of this rank's partition, a few megabytes at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    OPTIMIZER_STATE_DICT,
+    PARAM,
+    PARAM_SHAPES,
+)
+
+from ..errors import UsageError, known
+from ..io.archive import PIECE_BYTES, fetch, wait_all
+from ..io.engine import Ticket
+from ..optimizer_states.split import split
+from .param_swapper import ParameterSwapper
+
+MASTER = ""  # the key of the weights; other keys name optimizer states
+# In the state dict of an optimizer without Adam's states: which state each of `CONVERTED` is.
+ALIASES = "nvme_offload_converted_states"
+CONVERTED = ("exp_avg", "exp_avg_sq")  # the states that ds_to_universal takes, and no others
+_UNIVERSAL_MASTER = "fp32"
+
+
+class Saved(NamedTuple):
+    """A weight of a checkpoint, partitioned over *ranks*. Its partitions have *numel* elements, with
+    padding, and begin at *start* of *sub_group*; that is None for a frozen weight.
+    """
+
+    shape: tuple[int, ...]
+    ranks: int
+    numel: int
+    sub_group: int | None = None
+    start: int = 0
+
+
+class CheckpointReader:
+    """The values of a checkpoint.
+
+    Parameters
+    ----------
+    ranks : int
+        How many ranks saved it.
+    sub_groups : iterable of mappings
+        The trained weights of each sub-group, by name and in order, without their places.
+    optimizer : callable
+        Returns DeepSpeed's state dict of the optimizer of a saved rank.
+    frozen : mapping, optional
+        The frozen weights, by name.
+    fragments : callable, optional
+        Returns the partitions of frozen weights of a saved rank.
+    aliases : mapping, optional
+        Other names of weights, as of tied ones.
+    universal : Path, optional
+        The directory with a file for each trained weight and key, in place of flat sub-groups.
+    read : callable, optional
+        Returns the contents of a file; its tensors may be in the file.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        sub_groups: Iterable[Mapping[str, Saved]],
+        optimizer: Callable[[int], Mapping[str, Any]],
+        frozen: Mapping[str, Saved] | None = None,
+        fragments: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        universal: Path | None = None,
+        read: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.optimizer = optimizer
+        self.universal = universal
+        self.trained: dict[str, Saved] = {}
+        for number, group in enumerate(sub_groups):
+            start = 0
+            for name, saved in group.items():
+                self.trained[name] = saved._replace(sub_group=number, start=start)
+                start += saved.numel
+        self._frozen = frozen or {}
+        self._fragments = fragments
+        self._aliases = aliases or {}
+        self._read = read
+        self._states: dict[int, list[dict[str, Any]]] = {}
+
+    @classmethod
+    def of_directory(
+        cls,
+        tree: Mapping[str, Any],
+        model_states: Callable[[int], str],
+        read: Callable[[str], Any],
+        universal: Path | None = None,
+    ) -> CheckpointReader:
+        """The values of a directory.
+
+        *tree* is the contents of one rank's file of model states, *model_states* returns the path
+        of a given rank's. *read* returns the contents of a file; its tensors may be in the file.
+        *universal* is the directory of a universal checkpoint's trained weights.
+        """
+        ranks = int(tree["dp_world_size"])
+
+        @functools.cache
+        def optimizer(rank: int) -> Mapping[str, Any]:
+            if universal is not None:
+                return known(read(str(universal / "optimizer_state.pt")))
+            path = Path(model_states(rank))
+            name = path.name.replace("_model_states", "_optim_states")
+            found = next((n for n in (name, f"bf16_{name}") if (path.parent / n).exists()), name)
+            return known(read(str(path.parent / found))[OPTIMIZER_STATE_DICT])
+
+        @functools.cache
+        def fragments(rank: int) -> Mapping[str, torch.Tensor]:
+            return known(read(model_states(rank))[FROZEN_PARAM_FRAGMENTS])
+
+        def saved(shape: Any, ranks: int = ranks) -> Saved:
+            return Saved(tuple(shape), ranks, -(-math.prod(shape) // ranks))
+
+        count = ranks if universal is None else 1
+
+        return cls(
+            ranks,
+            [
+                {name: saved(shape, count) for name, shape in shapes.items()}
+                for shapes in tree.get(PARAM_SHAPES) or ()
+            ],
+            optimizer,
+            {name: saved(shape) for name, shape in (tree.get(FROZEN_PARAM_SHAPES) or {}).items()},
+            fragments,
+            tree.get("shared_params"),
+            universal,
+            read,
+        )
+
+    def find(self, name: str) -> Saved | None:
+        """The weight *name*; None where the checkpoint lacks it."""
+        name = self.original(name)
+        return self.trained.get(name, self._frozen.get(name))
+
+    def lacks(self, name: str) -> bool:
+        """Whether no weight *name* was trained."""
+        return self.original(name) not in self.trained
+
+    def original(self, name: str) -> str:
+        """The name that the weight *name* has in the checkpoint."""
+        return self._aliases.get(name, name)
+
+    def rename(self, names: Iterable[str]) -> None:
+        """Rename the trained weights to *names*, in order."""
+        self.trained = dict(zip(names, self.trained.values(), strict=True))
+
+    def universal_file(self, name: str, key: str) -> Path:
+        """The file of a universal checkpoint with the values *key* of the weight *name*."""
+        file = key or _UNIVERSAL_MASTER
+        if key and key not in CONVERTED:
+            aliases = self.optimizer(0).get(ALIASES, {})
+            file = next((alias for alias, state in aliases.items() if state == key), key)
+        return known(self.universal) / self.original(name) / f"{file}.pt"
+
+    def match(self, params: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+        """The items of *params*, by name, that the checkpoint has. Raises: UsageError where one has
+        another shape, or with *strict* is missing.
+        """
+        missing = [name for name in params if self.find(name) is None]
+        if missing and strict:
+            raise UsageError(
+                f"the checkpoint lacks {len(missing)} of the model's {len(params)} weights, such as {missing[0]!r}: it is from another model, or was saved "
+                "without frozen weights; load_module_strict=False leaves these as they are"
+            )
+        for name, param in params.items():
+            saved = self.find(name)
+            if saved is not None and saved.shape != shape_of(param):
+                raise UsageError(
+                    f"{name!r} has the shape {saved.shape} in the checkpoint and {shape_of(param)} in the model: it is from another model"
+                )
+        return {name: param for name, param in params.items() if name not in missing}
+
+    def load_weights(
+        self, params: Mapping[str, Any], rank: int, ranks: int, half_away_from_zero: bool
+    ) -> None:
+        """Set *params*, by name, to the weights in the checkpoint, on *rank* of *ranks*.
+
+        Master weights are rounded to nearest. *half_away_from_zero*: the way of the packed state
+        formats, instead of ties to even.
+        """
+        for name, param in params.items():
+            with _partition(param) as partition:
+                count = ranks if hasattr(param, "ds_id") else known(self.find(name)).ranks
+                for source in self._pieces(name, MASTER, rank, count, partition):
+                    _copy(*source, half_away_from_zero)
+
+    def read(
+        self, name: str, key: str, rank: int, ranks: int, partition: torch.Tensor
+    ) -> Iterator[Ticket]:
+        """Start reading the values *key* of the weight *name* into *partition*, which *rank* of
+        *ranks* has of it. Padding is set to zero.
+        """
+        for source in self._pieces(name, key, rank, ranks, partition):
+            yield from fetch(*source)
+
+    def states(self, rank: int) -> list[dict[str, Any]]:
+        """The optimizer's states of each sub-group of the saved *rank*."""
+        if rank not in self._states:
+            tree = self.optimizer(rank)
+            saved, aliases = tree[OPTIMIZER_STATE_DICT], tree.get(ALIASES, {})
+            self._states[rank] = [
+                {key: value for key, value in state.items() if key not in aliases}
+                for group in saved["param_groups"]
+                for state in (saved["state"].get(number, {}) for number in group["params"])
+            ]
+        return self._states[rank]
+
+    def whole(self, name: str, key: str, rank: int) -> tuple[torch.Tensor, int]:
+        """The tensor in which the saved *rank* stored the values *key* of the weight *name*, and the
+        index of the first one.
+        """
+        saved = known(self.find(name))
+        if saved.sub_group is None:
+            return known(self._fragments)(rank)[self.original(name)], 0
+        if self.universal is not None:
+            return _flat(known(self._read)(str(self.universal_file(name, key)))), 0
+        if key == MASTER:
+            return self.optimizer(rank)[FP32_FLAT_GROUPS][saved.sub_group], saved.start
+        return self.states(rank)[saved.sub_group][key], saved.start
+
+    def _pieces(
+        self, name: str, key: str, rank: int, ranks: int, partition: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+        """The pieces of *partition*, a few megabytes each: the tensor to copy from, its first
+        element to copy, and where to.
+        """
+        saved = known(self.find(name))
+        theirs, numel = saved.numel, math.prod(saved.shape)
+        first = min(rank * -(-numel // ranks), numel)
+        if same := saved.ranks == ranks:
+            # Each rank finds its own partition, whichever of them share the parameter.
+            first, theirs, numel = 0, partition.numel(), partition.numel()
+        end = min(first + partition.numel(), numel)
+        partition[end - first :].zero_()
+        at = first
+        while at < end:
+            there, offset = (rank, at) if same else divmod(at, theirs)
+            stop = min(end, at - offset + theirs)
+            values, start = self.whole(name, key, min(there, self.ranks - 1))
+            for piece in partition[at - first : stop - first].split(PIECE_BYTES // 4):  # type: ignore[no-untyped-call]
+                yield values, start + offset, piece
+                offset += piece.numel()
+            at = stop
+
+
+def shape_of(param: Any) -> tuple[int, ...]:
+    """The shape of all of *param*."""
+    return tuple(param.ds_shape if hasattr(param, "ds_id") else param.shape)
+
+
+def _flat(tree: Any) -> torch.Tensor:
+    """The tensor in the contents of a file of a universal checkpoint, flat."""
+    tensor: torch.Tensor = tree[PARAM] if isinstance(tree, Mapping) else tree
+    flat = tensor.view(-1)
+    if hasattr(tensor, "stored"):
+        flat.stored = tensor.stored  # type: ignore[attr-defined]
+    return flat
+
+
+def _copy(source: torch.Tensor, start: int, into: torch.Tensor, half_away: bool) -> None:
+    if not (half_away and into.dtype == torch.bfloat16 and source.dtype == torch.float32):
+        wait_all(fetch(source, start, into))
+        return
+    master, low = (torch.empty(into.numel(), dtype=t) for t in (torch.float32, torch.int16))
+    working = torch.empty(into.numel(), dtype=into.dtype)
+    wait_all(fetch(source, start, master))
+    split(master, working, low)
+    into.copy_(working)
+
+
+@contextlib.contextmanager
+def _partition(param: Any) -> Iterator[torch.Tensor]:
+    """The flat partition of *param* on this rank, to be filled."""
+    if not hasattr(param, "ds_id"):
+        yield param.data.view(-1)
+    elif isinstance(param.nvme_swapper, ParameterSwapper):
+        yield param.nvme_swapper.get_buffer(param, param.ds_tensor.ds_numel)
+        param.nvme_swapper.swap_out_and_release([param])
+    else:
+        yield param.ds_tensor.data.view(-1)
