@@ -6,10 +6,8 @@ Source: proc_pid_status(5), proc_pid_smaps(5), proc_pid_io(5), proc_pid_clear_re
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +19,7 @@ from nvme_offload.swap.swapper import TensorSwapper
 from .peers.stopwatch import cpu_seconds
 
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the drive's own are
-_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(?P<path>.*)")
-_LARGE_BYTES = 64 << 20
-_STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
+_STATUS_FIELDS = ("VmRSS", "VmHWM")
 _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "step")
 
 
@@ -143,17 +139,10 @@ class Meter:
 
 
 class Memory(NamedTuple):
-    """Bytes that are resident. *locked* and *pinned* are among the others; memory that a GPU's
-    driver pins may be in neither.
-    """
+    """Resident bytes of a process, now and at the peak."""
 
     resident: int
     peak: int
-    anonymous: int
-    file: int
-    shared: int
-    locked: int
-    pinned: int
 
 
 def parse_status(text: str) -> Memory | None:
@@ -168,40 +157,6 @@ def parse_io(text: str) -> tuple[int, int]:
     """Bytes from and to drives, as /proc/PID/io says."""
     fields = dict(line.split(":") for line in text.splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
-
-
-def parse_smaps(text: str) -> dict[str, int]:
-    """Resident bytes in /proc/PID/smaps by what they are: files by kind, and anonymous memory that
-    is locked, in large mappings or in small ones.
-    """
-    totals: collections.Counter[str] = collections.Counter()
-    path, resident, locked = "", 0, 0
-    for line in [*text.splitlines(), "0-0 end 0 0 0"]:
-        if match := _MAPPING.fullmatch(line):
-            if resident:
-                totals[_kind(path, resident, locked)] += resident
-            path, resident, locked = match["path"], 0, 0
-        elif line.startswith("Rss:"):
-            resident = int(line.split()[1]) * 1024
-        elif line.startswith("Locked:"):
-            locked = int(line.split()[1]) * 1024
-    return dict(totals.most_common())
-
-
-def _kind(path: str, resident: int, locked: int) -> str:
-    if locked:
-        return "locked"
-    if path.startswith("/dev/"):
-        return "of a device or shared"
-    if path.startswith("/"):
-        return "libraries and files"
-    if path == "[heap]":
-        return "heap"
-    return (
-        "anonymous, mappings of 64 MiB and more"
-        if resident >= _LARGE_BYTES
-        else "anonymous, smaller"
-    )
 
 
 def memory_of(process: int | str) -> Memory | None:

@@ -66,9 +66,9 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _model(job: dict[str, Any], gpus: int = 1) -> Any:
-    """The model, cut over *gpus* by FSDP2."""
-    return _example()["make_model"](job["model"], _device(), gpus)
+def _model(job: dict[str, Any], gpus: int = 1, device: torch.device | None = None) -> Any:
+    """The model, sharded over *gpus* by FSDP2."""
+    return _example()["make_model"](job["model"], device or _device(), gpus)
 
 
 def _plain(model: Callable[..., Any], optimizer: Any) -> Step:
@@ -103,8 +103,15 @@ def _ours(state_format: str, job: dict[str, Any]) -> Step:
     return _plain(model, optimizer)
 
 
-def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Step:
-    """DeepSpeed with parameters in bfloat16 on the GPUs, and *offload* of the optimizer."""
+def _zero3(
+    job: dict[str, Any],
+    optimizer: dict[str, Any],
+    parameters: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Step:
+    """DeepSpeed ZeRO-3 in bfloat16, with these sections for the offload of the optimizer and the
+    parameters, which are on the GPU without one.
+    """
     import deepspeed
 
     config = {
@@ -117,7 +124,8 @@ def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Ste
         },
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": offload,
+            "offload_optimizer": optimizer,
+            **({"offload_param": parameters} if parameters else {}),
             "sub_group_size": _SUB_GROUP,
         },
         "aio": {
@@ -129,7 +137,7 @@ def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Ste
         },
         **sections,
     }
-    model = _model(job)
+    model = _model(job, device=torch.device("cpu") if parameters else None)
     engine, *_ = deepspeed.initialize(
         model=model, config=config, model_parameters=list(model.parameters())
     )
@@ -156,7 +164,7 @@ def _stock(device: str, job: dict[str, Any]) -> Step:
     return _zero3(job, offload)
 
 
-def _ours_in_zero3(overlap_step: bool, job: dict[str, Any]) -> Step:
+def _ours_in_zero3(job: dict[str, Any], overlap_step: bool = False, both: bool = False) -> Step:
     from nvme_offload import zero3
 
     zero3.enable()
@@ -166,7 +174,7 @@ def _ours_in_zero3(overlap_step: bool, job: dict[str, Any]) -> Step:
         "overlap_step": overlap_step,
     }
     offload = {"device": "nvme", "nvme_path": job["directory"]}
-    return _zero3(job, offload, nvme_offload=ours)
+    return _zero3(job, offload, offload if both else None, nvme_offload=ours)
 
 
 def _in_host_memory(model: Any) -> Any:
@@ -265,12 +273,14 @@ def _megatrain(job: dict[str, Any]) -> Step:
 
 SYSTEMS = {
     "compact": System('NVMeOptimizer, "compact", in backward', functools.partial(_ours, "compact")),
-    "zero3": System(
-        'ZeRO-3 with nvme_offload, "compact"', functools.partial(_ours_in_zero3, False)
-    ),
+    "zero3": System('ZeRO-3 with nvme_offload, "compact"', _ours_in_zero3),
     "zero3-overlap": System(
         'ZeRO-3 with nvme_offload, "compact", `overlap_step`',
-        functools.partial(_ours_in_zero3, True),
+        functools.partial(_ours_in_zero3, overlap_step=True),
+    ),
+    "zero3-both": System(
+        'ZeRO-3 with nvme_offload, "compact", parameters on the drive too',
+        functools.partial(_ours_in_zero3, both=True),
     ),
     "exact": System('NVMeOptimizer, "exact", in backward', functools.partial(_ours, "exact")),
     "cpu-offload-policy-compact": System(

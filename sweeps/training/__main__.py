@@ -4,7 +4,6 @@ runs, and write the report.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from .. import apart, command
 from ..command import COUNT, option, say
 from ..floor import Floor, Speeds, floor, mean
 from ..machine import commit, facts
-from ..meter import memory_of
 from ..models import CONFIGS
 from ..report import write
 from ..turns import interruptible, rounds, there_and_back
 from .plan import Model, Variant, read_plan
 from .report import Results, as_json, render
-from .runs import Run, Sample, assemble
+from .runs import Run, assemble
 
 _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "training.toml"
 _NUMBER = "Instead of the plan's number."
@@ -34,7 +32,6 @@ _NUMBER = "Instead of the plan's number."
 @option("--batch", type=COUNT, default=1, help="Rows of tokens, of that model.")
 @option("--tokens", type=click.IntRange(min=2), default=128, help="In each row.")
 @command.rounds
-@option("--cold-rounds", type=click.IntRange(min=0), help=_NUMBER)
 @option("--steps", type=COUNT, help=_NUMBER)
 @option("--only", type=command.Names(), help="Of the plan's variants only these, with commas.")
 @command.seconds()
@@ -62,7 +59,7 @@ def main(
     other = Model(name=model, width=width, batch=batch, tokens=tokens) if model else None
     plan = read_plan(plan_path).narrowed(only, other, **numbers)
     described = facts(directory, "sweeps.training") | {"versions": commit()}
-    results = Results(described, plan, [], [], [], list(notes))
+    results = Results(described, plan, [], [], list(notes))
     with (
         interruptible(results.facts, results.notes),
         floor(directory, plan.aio, plan.fio_bytes, results.facts, results.notes) as drive,
@@ -97,26 +94,11 @@ def _measure(
             _note(results, run)
             results.runs.append(run)
             write(output, render(results), as_json(results))
-    for number in range(plan.cold_rounds):
-        for variant in there_and_back([plan.named(name) for name in plan.cold_variants], number):
-            results.cold_runs.append(train(results, variant, number, directory, cold=True))
-            _note(results, results.cold_runs[-1])
-            write(output, render(results), as_json(results))
 
 
-def train(
-    results: Results, variant: Variant, number: int, directory: Path, cold: bool = False
-) -> Run:
-    """Run *variant* once with *directory* for its files, which are removed.
-
-    cold: nothing is compiled yet, and there is one step.
-    """
-    plan, samples, started = results.plan, list[Sample](), time.monotonic()
-
-    def look(process: int) -> None:
-        if (memory := memory_of(process)) is not None:
-            samples.append(Sample(time.monotonic(), memory))
-
+def train(results: Results, variant: Variant, number: int, directory: Path) -> Run:
+    """Run *variant* once; its files in *directory* are removed afterwards."""
+    plan = results.plan
     with apart.place("training", directory) as work:
         (work / "offload").mkdir()
         job = {
@@ -125,15 +107,12 @@ def train(
             "directory": str(directory),
             "model": plan.model.config,
             **{key: getattr(plan.model, key) for key in ("hidden", "blocks", "tokens", "batch")},
-            "steps": 1 if cold else plan.steps,
-            "weights": not cold,
+            "steps": plan.steps,
         }
         environment = apart.launched()
-        if cold:
-            environment["TORCH_EXTENSIONS_DIR"] = str(work / "extensions")
         module, timeout = "sweeps.training.trainee", plan.timeout_seconds
-        told, error = apart.run(module, job, work, timeout, environment=environment, look=look)
-    return assemble(variant.name, number, started, error, told, samples)
+        told, error = apart.run(module, job, work, timeout, environment=environment)
+    return assemble(variant.name, number, error, told)
 
 
 def _note(results: Results, run: Run) -> None:
@@ -146,10 +125,10 @@ def _note(results: Results, run: Run) -> None:
         results.facts["threads and optimizer"] = f"{threads} threads of torch; {optimizer}"
     settling = results.plan.settling_steps
     found = run.figures(settling if len(run.step_ends) > settling else 0)
-    names = ("forward", "backward", "optimizer", "cold")
+    names = ("forward", "backward", "optimizer")
     figures = " / ".join(f"{found[name]:.2f}" for name in names)
     peak = f"peak {run.peak_bytes() / 1e9:.2f} GB"
-    said = f"forward / backward / optimizer / cold start {figures} s, {peak}"
+    said = f"forward / backward / optimizer {figures} s, {peak}"
     say(f"round {run.number + 1}, {run.variant}: {f'failed: {run.error}' if run.error else said}")
 
 

@@ -25,7 +25,6 @@ MEASURES = {
     "step": "step",
     "peak": "peak memory",
     "settled_peak": "peak memory past the first steps",
-    "cold": "cold start",
 }
 # Likewise, but of one variant beside the drive.
 SHARES = {
@@ -137,19 +136,14 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """settling_steps: of the *steps* the first ones, which count for nothing but the cold start.
-    cold_rounds: with nothing compiled before, one step each.
-
-    baseline: the variant that all others are compared with. fio_bytes: of each of fio's two files;
-    0: no fio.
+    """settling_steps: the first of *steps*, not counted. baseline: the variant that ratios refer to.
+    fio_bytes: of each of fio's two files; 0: no fio.
     """
 
     model: Model
     steps: int
     settling_steps: int
     rounds: int
-    cold_rounds: int
-    cold_variants: tuple[str, ...]
     fio_bytes: int
     timeout_seconds: float
     baseline: str
@@ -163,7 +157,7 @@ class Plan:
         if not 0 <= self.settling_steps < self.steps:
             settling = self.settling_steps
             raise ValueError(f"of {self.steps} steps, {settling} cannot be for settling")
-        require_known([self.baseline, *self.cold_variants], names)
+        require_known([self.baseline], names)
         judged = {name for target in self.targets for name in (target.variant, target.against)}
         require_known(judged - {None}, names)
 
@@ -171,7 +165,7 @@ class Plan:
         self, only: Collection[str] | None, model: Model | None = None, **numbers: int | None
     ) -> Plan:
         """This plan with *only* some of its variants, with another model, or with other *numbers*
-        of rounds, cold_rounds and steps, where they are not None. Raises: UsageError.
+        of rounds and steps, where they are not None. Raises: UsageError.
         """
         names = [variant.name for variant in self.variants]
         if only is not None and (unknown := sorted(set(only) - set(names))):
@@ -184,7 +178,6 @@ class Plan:
             model=model or self.model,
             **other,
             settling_steps=min(self.settling_steps, other.get("steps", self.steps) - 1),
-            cold_variants=tuple(name for name in self.cold_variants if name in known),
             baseline=self.baseline if self.baseline in known else kept[0].name,
             variants=kept,
             targets=tuple(
@@ -225,8 +218,6 @@ def _plan(document: dict[str, Any]) -> Plan:
         document,
         model=Model(**document["model"]),
         fio_bytes=parse_bytes(document["fio_bytes"]),
-        cold_rounds=document.get("cold_rounds", 0),
-        cold_variants=tuple(document.get("cold_variants", [one.name for one in variants])),
         targets=tuple(made(Target, entry) for entry in document.pop("target", [])),
         variants=variants,
     )

@@ -14,7 +14,6 @@ import pandas as pd
 from nvme_offload.units import format_bytes
 
 from .. import floor
-from ..meter import Memory
 from ..report import Spread, columns, document, escaped, listed, shown, spread, table, verdict
 from ..report import ratios as of_rounds
 from .plan import MEASURES, SHARES, Plan, Target, Variant
@@ -23,14 +22,11 @@ from .runs import PHASES, Run, Speeds
 
 @dataclasses.dataclass
 class Results:
-    """facts: machine, versions and command, by name. runs and cold_runs: in the order in which they
-    were made. speeds: all that fio measured.
-    """
+    """facts: machine, versions and command, by name. runs: in order. speeds: fio's measurements."""
 
     facts: dict[str, str]
     plan: Plan
     runs: list[Run]
-    cold_runs: list[Run]
     speeds: list[Speeds]
     notes: list[str]
 
@@ -75,8 +71,7 @@ def reached(results: Results, target: Target) -> Spread | None:
     if target.against is None:
         found = Figures(results.runs, settling).of(target.variant, target.measure, False).dropna()
     else:
-        cold = target.measure == "cold" and results.cold_runs
-        figures = Figures(results.cold_runs if cold else results.runs, settling)
+        figures = Figures(results.runs, settling)
         found = figures.ratios(target.variant, target.against, target.measure, False)
     return spread(found) if len(found) else None
 
@@ -107,7 +102,6 @@ def render(results: Results) -> str:
         *_times(results, figures, there),
         *_drive(results, figures, [variant for variant in there if variant.drives]),
         *_memory(results, figures, there),
-        *_cold(results, figures),
         *_failures(results),
     )
 
@@ -120,7 +114,6 @@ def as_json(results: Results) -> dict[str, Any]:
         "plan": dataclasses.asdict(results.plan),
         "speeds": [speeds._asdict() for speeds in results.speeds],
         "runs": [_run_as_json(run, results.plan.settling_steps) for run in results.runs],
-        "cold_runs": [_run_as_json(run, results.plan.settling_steps) for run in results.cold_runs],
     }
 
 
@@ -128,10 +121,9 @@ def _run_as_json(run: Run, settling: int) -> dict[str, Any]:
     return {
         **{field.name: getattr(run, field.name) for field in dataclasses.fields(run)},
         "phases": [phase._asdict() for phase in run.phases],
-        "at_peak": run.at_peak and run.at_peak._asdict(),
         "drive": run.drive and run.drive._asdict(),
         "measures": {name: run.measure(name, settling) for name in MEASURES},
-        "shares": {name: run.share(name, settling) for name in SHARES},
+        "shares": {name: run.measure(name, settling) for name in SHARES},
     }
 
 
@@ -302,43 +294,9 @@ def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Ite
         "left after init": gigabytes("after init"),
         "left after the last step": gigabytes("after last"),
     }
-    held = {
-        "variant": lambda one: one.title,
-        **{name: gigabytes(f"at peak {name}") for name in Memory._fields if name != "peak"},
-    }
-    sampled = [one for one in there if any(run.at_peak for run in results.of(one.name))]
-    kinds = [
-        (
-            variant.title,
-            moment,
-            ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in found.items() if size > 5e7),
-        )
-        for variant in there
-        for moment, found in results.of(variant.name)[0].kinds.items()
-    ]
     yield "## Host memory"
     yield "Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took."
     yield columns(there, cells)
-    yield "At the moment when most was resident, of those looked at every 50 ms; locked and pinned are among the others:"
-    yield columns(sampled, held)
-    yield "What it was when nothing went on, GB, of the first round:"
-    yield table(("variant", "after", "resident"), kinds)
-
-
-def _cold(results: Results, warm: Figures) -> Iterator[str]:
-    base = results.plan.baseline
-    cold = Figures(results.cold_runs, results.plan.settling_steps)
-    cells = {"variant": lambda one: one.title}
-    for title, figures, space in (("compiled before", warm, ""), ("nothing compiled", cold, " ")):
-        cells[title] = lambda one, figures=figures: _number(
-            figures.of(one.name, "cold", False).median()
-        )
-        cells[f"ratio{space}"] = lambda one, figures=figures: shown(
-            figures.ratios(one.name, base, "cold", False)
-        )
-    yield "## Cold start"
-    yield "Seconds from the start of a process to the end of its first step: with all compiled by an earlier run, and with an empty TORCH_EXTENSIONS_DIR."
-    yield columns(results.plan.variants, cells)
 
 
 def _failures(results: Results) -> Iterator[str]:
@@ -349,7 +307,7 @@ def _failures(results: Results) -> Iterator[str]:
             _gigabytes(run.peak_bytes()),
             escaped(run.error),
         )
-        for run in [*results.runs, *results.cold_runs]
+        for run in results.runs
         if run.error is not None
     ]
     if lines:

@@ -13,16 +13,8 @@ import pandas as pd
 
 from ..apart import of
 from ..floor import Speeds, floor_seconds
-from ..meter import Memory
 
 PHASES = ("forward", "backward", "optimizer")
-
-
-class Sample(NamedTuple):
-    """Memory at a moment of the monotonic clock."""
-
-    moment: float
-    memory: Memory
 
 
 class Phase(NamedTuple):
@@ -46,20 +38,15 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """One run. *error* is why it ended early, or None. *at_peak* is the memory by kind at the
-    sample that was largest; *drive* fio's speeds around it.
-    """
+    """One run. error: why it ended early, or None. drive: fio's speeds around it."""
 
     variant: str
     number: int
-    started: float
     error: str | None
     phases: tuple[Phase, ...]
     losses: tuple[str, ...]
     step_ends: tuple[float, ...]
     stats: tuple[Mapping[str, Any] | None, ...]
-    kinds: Mapping[str, Mapping[str, int]]
-    at_peak: Memory | None
     weights: str | None
     facts: Mapping[str, Any]
     drive: Speeds | None = None
@@ -82,16 +69,12 @@ class Run:
         figures |= {name: medians.at[name, "seconds"] for name in PHASES}
         figures["update"] = steps[[*PHASES[1:]]].sum(axis=1, skipna=False).median()
         figures["step"] = steps.sum(axis=1, skipna=False).median()
-        figures["cold"] = self.step_ends[0] - self.started if self.step_ends else math.nan
         figures["peak"] = self.peak_bytes() if self.error is None else math.nan
         figures["settled_peak"] = settled.peak_bytes.max()
         figures["prelude peak"] = self.peak_bytes("import", "init")
         figures |= {f"{name} peak": self.peak_bytes(name) for name in PHASES}
         figures["after init"] = phases[phases.name == "init"].after_bytes.max()
         figures["after last"] = self.phases[-1].after_bytes if self.phases else math.nan
-        figures |= {
-            f"at peak {key}": value for key, value in (self.at_peak or _NONE)._asdict().items()
-        }
         for name in (*PHASES, "step"):
             moved = self.moved(PHASES if name == "step" else (name,), settling_steps)
             floor = floor_seconds(*moved, self.drive) if self.drive else math.nan
@@ -103,8 +86,6 @@ class Run:
         """One of `figures`; None where the run did not come to it."""
         found = float(self.figures(settling_steps)[name])
         return None if math.isnan(found) else found
-
-    share = measure
 
     def peak_bytes(self, *names: str) -> float:
         """The most that was resident, of all phases or those of these names; steps that settle
@@ -121,16 +102,11 @@ class Run:
         return float(each.read_bytes.median().sum()), float(each.written_bytes.median().sum())
 
 
-_NONE = Memory(*[math.nan] * len(Memory._fields))  # type: ignore[arg-type]
-
-
 def assemble(
     variant: str,
     number: int,
-    started: float,
     error: str | None,
     events: Sequence[dict[str, Any]],
-    samples: Sequence[Sample],
 ) -> Run:
     """The run that these events tell of."""
     phases = tuple(Phase(**event) for event in of(events, "phase"))
@@ -141,20 +117,14 @@ def assemble(
         for event in of(events, kind)
         for key, value in event.items()
     }
-    measured = [
-        sample.memory for sample in samples if not phases or sample.moment <= phases[-1].ended
-    ]
     return Run(
         variant,
         number,
-        started,
         error,
         phases,
         tuple(step["loss"] for step in steps),
         tuple(step["ended"] for step in steps),
         tuple(step["stats"] for step in steps),
-        facts.pop("kinds", {}),
-        max(measured, key=lambda memory: memory.resident, default=None),
         facts.pop("digest", None),
         facts,
     )

@@ -89,7 +89,6 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
             )
             given = {"input_ids": tokens, "labels": tokens}
         synchronize()
-    kinds = {"init": _memory_kinds()}
     for step in range(job["steps"]):
         with teller.phase("forward", step):
             out = engine(**given)
@@ -110,10 +109,8 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
             stats=_stats(engine) if job["ours"] else None,
         )
         del loss  # otherwise the graph of a step outlives it, and so do gathered parameters
-    kinds["end"] = _memory_kinds()
     teller.tell(
         "done",
-        kinds=kinds,
         versions=[
             f"deepspeed {deepspeed.__version__}",
             f"torch {torch.__version__}",
@@ -125,8 +122,7 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
         optimizer=type(engine.optimizer.optimizer).__name__,
         threads=torch.get_num_threads(),
     )
-    if job["weights"]:
-        teller.tell("weights", digest=_digest(engine))
+    teller.tell("weights", digest=_digest(engine))
 
 
 def _stack(hidden: int, blocks: int) -> Any:
@@ -157,10 +153,6 @@ def _stack(hidden: int, blocks: int) -> Any:
             return x.float().pow(2).mean()
 
     return Stack()
-
-
-def _memory_kinds() -> dict[str, int]:
-    return meter.parse_smaps(Path("/proc/self/smaps").read_text())
 
 
 def _stats(engine: Any) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from patience import PATIENCE
 pytestmark = needs("transformers", "deepspeed")
 
 TRAINED = {
-    1: ("compact", "zero3", "zero3-overlap", "zero-infinity", "cpu-offload-policy"),
+    1: ("compact", "zero3", "zero3-overlap", "zero3-both", "zero-infinity", "cpu-offload-policy"),
     2: ("compact", "zero3", "zero3-overlap", "cpu-offload-policy"),
 }
 

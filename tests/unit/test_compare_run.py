@@ -52,7 +52,7 @@ def test_two_sides_are_interleaved_and_leave_no_files(tmp_path: Path) -> None:
         *("--tasks", "write,read-1MiB,checkpoint-read,checkpoint-write", "--note", "In a test."),
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == output.with_suffix(".md").read_text()
+    assert ran.stdout.rstrip() == output.with_suffix(".md").read_text().rstrip()
     found = json.loads(output.with_suffix(".json").read_text())
     runs = found["runs"]
     assert found["skipped"] == []

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +18,6 @@ sys.path.append(str(ROOT))
 pytest.importorskip("transformers", reason="the models are made by transformers")
 
 from nvme_offload.errors import UsageError  # noqa: E402
-from sweeps.llama import Llama, Sizes  # noqa: E402
 from sweeps.models import CONFIGS, config_of, narrowed, split_experts, tensors  # noqa: E402
 from sweeps.planning.__main__ import main  # noqa: E402
 from sweeps.planning.uses import Event, groups_of, made, rounds, step  # noqa: E402
@@ -45,22 +43,6 @@ def test_a_small_width_form_has_all_tensors(name: str) -> None:
     assert [tensor.name for tensor in small] == [tensor.name for tensor in whole]
     assert [len(tensor.shape) for tensor in small] == [len(tensor.shape) for tensor in whole]
     assert sum(tensor.elements for tensor in small) < 4e7
-
-
-@pytest.mark.parametrize("size", ["7b", "13b"])
-def test_the_llama_that_wants_no_transformers_has_the_same_tensors(size: str) -> None:
-    with torch.device("meta"):
-        ours = [
-            (name, tuple(parameter.shape))
-            for name, parameter in Llama(Sizes.of(size, None)).named_parameters()
-        ]
-        small = [name for name, _ in Llama(Sizes.of(size, 64)).named_parameters()]
-    theirs = [
-        (tensor.name.removeprefix("model."), tensor.shape)
-        for tensor in tensors(config_of(f"llama2-{size}"))
-    ]
-    assert sorted(ours) == sorted(theirs)
-    assert small == [name for name, _ in ours]
 
 
 def test_a_config_json_is_a_model(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 from nvme_offload.errors import UsageError
 from sweeps.apart import last_words
 from sweeps.floor import Speeds, floor_seconds
-from sweeps.meter import Memory, parse_io, parse_smaps, parse_status
+from sweeps.meter import Memory, parse_io, parse_status
 from sweeps.report import spread
 from sweeps.training.plan import Plan, merged, read_plan
 from sweeps.training.report import Figures, Results, as_json, reached, render, unequal
-from sweeps.training.runs import Run, Sample, assemble
+from sweeps.training.runs import Run, assemble
 
 PLANS = sorted((Path(__file__).parents[2] / "sweeps" / "plans").glob("training*.toml"))
 
@@ -117,13 +117,9 @@ def run(
             {"event": "step", "number": step, "loss": loss, "ended": clock, "stats": None}
         )
     if error is None:
-        events.append({"event": "done", "kinds": {"end": {"heap": 10**9}}, "versions": ["torch 2"]})
+        events.append({"event": "done", "versions": ["torch 2"]})
         events.append({"event": "weights", "digest": "00ff"})
-    samples = [
-        Sample(101.0, Memory(8, 8, 6, 1, 1, 2, 0)),
-        Sample(1e9, Memory(99, 99, 99, 0, 0, 0, 0)),
-    ]
-    made = assemble(variant, number, 90.0, error, events, samples)
+    made = assemble(variant, number, error, events)
     made.drive = Speeds(4e9, 4e9, 2e9)
     return made
 
@@ -133,7 +129,6 @@ def results(directory: Path, runs: list[Run]) -> Results:
         {"kernel": "Linux 6"},
         plan_of(directory),
         runs,
-        [],
         [Speeds(4e9, 4e9, 2e9)],
         ["Shared machine."],
     )
@@ -196,8 +191,8 @@ def test_the_plans_that_come_with_it_can_be_read(path: Path) -> None:
 def test_a_plan_narrowed_keeps_what_is_left_whole(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     assert plan.narrowed(None) == plan
-    narrow = plan.narrowed(["mine"], rounds=7, cold_rounds=1, steps=1)
-    assert (narrow.rounds, narrow.cold_rounds, narrow.steps, narrow.settling_steps) == (7, 1, 1, 0)
+    narrow = plan.narrowed(["mine"], rounds=7, steps=1)
+    assert (narrow.rounds, narrow.steps, narrow.settling_steps) == (7, 1, 0)
     assert ([variant.name for variant in narrow.variants], narrow.baseline) == (["mine"], "mine")
     assert [target.measure for target in narrow.targets] == ["optimizer_floor"]
     with pytest.raises(UsageError, match="'other' is none of"):
@@ -209,23 +204,19 @@ def test_measures_of_a_run() -> None:
     assert found.measure("optimizer", 1) == pytest.approx(1.25)
     assert found.measure("update", 1) == pytest.approx(1.75)
     assert found.measure("step", 1) == pytest.approx(1.85)
-    assert found.measure("cold", 1) == pytest.approx(10 + 5 + 18.5)
     assert found.measure("peak", 1) == 9_000_000_000
     assert found.measure("settled_peak", 1) == 3_000_000_000
     assert found.peak_bytes("backward") == 2_000_000_000
     assert found.moved(("forward", "optimizer"), 1) == (10**9, 10**9)
-    # the sample from after the end does not count
-    assert found.at_peak == Memory(8, 8, 6, 1, 1, 2, 0)
-    assert found.share("optimizer_floor", 1) == pytest.approx(0.8)
-    assert found.share("forward_floor", 1) is None  # nothing was moved
+    assert found.measure("optimizer_floor", 1) == pytest.approx(0.8)
+    assert found.measure("forward_floor", 1) is None  # nothing was moved
 
 
 def test_a_run_that_failed_has_no_figures_that_it_did_not_come_to() -> None:
     found = run("stock", 0, 1.0, losses=(), error="RuntimeError: buffers")
     assert [
-        found.measure(name, 1)
-        for name in ("optimizer", "update", "step", "cold", "peak", "settled_peak")
-    ] == [None] * 6
+        found.measure(name, 1) for name in ("optimizer", "update", "step", "peak", "settled_peak")
+    ] == [None] * 5
     assert found.peak_bytes() == 9_000_000_000
 
 
@@ -315,43 +306,13 @@ def test_json_has_every_run(tmp_path: Path) -> None:
 
 
 def test_status_of_a_process() -> None:
-    text = "Name:\tpython\nVmHWM:\t  20 kB\nVmRSS:\t  10 kB\nRssAnon:\t 7 kB\nRssFile:\t 2 kB\nRssShmem:\t 1 kB\nVmLck:\t 4 kB\n"
-    assert parse_status(text) == Memory(10240, 20480, 7168, 2048, 1024, 4096, 0)
+    text = "Name:\tpython\nVmHWM:\t  20 kB\nVmRSS:\t  10 kB\n"
+    assert parse_status(text) == Memory(10240, 20480)
     assert parse_status("Name:\tpython\nState:\tZ (zombie)\n") is None
 
 
 def test_io_of_a_process() -> None:
     assert parse_io("rchar: 1\nwchar: 2\nread_bytes: 4096\nwrite_bytes: 8192\n") == (4096, 8192)
-
-
-def test_smaps_by_kind() -> None:
-    text = """\
-7f0000000000-7f0010000000 rw-p 00000000 00:00 0
-Rss:              131072 kB
-Locked:                0 kB
-7f0020000000-7f0030000000 rw-p 00000000 00:00 0
-Rss:                2048 kB
-Locked:             2048 kB
-7f0040000000-7f0050000000 r-xp 00000000 08:01 12                         /usr/lib/libc.so.6
-Rss:                1024 kB
-Locked:                0 kB
-7f0060000000-7f0070000000 rw-p 00000000 00:00 0                          [heap]
-Rss:                 512 kB
-Locked:                0 kB
-7f0080000000-7f0090000000 rw-p 00000000 00:00 0
-Rss:                   4 kB
-Locked:                0 kB
-7f00a0000000-7f00b0000000 rw-p 00000000 00:00 0
-Rss:                   0 kB
-Locked:                0 kB
-"""
-    assert parse_smaps(text) == {
-        "anonymous, mappings of 64 MiB and more": 131072 << 10,
-        "locked": 2048 << 10,
-        "libraries and files": 1024 << 10,
-        "heap": 512 << 10,
-        "anonymous, smaller": 4 << 10,
-    }
 
 
 @pytest.mark.parametrize(
