@@ -27,7 +27,7 @@ def main(directory: str, steps: int = 4) -> None:
     for step in range(steps):
         with offload:
             loss = nn.functional.mse_loss(model(batch), target)
-        loss.backward()  # what it needs comes back ahead of it
+        loss.backward()  # saved tensors are read back before it needs them
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step}: loss {loss.item():.4f}")

@@ -6,7 +6,7 @@ On one machine, with two GPUs:
     deepspeed --num_gpus=2 train_deepspeed.py --deepspeed ds_config.json
     OMP_NUM_THREADS=16 torchrun --nproc-per-node=2 train_deepspeed.py --deepspeed ds_config.json
 
-On several machines, each of whose ranks uses the drive of its own machine under the same path. With
+On several machines; each rank uses its machine's drive under the same path. With
 a hostfile of lines such as "node1 slots=8", and pdsh and ssh without a password from the first
 machine to all:
 
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    """What rank *rank* learns to give back at *step*."""
+    """The inputs of rank *rank* at *step*, which the model learns to reproduce."""
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * (step % 4) + rank))
 
 

@@ -5,7 +5,7 @@ In each of the three ways in which the strategy can be configured:
 
     python train_lightning.py --nvme_path /local_nvme                     its own arguments
     python train_lightning.py --config ds_config.json                     a DeepSpeed configuration
-    PL_DEEPSPEED_CONFIG_PATH=ds_config.json python train_lightning.py     the same, by the environment
+    PL_DEEPSPEED_CONFIG_PATH=ds_config.json python train_lightning.py     a path in the environment
 """
 
 import argparse
@@ -29,7 +29,7 @@ WIDTH = 256
 
 
 class Model(pl.LightningModule):
-    """Learns to give back what it is given."""
+    """Learns to reproduce its input."""
 
     def configure_model(self) -> None:
         """Make the layers, here and not in the constructor, so that each goes to the drive as soon
@@ -75,7 +75,7 @@ class Model(pl.LightningModule):
 def strategy(arguments: argparse.Namespace) -> DeepSpeedStrategy:
     """The strategy in the way that was asked for."""
     if arguments.nvme_path is None:
-        # without one, that of PL_DEEPSPEED_CONFIG_PATH
+        # without one, PL_DEEPSPEED_CONFIG_PATH names the file
         return DeepSpeedStrategy(config=arguments.config)
     made = DeepSpeedStrategy(
         stage=3,
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None, **options: Any) -> None:
     parser.add_argument(
         "--host_memory",
         default="auto",
-        help='with --nvme_path: the most host memory for what is offloaded, such as "8GB"',
+        help='with --nvme_path: the most host memory for offloading, such as "8GB"',
     )
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Builds the pages of docs/ and the API reference as one site: python tools/build_docs.py DIRECTORY.
+"""Build the pages of docs/ and the API reference as one site: python tools/build_docs.py DIRECTORY.
 
-Ends with a line for each public name that has no docstring, and for each link that leads nowhere.
-Needs Sphinx with what pyproject.toml lists for docs, and no network.
+Fails with a line for each public name without a docstring and each broken link. Needs Sphinx and the
+other packages of the docs extra in pyproject.toml, and no network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def documented_modules() -> list[str]:
 
 
 def public_names(module: types.ModuleType) -> list[str]:
-    """What *module* offers: its `__all__`, or else what it defines."""
+    """The public names of *module*: its `__all__`, or else the public names that it defines."""
     names: list[str] | None = getattr(module, "__all__", None)
     if names is not None:
         return names
@@ -72,7 +72,7 @@ def main(directory: str) -> int:
         print(f"{name} has no docstring", file=sys.stderr)
     if missing:
         return 1
-    # -E: the pages that were not changed have links, too
+    # -E: check the links of unchanged pages too
     command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html"]
     doctrees = Path(directory).parent / f"{Path(directory).name}-doctrees"
     done = subprocess.run([*command, "-d", doctrees, DOCS, directory])

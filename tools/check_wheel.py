@@ -1,8 +1,8 @@
-"""Says whether the portable wheel that is installed here works: every backend moves bytes, and it
-needs no library besides libc's and libgcc_s.
+"""Check the installed portable wheel: every backend moves bytes, and it loads no library except libc
+and libgcc_s.
 
-Needs no other package. Run it where neither this directory nor the repository's root is searched
-for modules, without compilers.
+Needs no other package. Run it from a directory outside the repository, so that the installed package
+is imported.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import nvme_offload
 
 
 def moves_bytes(backend: str, directory: str) -> str:
-    """What came of a write and a read with *backend*, summed on their way: "works", or why the
-    kernel refuses it.
-    """
+    """Write and read with checksums through *backend*; "works", or why the kernel refuses it."""
     written = bytes(range(256)) * (1 << 14)
     back = bytearray(len(written))
     try:
@@ -35,7 +33,7 @@ def moves_bytes(backend: str, directory: str) -> str:
 
 
 def main() -> None:
-    """Print what was found; raises where it is not as it should be."""
+    """Print a line per backend. Raises: SystemExit if the wheel loads other libraries."""
     with tempfile.TemporaryDirectory(dir=".") as directory:
         for backend in ("libaio", "io_uring", "posix"):
             print(

@@ -1,15 +1,15 @@
-"""Runs DeepSpeed's own tests, on DeepSpeed as it is and after `nvme_offload.zero3.enable()`: python
-tools/deepspeed_own_tests.py CHECKOUT.
+"""Run DeepSpeed's own tests twice, with plain DeepSpeed and after `nvme_offload.zero3.enable()`:
+python tools/deepspeed_own_tests.py CHECKOUT.
 
-CHECKOUT is a directory with DeepSpeed's `tests` in it; they are copied, and what they test is the
-DeepSpeed that is installed. Prints a table of files and how many of their tests passed, each way.
-The exit status is 1 when a test that passes on DeepSpeed as it is does not pass on this package.
+CHECKOUT is a directory that contains DeepSpeed's `tests`. They are copied and run against the
+installed DeepSpeed. Prints a table with the passed tests of each file in both runs. The exit status
+is 1 if a test passes with plain DeepSpeed and not with this package.
 
-Few of these tests offload. With --offloaded every stage-3 engine in them does, parameters and
-states: DeepSpeed as it is to "cpu", this package to "nvme".
+Few of these tests offload. With --offloaded every stage-3 engine offloads parameters and states:
+plain DeepSpeed to "cpu", this package to "nvme".
 
-The same file is the plugin of pytest that enables this package, there and in the server that the
-ranks of a test are forked from.
+This file is also the pytest plugin that enables the package, in pytest and in the fork server of the
+ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# What is about offload and ZeRO-3, and works on a processor.
+# Tests of offload and ZeRO-3 that run on a CPU.
 FILES = (
     "unit/v1/nvme",
     "unit/v1/pin_memory",
@@ -57,27 +57,27 @@ FILES = (
     "unit/v1/compile/test_z3_eager_fallback.py",
 )
 WAYS = ("stock", "ours")
-# variables of the environment: which way, and where to tell of each test
-WAY, TOLD = "DEEPSPEED_OWN_TESTS", "DEEPSPEED_OWN_TESTS_TOLD"
-# the same where everything is offloaded: a directory on the drive
+# environment variables: which run, and the file of outcomes
+WAY, OUTCOMES = "DEEPSPEED_OWN_TESTS", "DEEPSPEED_OWN_TESTS_OUTCOMES"
+# with --offloaded: a directory on the drive
 DRIVE = "DEEPSPEED_OWN_TESTS_DRIVE"
 
 
 def prepare() -> None:
-    """DeepSpeed in this process as the tests are to find it, which way the environment says."""
+    """Set up DeepSpeed in this process for the run that the environment names."""
     import cpuinfo
     import deepspeed
 
-    # imports torch's compiler: once here, and not in each rank of each test
+    # imports torch's compiler: once here instead of in each rank of each test
     import deepspeed.runtime.zero.muon.muon_optimizer
     from deepspeed.accelerator import get_accelerator
 
-    # a process of its own, of seconds, for each rank that loads an op
+    # cached: each call starts a process that takes seconds
     known = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: dict(known)
-    # torch computes it everywhere; without instructions for it their tests of it are skipped
+    # torch computes fp16 on any CPU; DeepSpeed's tests skip it on CPUs without fp16 instructions
     get_accelerator().is_fp16_supported = lambda: True
-    # Its own op between ranks spins, which ranks that outnumber the cores do not stand.
+    # This op busy-waits, which stalls more ranks than cores.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ[WAY] == "ours":
         from nvme_offload import zero3
@@ -87,8 +87,8 @@ def prepare() -> None:
         check = tier._check_directory
 
         def make_and_check(path: Any) -> None:
-            # as DeepSpeed does; here a directory that is missing is refused: its drive may not be
-            # mounted
+            # DeepSpeed makes a missing directory; this package refuses it, since the drive may not
+            # be mounted
             Path(path).mkdir(parents=True, exist_ok=True)
             check(path)
 
@@ -103,18 +103,18 @@ def prepare() -> None:
 
 
 def offload_everything(to: dict[str, str]) -> None:
-    """Have every configuration that DeepSpeed reads from now on offload *to*, with stage 3."""
+    """Patch DeepSpeedConfig so that every stage-3 configuration offloads *to*."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     read = DeepSpeedConfig.__init__
 
     def offload_and_read(self: Any, config: Any, *args: Any, **named: Any) -> None:
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        # What works with states in memory only is as it was, and what is on a drive already.
+        # Leave ZenFlow and sections that already offload to a drive unchanged.
         if isinstance(zero, dict) and zero.get("stage") == 3 and not zero.get("zenflow"):
-            # or it refuses optimizers that it takes where nothing is offloaded
+            # otherwise DeepSpeed refuses optimizers that it accepts without offload
             config.setdefault("zero_force_ds_cpu_optimizer", False)
-            # refused beside what has replaced them
+            # refused together with the keys that replaced them
             for deprecated in [key for key in zero if key.startswith("cpu_offload")]:
                 del zero[deprecated]
             for key in ("offload_param", "offload_optimizer"):
@@ -132,42 +132,48 @@ if os.environ.get(WAY):
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leave out what an earlier session told of."""
-    done = results(Path(os.environ[TOLD]))
+    """Deselect tests with an outcome from an earlier session."""
+    done = results(Path(os.environ[OUTCOMES]))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
     items[:] = [item for item in items if item.nodeid not in done]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Tell of a test that begins: if nothing follows, it ended the session."""
-    tell(nodeid, "ended pytest")
+    """Record the start of a test; this stays its outcome if the test ends the session."""
+    record(nodeid, "ended pytest")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Tell what a test came to."""
+    """Record the outcome of a test."""
     if report.when == "call" or report.outcome != "passed":
-        tell(report.nodeid, report.outcome)
+        record(report.nodeid, report.outcome)
 
 
-def tell(nodeid: str, outcome: str) -> None:
-    """Add a line to what is told."""
-    with Path(os.environ[TOLD]).open("a") as file:
+def record(nodeid: str, outcome: str) -> None:
+    """Append an outcome to the file."""
+    with Path(os.environ[OUTCOMES]).open("a") as file:
         print(json.dumps([nodeid, outcome]), file=file)
 
 
-def results(told: Path) -> dict[str, str]:
-    """What each test came to, by what was told last."""
-    return dict(map(json.loads, told.read_text().splitlines())) if told.exists() else {}
+def results(outcomes: Path) -> dict[str, str]:
+    """The last recorded outcome of each test."""
+    return dict(map(json.loads, outcomes.read_text().splitlines())) if outcomes.exists() else {}
 
 
 def run(
-    tests: Path, files: Iterable[str], way: str, told: Path, log: Path, patience: int, drive: str
+    tests: Path,
+    files: Iterable[str],
+    way: str,
+    outcomes: Path,
+    log: Path,
+    patience: int,
+    drive: str,
 ) -> dict[str, str]:
-    """What the tests of *files* come to; pytest is started again where a test ends it."""
+    """Run the tests of *files*; restart pytest when a test ends it. Returns outcomes by test."""
     environment = {
         **os.environ,
         WAY: way,
-        TOLD: str(told),
+        OUTCOMES: str(outcomes),
         DRIVE: drive,
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
@@ -175,12 +181,11 @@ def run(
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # for its ninja
         "DS_ACCELERATOR": "cpu",
         "DS_UNITTEST_TIMEOUT": str(patience),
-        "LOCAL_SIZE": "2",  # how many ranks there may be
+        "LOCAL_SIZE": "2",  # the most ranks
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # All of their markers: what drives do is marked as to be run one after the other, and so
-    # everything is.
+    # Sequentially, because tests that use a drive are marked sequential.
     plugins = [
         "-p",
         Path(__file__).stem,
@@ -188,8 +193,8 @@ def run(
     ]
     options = ["-o", "addopts=", *plugins, "-q", "--tb=short", "--continue-on-collection-errors"]
     before = -1
-    while len(results(told)) > before:
-        before = len(results(told))
+    while len(results(outcomes)) > before:
+        before = len(results(outcomes))
         with log.open("a") as output:
             subprocess.run(
                 [sys.executable, "-m", "pytest", *options, *files],
@@ -198,13 +203,13 @@ def run(
                 stdout=output,
                 stderr=output,
             )
-        if list(results(told).values())[-1:] != ["ended pytest"]:
+        if list(results(outcomes).values())[-1:] != ["ended pytest"]:
             break
-    return results(told)
+    return results(outcomes)
 
 
 def table(found: dict[str, dict[str, str]]) -> list[str]:
-    """A line for each file: how many of its tests came to what, each way."""
+    """A Markdown table: counts of outcomes by file and run."""
     lines = [
         "| file | tests | passed, stock | passed, ours | skipped, stock | skipped, ours |",
         "|---|---:|---:|---:|---:|---:|",
@@ -224,14 +229,14 @@ def table(found: dict[str, dict[str, str]]) -> list[str]:
 
 
 def differences(found: dict[str, dict[str, str]]) -> dict[str, tuple[str, str]]:
-    """Tests that came to something else, and to what each way."""
+    """Tests whose outcomes differ between the runs, with both outcomes."""
     names = dict.fromkeys(name for way in WAYS for name in found[way])
     both = {name: tuple(found[way].get(name, "not run") for way in WAYS) for name in names}
     return {name: outcomes for name, outcomes in both.items() if outcomes[0] != outcomes[1]}  # type: ignore[misc]
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkout", type=Path, help="a directory with DeepSpeed's tests in it")
     parser.add_argument(
@@ -240,7 +245,7 @@ def main() -> None:
     parser.add_argument(
         "--offloaded",
         action="store_true",
-        help="have every stage-3 engine offload: parameters and states",
+        help="offload parameters and states in every stage-3 engine",
     )
     parser.add_argument(
         "--patience", type=int, default=300, help="seconds after which a test hangs"
@@ -248,13 +253,13 @@ def main() -> None:
     parser.add_argument(
         "--logs",
         type=Path,
-        help="a directory for pytest's output, and for what each test came to; what is there is not run again",
+        help="a directory for pytest's output and the outcomes; tests with an outcome there are not run again",
     )
     parser.add_argument("--output", type=Path, help="write the table there, too")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="deepspeed-own-") as place:
-        # Copied without the package beside them, which they would import.
+        # A copy: next to the sources the tests would import those.
         tests = Path(shutil.copytree(arguments.checkout / "tests", Path(place) / "tests"))
         logs = arguments.logs or Path(place)
         logs.mkdir(parents=True, exist_ok=True)
@@ -285,7 +290,7 @@ def main() -> None:
         f"{time.monotonic() - began:.0f} s on {os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}, {versions}.",
         "",
         *table(found),
-        *(["", "What differs:", ""] if differ else []),
+        *(["", "Different outcomes:", ""] if differ else []),
         *(f"- `{name}`: {stock}, here {ours}" for name, (stock, ours) in differ.items()),
     ]
     print("\n".join(lines))

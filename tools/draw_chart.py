@@ -99,16 +99,16 @@ def svg(report: str) -> str:
         f"Virtual drive: {float(read):.1f} GB/s read, {float(write):.1f} GB/s write. "
         "Every run ends with the same weights."
     )
-    told = "; ".join(
+    description = "; ".join(
         f"{', '.join(LABELS[bar.variant])}: {bar.step_seconds:.1f} s, {bar.peak_gb:.1f} GB"
         for bar in found
     )
     height = TOP + len(found) * ROW_HEIGHT + 6
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
-        f' height="{height}" role="img" aria-labelledby="title told">',
+        f' height="{height}" role="img" aria-labelledby="title description">',
         f'<title id="title">{title}</title>',
-        f'<desc id="told">{escape(told)}</desc>',
+        f'<desc id="description">{escape(description)}</desc>',
         f"<style>{STYLE}</style>",
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         f'<text class="title" x="{MARGIN}" y="30">{title}</text>',

@@ -2,11 +2,11 @@
 
     python train.py --model 13b --drive /local_nvme --host-memory 12GB
 
-or on several, which FSDP2 cuts it over; each has a process of its own, with its own host memory:
+or on several, sharded by FSDP2, with one process and its own host memory per GPU:
 
     torchrun --nproc_per_node 2 train.py --model 70b --drive /local_nvme --host-memory 60GB
 
-Weights and tokens are random: this shows what a step takes, not what a model learns. `--reference`
+Weights and tokens are random: this measures steps, not learning. `--reference`
 keeps states in the GPU's memory instead, for models that fit there: with `--format exact` and
 `--deterministic` the losses of both runs are equal bit for bit.
 """
@@ -44,13 +44,13 @@ SHAPES = {
     "70b": (8192, 28672, 80, 64, 8, 128256, False),  # Llama 3.1
 }
 LOGITS = 1024  # tokens whose logits are in memory together
-SETTLED = 4  # steps until the order of use is learned and what stays in memory is there
+SETTLED = 4  # steps until the order of use is learned and resident states are in memory
 
 
 class StatesInMemory(torch.optim.Optimizer):
     """AdamW over fp32 copies of bfloat16 parameters, all in the GPU's memory.
 
-    One parameter after the other, so that no more than one gradient is there in fp32.
+    Parameters are updated one at a time, so only one fp32 gradient exists at a time.
     """
 
     def __init__(self, params, **options):
@@ -71,8 +71,8 @@ class StatesInMemory(torch.optim.Optimizer):
 
 
 class Loss(torch.nn.Module):
-    """The loss of predicting each token from those before it, from what *head* makes of hidden
-    states; logits of a few tokens at a time.
+    """The loss of next-token prediction from hidden states, with the logits of a few tokens at a
+    time.
     """
 
     def __init__(self, head: torch.nn.Linear) -> None:
@@ -92,7 +92,7 @@ class Loss(torch.nn.Module):
 
 
 class WithLoss(torch.nn.Module):
-    """A language model whose forward pass gives its loss."""
+    """A language model whose forward pass returns its loss."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class WithLoss(torch.nn.Module):
 
 
 def shard(model: WithLoss) -> None:
-    """Cut *model* over the processes by FSDP2, matrix by matrix, so that each GPU has no more than a
-    few of them whole at a time.
+    """Shard *model* by FSDP2, matrix by matrix, so that each GPU holds only a few whole matrices at
+    once.
     """
     for layer in model.model.layers:
         for module in layer.modules():
@@ -120,8 +120,8 @@ def shard(model: WithLoss) -> None:
 
 
 def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
-    """A Llama with random weights in bfloat16, which recomputes its layers in backward; cut over
-    *ranks* processes.
+    """A Llama with random bfloat16 weights and activation checkpointing, sharded over *ranks*
+    processes.
     """
     width, inner, layers, heads, kv_heads, words, tied = SHAPES[name]
     config = LlamaConfig(
@@ -134,19 +134,19 @@ def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    with torch.device("meta"):  # no rank has room for all of it
+    with torch.device("meta"):  # the whole model may not fit on one rank
         llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     llama.gradient_checkpointing_enable({"use_reentrant": False})
     model = WithLoss(llama).train()
     if ranks > 1:
         shard(model)
     model.to_empty(device=device)
-    llama.tie_weights()  # which is undone by that without FSDP2
+    llama.tie_weights()  # to_empty unties them without FSDP2
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=config.initializer_range)
-    with device:  # its frequencies are no parameters, and to_empty left them undefined
+    with device:  # to_empty left its buffers uninitialized
         llama.model.rotary_emb = type(llama.model.rotary_emb)(config)
     return model
 
@@ -170,7 +170,7 @@ def resume(directory: Path, rank: int, model: WithLoss, optimizer: NVMeOptimizer
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank has of *weight*."""
+    """The local shard of *weight*."""
     return weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()
 
 
@@ -193,7 +193,7 @@ def main() -> None:
         "--drive",
         nargs="+",
         default=["/local_nvme"],
-        help="directories on drives; with one for each process, each has its own",
+        help="directories on drives; with one per process, each process uses its own",
     )
     parser.add_argument("--format", default="compact", help="exact, split, compact or compact24")
     parser.add_argument(

@@ -14,7 +14,7 @@ from nvme_offload import NVMeOptimizer
 
 
 def main(directory: str, steps: int = 4, backend: str = "inductor") -> None:
-    """Train a stack of layers, with a rate of its own for the last."""
+    """Train a stack of layers, with a separate learning rate for the last."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 8)).to(
