@@ -1,19 +1,18 @@
-"""The benchmarks, and the harness that they share.
+"""The benchmarks and their common harness.
 
-Plan    what is compared: cases (what there is to do) x sides (who does it). From a plan file
-        (`plan.py`) or from options (`command.py`). Frozen: a run changes no plan.
-Turns   `turns.py`. Every round has each side once, one after the other, and the next round goes in
-        another order (A B, B A): a drive's speed drifts more within minutes than sides differ. No
-        round begins that would pass `--seconds`; an interrupt ends the rounds, and what was
-        measured by then is reported.
-Sides   `apart.py`. A side that trains is a fresh process that gets its job as JSON, tells its
-        events as lines of JSON, and is ended when it takes too long. What a side that fails told
-        before is kept, with the reason. The first steps of a side warm up and do not count.
-Meters  `meter.py`: what a stretch of a process takes of time, CPU, drive and memory. `floor.py`:
-        what the drive gives at best, measured by fio between the runs.
-Results records: one for each run of a side, with its round, side and error, kept as JSON and
-        grouped as a `pandas.DataFrame`.
+Plan    Cases (the work) x sides (the systems compared), from a plan file (`plan.py`) or from
+        options (`command.py`). A run never changes its plan.
+Turns   `turns.py`. Every round runs each side once, and the next round reverses the order (A B,
+        B A): a drive's speed drifts more within minutes than sides differ. No round starts that
+        would exceed `--seconds`. An interrupt ends the rounds, and the report has all finished runs.
+Sides   `apart.py`. A side that trains is a separate process that receives its job as JSON, reports
+        events as lines of JSON, and is ended after a time limit. The events of a side that fails
+        are kept, with the reason. The first steps of a side are warm-up.
+Meters  `meter.py`: time, CPU, drive traffic and memory of a part of a process. `floor.py`: the
+        drive's best speed, measured by fio between the runs.
+Results Records, one per run of a side, with its round, side and error, kept as JSON and grouped as
+        a `pandas.DataFrame`.
 Report  `report.py`: facts of the machine, date and command (`machine.py`), then tables. A ratio is
-        always the median over the rounds of what one round gave, shown with its spread; never a
-        quotient of two medians. A report is a function of the results alone.
+        the median over the rounds of the ratio within one round, with its spread, never a quotient
+        of two medians. A report is a function of the results alone.
 """

@@ -1,5 +1,5 @@
-"""A side in a process of its own: started with a job, heard, watched, and ended when it takes too
-long. In that process, `teller` tells what happens.
+"""A side in a separate process: start it with a job, receive its events, monitor it, and end it
+after a time limit. In that process, `teller` returns the function that reports events.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ def run(
     Parameters
     ----------
     job
-        Written to `job.json` in the directory *work*, where the log goes as well.
+        Written to `job.json` in the directory *work*, next to the log.
     environment
-        Variables beside those of this process, and RANK and LOCAL_RANK.
+        Variables in addition to the environment, RANK and LOCAL_RANK.
     hear
-        Called with each event of the first rank as it comes, in another thread.
+        Called with each event of the first rank, in another thread.
     look
         Called with the number of the first process, every 50 ms while it runs.
 
     Returns
     -------
     tuple
-        What the first rank told, until then where it was ended; and why it did not come to its
-        end, or None.
+        The events of the first rank, and why it did not finish, or None.
     """
     (work / "job.json").write_text(json.dumps(job))
     events: list[Event] = []
@@ -88,7 +87,7 @@ def run(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     running.wait(_LOOKING_SECONDS)
                 statuses = [side.poll() for side in sides]
-                ended = None not in statuses or any(statuses)  # one that failed ends the others
+                ended = None not in statuses or any(statuses)  # a failed rank ends the others
         finally:
             failed = next((side.returncode for side in sides if side.returncode), 0)
             _end(sides)
@@ -108,12 +107,12 @@ def place(name: str, directory: Path) -> Iterator[Path]:
 
 
 def launched(ranks: int = 1) -> dict[str, str]:
-    """The variables of a launcher of so many ranks, as DeepSpeed wants them."""
+    """The environment variables of a launcher with that many ranks, for DeepSpeed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # ninja may be beside the interpreter alone; but another one than the shell finds would compile
-    # everything anew, since their logs differ by version.
+    # ninja may exist only next to the interpreter. It goes last: another ninja than the shell finds
+    # would recompile everything, since their logs differ by version.
     path = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
     return threads(ranks) | {
         "WORLD_SIZE": str(ranks),
@@ -125,7 +124,7 @@ def launched(ranks: int = 1) -> dict[str, str]:
 
 
 def threads(ranks: int) -> dict[str, str]:
-    """The variable that keeps the threads of several ranks out of each other's way."""
+    """The variable that divides the cores among the threads of several ranks."""
     if ranks == 1:
         return {}
     each = max((os.cpu_count() or 1) // ranks, 1)
@@ -142,10 +141,10 @@ def of(events: Sequence[Event], kind: str) -> list[Event]:
 
 
 def teller() -> Callable[..., None]:
-    """In a side's process: what tells an event, with its values, to the command.
+    """In a side's process: the function that reports an event with its values to the command.
 
-    From here on standard output is the log, where libraries may print, SIGTERM raises
-    KeyboardInterrupt, and this is the process that the kernel ends first when memory runs out.
+    From here on standard output is the log, for the prints of libraries; SIGTERM raises
+    KeyboardInterrupt; and the kernel ends this process first when memory runs out.
     """
     stop_at_sigterm()
     events = os.fdopen(os.dup(1), "w", buffering=1)
@@ -160,8 +159,8 @@ def teller() -> Callable[..., None]:
 
 
 def last_words(log: str) -> str:
-    """The line of *log* that says what went wrong: the exception of the last traceback, or the last
-    line that is no frame of one.
+    """The error in *log*: the exception of the last traceback, or the last line outside of
+    tracebacks.
     """
     lines = [line for line in (_RANK.sub("", line) for line in log.splitlines()) if line.strip()]
     tracebacks = [index for index, line in enumerate(lines) if line.startswith("Traceback")]
@@ -189,8 +188,8 @@ def _listen(told: TextIO, events: list[Event], hear: Callable[[Event], object] |
 
 
 def _end(sides: Sequence[subprocess.Popen[str]]) -> None:
-    """End the processes that have not ended: by SIGTERM first, since one that compiles an extension
-    holds a lock file that others would wait for forever.
+    """End the running processes, first by SIGTERM: a process that is compiling an extension would
+    otherwise leave a lock file for which later builds wait forever.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         running = [side for side in sides if side.poll() is None]

@@ -1,5 +1,5 @@
-"""The block of the transformers that benchmarks train: pre-norm, causal attention, and a GELU
-network four times as wide.
+"""The transformer block of the benchmarks: pre-norm, causal attention, and a GELU network four
+times as wide.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Attention and a network, each beside a way around it."""
+    """Attention and a network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the commands of the benchmarks share: their options, progress, and exit statuses."""
+"""Common parts of the commands: options, progress, and exit statuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Names(click.ParamType):
 
 
 def stop_at_sigterm() -> None:
-    """Let SIGTERM raise KeyboardInterrupt, so that what was measured by then is reported."""
+    """Raise KeyboardInterrupt at SIGTERM, so that finished runs are reported."""
     signal.signal(signal.SIGTERM, _stop)
 
 

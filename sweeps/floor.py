@@ -27,7 +27,7 @@ _PIECES = 64  # requests of the engine per file
 
 
 class Speeds(NamedTuple):
-    """fio's bytes per second: reading, writing, and both at once (the sum)."""
+    """fio's bytes per second: reading, writing, and both concurrently (the sum)."""
 
     read: float
     write: float
@@ -53,7 +53,7 @@ def described(speeds: Sequence[Any]) -> str:
     """fio's measurements as text."""
     each = {name: [getattr(one, name) / 1e9 for one in speeds] for name in Speeds._fields}
     figures = ", ".join(f"{name} {shown(values)} GB/s" for name, values in each.items())
-    return f"{figures}; mixed is reading and writing equal amounts at once, the sum"
+    return f"{figures}; mixed reads and writes equal amounts concurrently, the sum"
 
 
 class _Files(NamedTuple):
@@ -83,13 +83,14 @@ class Floor:
             _fill(self._files.path(direction), whole)
 
     def measure(self) -> Speeds:
-        """Read, write, and both at once."""
+        """Measure reading, writing, and both concurrently."""
         found = [self._fio.run(cast(Any, self._files), job) for job in self._jobs.values()]
         return Speeds(*(one.nbytes / one.seconds for one in found))
 
     def engine_speed(self, config: AioConfig, nbytes: int) -> float:
-        """The engine's bytes per second when it only reads and writes at once, through *nbytes* of
-        memory. It can be slower than fio, whose few blocks in flight may stay in CPU caches.
+        """The engine's bytes per second when it only reads and writes concurrently, through
+        *nbytes* of memory. It can be slower than fio, whose few blocks in flight may stay in CPU
+        caches.
         """
         job = self._jobs["mixed"]
         piece = max(job.file_bytes // _PIECES // job.block_size, 1) * job.block_size

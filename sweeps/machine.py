@@ -1,4 +1,4 @@
-"""What a report says of the machine that it was made on."""
+"""Facts of the machine for a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvme_offload.units import format_bytes
 
 
 def facts(directory: Path, module: str) -> dict[str, str]:
-    """What the machine is like, and how the command of *module* was called, by name."""
+    """The facts of the machine and the command line of *module*, by name."""
     drive = describe(directory)
     disk = ", ".join(filter(None, (drive.model, *drive.physical_devices, *drive.layers)))
     return {

@@ -1,7 +1,7 @@
-"""What a stretch of a run takes: time, CPU, bytes of drives, memory by kind, and planning. Counters
-that are read before and after.
+"""Time, CPU, drive traffic, memory and planning time of a part of a run, from counters read before
+and after.
 
-Source: proc_pid_status(5), proc_pid_smaps(5), proc_pid_io(5), proc_pid_clear_refs(5).
+Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from nvme_offload.swap.swapper import TensorSwapper
 
 from .peers.stopwatch import cpu_seconds
 
-_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the drive's own are
+_SECTOR_BYTES = 512  # of /proc/diskstats, independent of the drive
 _STATUS_FIELDS = ("VmRSS", "VmHWM")
 _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "step")
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written, of all drives, and seconds in which anything was in flight, of the
-    busiest; and the seconds that all requests took, summed, so that over a second they are how many
-    are in flight.
+    """Bytes read and written on all drives; seconds in which the busiest had requests in flight;
+    and the summed seconds of all requests, which per second are the requests in flight.
     """
 
     read: int
@@ -37,7 +36,7 @@ class Traffic(NamedTuple):
 
 
 class Disk:
-    """The drives under a directory, as the kernel counts them, whoever uses them. Source:
+    """The kernel's counters of the drives under a directory, for all processes. Source:
     Documentation/admin-guide/iostats.rst of the kernel.
     """
 
@@ -72,8 +71,8 @@ def parse_diskstats(text: str, names: set[str]) -> Traffic:
 
 
 class Planning:
-    """CPU seconds of the calling thread in the calls of every `TensorSwapper`, and how often a
-    value was asked for. A call within a call counts once.
+    """CPU seconds of the calling thread in the methods of every `TensorSwapper`, and the number of
+    uses. A nested call counts once.
     """
 
     def __init__(self) -> None:
@@ -102,18 +101,18 @@ class Planning:
 
 
 class Meter:
-    """Of this process and of the drives under *directory*, whoever uses these."""
+    """Counters of this process and of the drives under *directory*."""
 
     def __init__(self, directory: Path) -> None:
         self._disk, self._planning = Disk(directory), Planning()
 
     @contextlib.contextmanager
     def stretch(self) -> Iterator[dict[str, float]]:
-        """What the `with` block takes, by name; there at its end.
+        """Measure the `with` block; the figures are there at its end, by name.
 
-        "began" and "ended" are of the monotonic clock, which all processes of a machine share;
-        "read_bytes" and "written_bytes" are what the kernel counts for this process,
-        "disk_read_bytes" and "disk_written_bytes" what it counts for the drives.
+        "began" and "ended" are of the monotonic clock, which all processes of a machine share. The
+        kernel counts "read_bytes" and "written_bytes" for this process, "disk_read_bytes" and
+        "disk_written_bytes" for the drives.
         """
         found: dict[str, float] = {}
         before, began = self._now(), time.monotonic()
@@ -168,7 +167,7 @@ def memory_of(process: int | str) -> Memory | None:
 
 
 def traffic() -> tuple[int, int]:
-    """Bytes that this process moved from and to drives so far, whatever asked for them."""
+    """Bytes that this process has read from and written to drives."""
     try:
         return parse_io(Path("/proc/self/io").read_text())
     except OSError:  # a kernel without it
@@ -176,6 +175,6 @@ def traffic() -> tuple[int, int]:
 
 
 def restart_peak() -> None:
-    """Let the peak begin anew from what is resident now; where the kernel cannot, it goes on."""
+    """Reset the peak to the current resident size, where the kernel supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,8 +1,8 @@
-"""Models by name, or by a Hugging Face config.json: all of their tensors, in their own order, and
-modules that train. Nothing is downloaded.
+"""Models by name or by a Hugging Face config.json: all their tensors, in order, and modules that
+train. Nothing is downloaded.
 
-A small-width form of a model has every tensor of it, under the same name, and is narrow enough for
-two cores: what grows with the number of tensors is the same in both.
+A narrow form of a model has every tensor of it, under the same name, and fits two cores. It keeps
+the costs that grow with the number of tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nvme_offload.errors import UsageError
 
 from .plan import read
 
-# What the models' own config.json say, as far as it has to do with tensors.
+# The parts of the models' config.json that determine tensors.
 CONFIGS: dict[str, dict[str, Any]] = read(Path(__file__).parent / "plans" / "models.toml", dict)
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -32,7 +32,7 @@ _WIDTHS = (
     "n_inner",
     "ffn_dim",
 )
-# keys of a config.json that `AutoConfig.for_model` is not given
+# keys of a config.json that are not passed to `AutoConfig.for_model`
 _NO_SHAPE = (
     "model_type",
     "architectures",
@@ -41,14 +41,12 @@ _NO_SHAPE = (
     "dtype",
     "quantization_config",
 )
-_HEAD_WIDTH = 8  # of a small-width form, at least
+_HEAD_WIDTH = 8  # of a narrow form, at least
 _SMALLEST_VOCABULARY = 64
 
 
 class Tensor(NamedTuple):
-    """A parameter. *layer* is the module that uses it as one: ZeRO-3 gathers what belongs to a
-    module itself, and a pass goes from layer to layer.
-    """
+    """A parameter of a model."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,17 +54,17 @@ class Tensor(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """Where a tensor is that of an expert: its layer, and its number."""
+    """The expert that a tensor belongs to: its layer and its number."""
 
     layer: str
     number: int
 
 
 def config_of(name: str, width: int | None = None) -> dict[str, Any]:
-    """The configuration of the model called *name*, or of the config.json, or directory with one,
-    at that path; of its small-width form with *width*.
+    """The configuration of the model *name*, or of a config.json, or directory with one, at that
+    path; of its narrow form with *width*.
 
-    Raises: UsageError for what is neither, and where the model has no such form.
+    Raises: UsageError for an unknown model, and where it has no narrow form.
     """
     config = CONFIGS.get(name)
     if config is None:
@@ -84,16 +82,16 @@ def config_of(name: str, width: int | None = None) -> dict[str, Any]:
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """The small-width form of *config*: as many layers, experts and tensors, with *width* for its
-    hidden size and all else in proportion.
+    """The narrow form of *config*: as many layers, experts and tensors, with hidden size *width*
+    and the rest in proportion.
 
-    Raises: UsageError where there is nothing to narrow, or *width* is no multiple of the heads'
-    least width.
+    Raises: UsageError where the hidden size is unknown, or *width* is not a multiple of the least
+    head size.
     """
     hidden = next((key for key in _HIDDEN if key in config), None)
     if hidden is None or width < _HEAD_WIDTH or width % _HEAD_WIDTH or width > config[hidden]:
         raise UsageError(
-            f"a width of {width} is none that this model can be narrowed to: give a multiple of {_HEAD_WIDTH}, up to its own"
+            f"this model cannot be narrowed to a width of {width}: give a multiple of {_HEAD_WIDTH}, at most its own width"
         )
     share = width / config[hidden]
     small = {
@@ -122,9 +120,7 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any]) -> nn.Module:
-    """The causal language model of *config*, with random weights, wherever torch makes
-    tensors now.
-    """
+    """The causal language model of *config*, with random weights on the current default device."""
     import transformers
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -141,8 +137,8 @@ def build(config: dict[str, Any]) -> nn.Module:
 
 
 def tensors(config: dict[str, Any]) -> list[Tensor]:
-    """Every parameter of the model, those that are shared once, in the model's order: made on the
-    meta device, where they take no memory.
+    """Every parameter of the model in order, shared ones once. The model is made on the meta device
+    and takes no memory.
     """
     with torch.device("meta"):
         model = build(config)
@@ -153,11 +149,10 @@ def tensors(config: dict[str, Any]) -> list[Tensor]:
 
 
 def split_experts(found: list[Tensor], experts: int) -> Iterator[tuple[Tensor, Expert | None]]:
-    """*found*, with a tensor that holds all *experts* of a layer cut into one for each; and which
-    expert's it is.
+    """Split the tensors of *found* that hold all *experts* of a layer, one tensor per expert; with
+    the expert of each.
 
-    A layer that uses eight of 128 experts need not read the others, where each is a value of its
-    own.
+    A layer that uses eight of 128 experts need not read the others if each is a separate value.
     """
     for tensor in found:
         if experts > 1 and ".experts." in tensor.name and tensor.shape[0] == experts:

@@ -1,8 +1,7 @@
-"""A store whose transfers take the time that a drive's would, and move no byte; and a pool of
-memory that nobody touches.
+"""A store whose transfers take a drive's time but move no bytes, and a pool of memory that is never
+touched.
 
-With these a planner is measured on the shapes of a model that neither the drive nor the memory of
-the machine could hold.
+They measure a planner on shapes of models that fit neither the drive nor the memory of the machine.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _MAP_NORESERVE = 0x4000  # linux/mman.h
 
 
 class NullEngine(Engine):
-    """An engine that moves no byte, on files of any size that take no room.
+    """An engine that moves no bytes, on sparse files of any size.
 
     *read_bytes_per_second*, *write_bytes_per_second*: of a drive that serves one block after
-    another, so that both directions at once share it; transfers end at once where these are not
-    given. *faults* are as in the tests of the engine.
+    another, so that both directions share it; without them transfers complete immediately. *faults*
+    as in the tests of the engine.
     """
 
     def __init__(
@@ -47,14 +46,14 @@ class NullEngine(Engine):
         )
 
     def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
-        """A file in *directory* that has no blocks, and no name from now on."""
+        """A sparse unlinked file in *directory*."""
         with tempfile.NamedTemporaryFile(dir=directory) as made:
             made.truncate(size)
             return self.open(made.name, "rw")
 
 
 class _EndlessSlabs(Slabs):
-    """Room on a drive that is never full."""
+    """Space on a drive that is never full."""
 
     @property
     def available_bytes(self) -> int:
@@ -62,9 +61,7 @@ class _EndlessSlabs(Slabs):
 
 
 class NullStore(TensorStore):
-    """A store on a `NullEngine` of those speeds, which it closes. What it gives back is what its
-    reader's memory held before.
-    """
+    """A store on its own `NullEngine`. A read leaves the reader's memory unchanged."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class NullStore(TensorStore):
         ]
 
     def close(self) -> None:
-        """As `TensorStore.close`, and the engine with it."""
+        """Close the store and the engine."""
         try:
             super().close()
         finally:
@@ -89,8 +86,8 @@ class NullStore(TensorStore):
 
 
 class UntouchedPool(PinnedPool):
-    """A pool of any size, of addresses alone: a page costs memory once it is touched, which nothing
-    that moves no byte does.
+    """A pool of any size that reserves only addresses: an untouched page takes no memory, and
+    nothing touches these.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -102,5 +99,5 @@ class UntouchedPool(PinnedPool):
 
     @property
     def memory(self) -> memoryview:
-        """All of it, which is what a swapper asks for."""
+        """The whole pool, as a swapper requests."""
         return memoryview(self._addresses)

@@ -1,12 +1,12 @@
 """`python -m sweeps.optimizers_of_others DIR --packages P --output FILE`: optimizers of other
-packages under `NVMeOptimizer`, beside themselves in memory.
+packages under `NVMeOptimizer`, compared with the same classes in memory.
 
-Every class of each package is trained for some steps in memory, under `NVMeOptimizer` with all the
-memory that it wants, with the least that it does not refuse, and with that and provisional updates
-in the backward pass, some of which clipping undoes. The table says where the bits are the same,
-which are refused with which words, and which fail without this package as well. The
-packages are imported from P, as `pip install --no-deps --target P` leaves them, so that none of
-them has to be in the environment. Each class has a process and a time of its own.
+Every class of each package is trained for some steps in memory, under `NVMeOptimizer` with
+unlimited memory, with the least memory that it accepts, and with that and provisional updates in
+the backward pass, some of which clipping undoes. The table names bit-equal classes, refused ones
+with the message, and classes that fail without this package too. The packages are imported from P
+(`pip install --no-deps --target P`), so they need not be in the environment. Each class has a
+separate process and a time limit.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ PACKAGES = """
 SHAPES = ((200, 150), (40, 30), (77,), (300, 100), (16, 8, 3, 3))
 STEPS = 12
 CLIPPED = (7, 8)  # steps whose gradients are changed after the backward pass
-SECONDS = 90  # that one optimizer may take
-# What classes want that have no default for it, and that a user would have to give, too.
+SECONDS = 90  # time limit of an optimizer
+# Arguments without a default, which a user must give too.
 ARGUMENTS: dict[str, Any] = {
     "lr": 1e-3,
     "num_iterations": 100,
     "num_data": 100,
     "base_optimizer": torch.optim.AdamW,
 }
-OF_CLASSES: dict[str, dict[str, Any]] = {  # which have a default that they refuse
+OF_CLASSES: dict[str, dict[str, Any]] = {  # classes that refuse their own default
     r"bitsandbytes\.optim\.(LARS|SGD|PytorchLARS)": {"momentum": 0.9},
     r"came_pytorch\.": {"lr": 1e-3},
 }
@@ -75,8 +75,8 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Way(NamedTuple):
-    """How an optimizer is used: *matrices* alone; *groups* of these and of others; a *closure* for
-    `step`; gradients with a *graph*; *ranks*, of one.
+    """How an optimizer is used: *matrices* only; *groups* of matrices and others; a *closure* for
+    `step`; gradients with a *graph*; in a process group of one (*ranks*).
     """
 
     name: str
@@ -99,8 +99,8 @@ WAYS = (
 
 
 class Outcome(NamedTuple):
-    """What became of one optimizer. buckets: with the least memory. in_backward: of these, those
-    updated provisionally in the step for which that were most; undone: as many at most again.
+    """The result of one optimizer. buckets: with the least memory. in_backward: the most buckets
+    updated provisionally in a step; undone: the most undone in a step.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
 
 
 def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
-    """The optimizer classes that the packages have, by name; torch's own are elsewhere."""
+    """The optimizer classes of the packages, by name, without torch's own."""
     for package in packages:
         try:
             module = _imported(package)
@@ -131,7 +131,7 @@ def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
 
 
 def _imported(package: str) -> Any:
-    # for which timm itself would import its models, and they torchvision
+    # timm would import its models for this, and they torchvision
     if package == "timm.optim":
         outer, models = types.ModuleType("timm"), types.ModuleType("timm.models")
         outer.__path__ = [
@@ -145,8 +145,8 @@ def _imported(package: str) -> Any:
 
 
 def made(kind: Any, more: Mapping[str, Any] | None = None) -> Make:
-    """The class with its own defaults and *more*; where it has none, with those of `ARGUMENTS`, an
-    optimizer inside of it, or names of parameters.
+    """A factory: the class with its defaults and *more*, and for arguments without a default
+    `ARGUMENTS`, an inner optimizer, or names of parameters.
     """
     wanted = inspect.signature(kind).parameters
     given = {
@@ -180,7 +180,7 @@ def _flat(params: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def weights(way: Way) -> list[torch.nn.Parameter]:
-    """The same at each call."""
+    """Parameters, equal at each call."""
     generator = torch.Generator().manual_seed(0)
     shapes = [shape for shape in SHAPES if len(shape) == 2 or not way.matrices]
     return [
@@ -190,7 +190,7 @@ def weights(way: Way) -> list[torch.nn.Parameter]:
 
 
 def given_to(params: Sequence[torch.nn.Parameter], way: Way) -> Any:
-    """*params* as an optimizer is given them."""
+    """The argument *params* of the optimizer."""
     if not way.groups:
         return list(params)
     matrices = [parameter for parameter in params if parameter.dim() == 2]
@@ -204,7 +204,7 @@ def train(
     way: Way,
     counted: list[Any] | None = None,
 ) -> None:
-    """Some steps, down a slope and with noise; the statistics of each are *counted*."""
+    """Train some noisy steps; append the statistics of each to *counted*."""
     torch.manual_seed(0)
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
@@ -236,7 +236,7 @@ def train(
 
 
 def same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether all bits are."""
+    """Whether all bits are equal."""
     return all(
         torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
         for one, other in zip(ones, others, strict=True)
@@ -244,7 +244,7 @@ def same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
 
 
 def plainly(make: Make, way: Way) -> list[torch.nn.Parameter]:
-    """Parameters that were trained in memory."""
+    """Train parameters in memory."""
     if way.ranks and not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -257,8 +257,8 @@ def plainly(make: Make, way: Way) -> list[torch.nn.Parameter]:
 def trained(
     make: Make, directory: str, cap: int | str, way: Way, in_backward: Any = False
 ) -> tuple[list[torch.nn.Parameter], list[UpdateStats]]:
-    """Parameters that were trained with this *cap*, or the least above it that is named where it is
-    refused; and the statistics of each step.
+    """Train parameters with this *cap*, or with the least that a refusal names; and the statistics
+    of each step.
     """
     for _ in range(5):
         params = weights(way)
@@ -292,7 +292,7 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
     counts = (0, 0, 0)
     if isinstance(way, str):
         return Outcome(name, f"fails in memory: {way}")
-    if not way.groups:  # all trials would be of the same options
+    if not way.groups:  # all trials have the same options
         bucketing.examine = _once(bucketing.examine)
     by = f" ({way.name})" if way.name else ""
     try:
@@ -317,7 +317,7 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
 
 
 def _way_of(make: Make) -> Way | str:
-    """The first way in which it trains in memory, or what goes wrong in the usual one."""
+    """The first way in which it trains in memory, or the first error."""
     said = ""
     for way in WAYS:
         try:
@@ -331,9 +331,7 @@ def _way_of(make: Make) -> Way | str:
 
 
 def _once(examine: Any) -> Any:
-    """*examine*, that is not asked again what it has said: of one class, with one set of
-    options.
-    """
+    """*examine* with a cache: one class with one set of options is examined once."""
     found: dict[Any, Any] = {}
 
     @functools.wraps(examine)
@@ -351,12 +349,12 @@ def _judged(heard: Sequence[str]) -> str:
 
 
 def apart(name: str, make: Make, directory: str) -> Outcome:
-    """`judge` in a process of its own, for at most `SECONDS`."""
+    """Run `judge` in a separate process, for at most `SECONDS`."""
     context = multiprocessing.get_context("fork")
     ours, its = context.Pipe(duplex=False)
 
     def work() -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some advertise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some print advertisements
         its.send(judge(name, make, directory))
 
     process = context.Process(target=work)
@@ -400,12 +398,12 @@ def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Judge all, and write the table."""
+    """Judge all classes and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", help="a directory on the drive")
-    parser.add_argument("--packages", required=True, help="where pip has put them")
+    parser.add_argument("--packages", required=True, help="directory of the packages")
     parser.add_argument("--output", type=Path, help="a Markdown file")
-    parser.add_argument("--only", default="", help="those in whose names this expression is found")
+    parser.add_argument("--only", default="", help="only classes whose names match this expression")
     parser.add_argument("--jobs", type=int, default=1, help="at a time")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

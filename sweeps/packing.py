@@ -1,9 +1,9 @@
-"""What packing states on a GPU takes, by torch's operations and by Triton's kernels:
+"""Time of packing states on a GPU, by torch's operations and by Triton's kernels:
 
     python -m sweeps.packing . --output reports/packing
 
-The states of a bucket are unpacked and packed again, as an update does it, in each format, by each
-of the two in turn. Both give the same bits, which `optimizer_states.on_gpu` tries.
+In each format, both sides unpack and pack the states of a bucket as an update does, interleaved.
+Both give equal bits, which `optimizer_states.on_gpu` checks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _REPEATS = 20
 
 
 class Taken(NamedTuple):
-    """Seconds of one bucket: on the GPU, and of the processor until all of it is queued; and bytes
-    of GPU memory beside the bucket.
+    """Seconds of one bucket on the GPU, and of the CPU until everything is queued; and bytes of
+    additional GPU memory.
     """
 
     gpu: float
     queued: float
-    beside: int
+    extra: int
 
 
 @click.command()
@@ -87,13 +87,15 @@ def main(directory: Path, elements: int, rounds: int, output: Path | None) -> No
         "torch's over these": ratio,
         "processor, ms": lambda side: f"{median(side, 'queued') * 1e3:.3f}",
         "billion parameters a second": lambda side: f"{elements / median(side, 'gpu') / 1e9:.2f}",
-        "GPU memory beside the bucket, MB": lambda side: f"{median(side, 'beside') / 1e6:.0f}",
+        "GPU memory in addition to the bucket, MB": lambda side: (
+            f"{median(side, 'extra') / 1e6:.0f}"
+        ),
     }
     text = document(
         "# Packing states on a GPU",
         listed(described),
-        f"{elements:,} bfloat16 parameters with Adam's two moments, unpacked and packed again. Medians of {rounds} rounds of {_REPEATS}, the sides in turn.",
-        "Where the processor, which queues what the GPU does, takes as long, the GPU waits for it.",
+        f"{elements:,} bfloat16 parameters with Adam's two moments, unpacked and packed again. Medians of {rounds} rounds of {_REPEATS}, interleaved.",
+        "If the CPU takes as long to queue the kernels, the GPU waits for it.",
         columns(sides, cells),
     )
     click.echo(text)

@@ -1,4 +1,4 @@
-"""Plans in TOML: read into dataclasses, with what is wrong named."""
+"""Read plans in TOML into dataclasses, with errors that name the wrong key."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Made = TypeVar("Made")
 
 
 def read(path: Path, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """What *make* makes of the plan in *path*.
+    """Read the plan in *path* and convert it by *make*.
 
-    Raises: UsageError naming what is missing, unknown or not possible; OSError.
+    Raises: UsageError naming a missing, unknown or invalid key; OSError.
     """
     try:
         return make(tomllib.loads(path.read_text()))

@@ -1,15 +1,15 @@
-"""`python -m sweeps.regret DIR`: how far what nvme-sweep chooses is from the best of an exhaustive
-grid, and how far its choices are from each other.
+"""`python -m sweeps.regret DIR`: the loss of nvme-sweep's choices compared with the best of an
+exhaustive grid, and their spread.
 
-The sweep runs several times. Then fio measures every setting of the sweep's own space under the
-mixed load, with the control after every few, since a drive drifts; then the best of the grid, what
-the sweeps chose and the control run, interleaved, and only this last part is judged. Whatever is
-picked as the best of noisy runs is flattered by them, so the best is picked by one half of the
-rounds and judged by the other, both ways about.
+The sweep runs several times. Then fio measures every setting of the sweep's space under the mixed
+load, with a control run after every few settings, since a drive drifts. Finally the best of the
+grid, the sweeps' choices and the control run interleaved, and only these runs are judged. Choosing
+the best of noisy runs is biased, so one half of the rounds chooses it and the other half judges it,
+and vice versa.
 
-The last part is run twice: by fio, which moves the same few blocks of memory again and again, and
-by the engine, which moves requests of 16 MiB through more memory than a cache holds, as training
-does. Where they disagree about a setting, memory is what they disagree about.
+The last part runs twice: with fio, which reuses a few blocks of memory, and with the engine, which
+moves requests of 16 MiB through more memory than a cache holds, as training does. The two differ
+only in their use of memory.
 """
 
 from __future__ import annotations

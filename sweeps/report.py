@@ -15,9 +15,7 @@ _ENOUGH_FOR_DECILES = 10
 
 
 class Spread(NamedTuple):
-    """A median, and between which values the rest is: the middle 80 % of ten or more, otherwise
-    all.
-    """
+    """A median with the range of the values: the middle 80 % of ten or more, otherwise all."""
 
     low: float
     median: float
@@ -46,7 +44,7 @@ def shown(values: Iterable[float], digits: int = 2) -> str:
 
 
 def verdict(found: Spread, least: float | None = None, most: float | None = None) -> str:
-    """Whether the median meets the target; a question mark where the spread holds both answers.
+    """Whether the median meets the target, with a question mark if the spread includes the target.
     Empty without a target.
     """
     target = least if least is not None else most
@@ -62,15 +60,13 @@ def ratios(mine: pd.Series, others: pd.Series) -> pd.Series:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that *percent* of all do not exceed; the largest where there are too few to
-    tell.
-    """
+    """The value that *percent* of all do not exceed; the largest if there are few values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
 def summed_up(seconds: Sequence[float]) -> dict[str, float]:
-    """What a JSON file keeps of something that was timed thousands of times."""
+    """Summary for a JSON file of something timed thousands of times."""
     figures = {
         "median": statistics.median(seconds),
         "percentile_99": percentile(seconds, 99),

@@ -1,8 +1,8 @@
-"""`python -m sweeps.saving DIR`: what a checkpoint of the states of an `NVMeOptimizer` takes, as a
-state dict and as they are kept, by turns.
+"""`python -m sweeps.saving DIR`: time and bytes of a checkpoint of `NVMeOptimizer` states, by a
+state dict and by `save()`, interleaved.
 
-A side writes a file to the drive of DIR, to stay, and another optimizer loads it, from the drive: by
-then nothing of it is in the page cache. The disk counts what is read and written, whoever does so.
+A side writes a file to the drive of DIR and syncs it, and another optimizer loads it after the file
+was dropped from the page cache. Bytes are the drive's counters, which include other processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def llama(count: int) -> list[tuple[int, ...]]:
 
 
 def experts(count: int) -> list[tuple[int, ...]]:
-    """Those of *count* matrices of experts."""
+    """The shapes of *count* matrices of experts."""
     return [_EXPERT] * count
 
 
@@ -50,7 +50,7 @@ MODELS = {"llama": llama, "experts": experts}
 
 
 def by_state_dict(optimizer: NVMeOptimizer, path: Path) -> None:
-    """Save as any optimizer is saved."""
+    """Save a state dict with torch.save."""
     torch.save(optimizer.state_dict(), path)
     sync(path)
 
@@ -107,7 +107,7 @@ def main(
             for side in there_and_back(list(SIDES), number):
                 path.unlink(missing_ok=True)
                 save = functools.partial(SIDES[side], optimizer, path)
-                os.sync()  # what is left of the turn before
+                os.sync()  # write back dirty pages of the previous side
                 before = disk.read()
                 seconds, after = _timed(save), disk.read()
                 evict(path)
@@ -151,7 +151,7 @@ def report(
         f'# Checkpoints of {elements / 1e9:.2f} billion parameters, "{options["state_format"]}"',
         f"{tensors} bfloat16 parameters with the shapes of {model}, {count} of its "
         f"{'layers' if model == 'llama' else 'matrices'}; `host_memory` {options['host_memory']}. Median of "
-        f"{len(ours)} rounds, and between which values the others are.",
+        f"{len(ours)} rounds, with the range.",
         columns(
             SIDES,
             {

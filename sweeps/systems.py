@@ -1,12 +1,12 @@
-"""A model of billions of parameters trained by this and by what else there is, each system in turn:
-`python3 -m sweeps.systems DIR --model 7b`, from the root of the repository.
+"""A model of billions of parameters trained by this package and by other systems, one after
+another: `python3 -m sweeps.systems DIR --model 7b`, from the root of the repository.
 
-Each is a process of its own, or one for each GPU, that makes a few steps of the model of
-`examples/big_models/train.py`, with the same batches and with what its own pages recommend. Host
-memory is what the machine has less of while a system trains: memory that a GPU's driver pins is
-nowhere in a process's own figures. transformers is wanted by all; deepspeed, flashoptim and
-megatrain (its package is called `infinity`) by their systems, and the report says where one is not
-there.
+Each system is a separate process, or one per GPU, that runs a few steps of the model of
+`examples/big_models/train.py`, with the same batches and the settings that its documentation
+recommends. Host memory is the drop of the machine's available memory while a system trains, since a
+process's own counters lack memory that a GPU's driver pins. All systems need transformers; some
+need deepspeed, flashoptim or megatrain (whose package is called `infinity`), and the report names
+missing ones.
 
 Source: the READMEs of DeepSpeed, FlashOptim and MegaTrain; torch.distributed.fsdp.
 """
@@ -39,17 +39,17 @@ from .meter import Meter
 from .report import columns, document, escaped, listed, write
 
 _EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
-_SETTLING = 2  # steps: the first makes states, and after the second the order is learned
+_SETTLING = 2  # steps: the first creates states, after the second the order is learned
 _LEARNING_RATE = 1e-4
 _DECAY = 0.1
-_SUB_GROUP = 200_000_000  # parameters; DeepSpeed's buffers are as large as one, and float32
+_SUB_GROUP = 200_000_000  # parameters; the size of DeepSpeed's float32 buffers
 
 Step = Callable[[torch.Tensor], float]
 
 
 class System(NamedTuple):
-    """What trains: a line of text, and what makes its step of a job; the step takes tokens, and
-    returns its loss when the parameters are updated.
+    """A system: its title, and the factory of its step. The step takes tokens and returns the loss
+    after the update.
     """
 
     title: str
@@ -58,7 +58,7 @@ class System(NamedTuple):
 
 @functools.cache
 def _example() -> dict[str, Any]:
-    """What examples/big_models/train.py defines."""
+    """The definitions of examples/big_models/train.py."""
     return runpy.run_path(str(_EXAMPLE))
 
 
@@ -72,12 +72,12 @@ def _model(job: dict[str, Any], gpus: int = 1, device: torch.device | None = Non
 
 
 def _plain(model: Callable[..., Any], optimizer: Any) -> Step:
-    """A step as torch has it."""
+    """A plain training step."""
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(tokens)
         loss.backward()
-        found = float(loss)  # which waits for the GPU
+        found = float(loss)  # waits for the GPU
         optimizer.step()
         optimizer.zero_grad()
         return found
@@ -240,7 +240,7 @@ def _megatrain(job: dict[str, Any]) -> Step:
     from transformers import AutoModelForCausalLM
 
     made = _model(job).cpu()
-    made.model.gradient_checkpointing_disable()  # it recomputes layers by itself
+    made.model.gradient_checkpointing_disable()  # MegaTrain recomputes layers
     with torch.device("meta"):
         llama = AutoModelForCausalLM.from_config(made.model.config, dtype=torch.bfloat16)
     llama.model, llama.lm_head = made.model, made.loss.head
@@ -257,7 +257,7 @@ def _megatrain(job: dict[str, Any]) -> Step:
         model.get_parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY, adamw_mode=True
     )
 
-    # what it asks of a padding mask only flash-attn makes causal
+    # only with flash-attn does it combine a padding mask with a causal one
     causal = torch.ones(1, 1, job["sequence"], job["sequence"], dtype=torch.bool).tril()
 
     def step(tokens: torch.Tensor) -> float:
@@ -300,7 +300,7 @@ SYSTEMS = {
 
 
 def _train(job: dict[str, Any]) -> None:
-    """One system, in this process; the first rank tells every step."""
+    """Run one system in this process; the first rank reports every step."""
     tell = apart.teller()
     rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
     if cuda:
@@ -323,7 +323,7 @@ def _train(job: dict[str, Any]) -> None:
         peak = torch.cuda.max_memory_allocated() if cuda else 0
         tell("step", number=number, loss=loss, gpu_bytes=peak, taken=taken)
     del step
-    gc.collect()  # of FSDP2's cycles, which keep gloo's threads beyond the end of Python
+    gc.collect()  # FSDP2's reference cycles keep gloo's threads alive past interpreter exit
     dist.destroy_process_group()
 
 
@@ -350,8 +350,8 @@ def main(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Train a model of billions of parameters by each system, with the drive of DIRECTORY where it
-    wants one, and print a report in Markdown.
+    """Train a model of billions of parameters by each system, with the drive of DIRECTORY, and
+    print a report in Markdown.
     """
     command.stop_at_sigterm()
     described = facts(directory, "sweeps.systems")
@@ -432,7 +432,7 @@ def render(described: dict[str, str], found: list[dict[str, Any]], options: dict
 
 @functools.cache
 def _elements(model: str) -> int:
-    """Parameters of it; memory is taken for none."""
+    """The number of its parameters, without memory for them."""
     example = _example()
     with torch.device("meta"):
         made = example["make_model"](model, torch.device("meta"), 1)
@@ -440,7 +440,7 @@ def _elements(model: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].endswith("job.json"):  # a system's own process
+    if sys.argv[1:] and sys.argv[1].endswith("job.json"):  # the process of a system
         _train(json.loads(Path(sys.argv[1]).read_text()))
     else:
         command.run(main, "sweeps.systems")

@@ -26,14 +26,14 @@ def rotated(sides: Sequence[Side], number: int) -> list[Side]:
 def rounds(count: int, seconds: float | None, notes: list[str]) -> Iterator[int]:
     """Numbers of rounds, up to *count*.
 
-    Ends early where the next round, as long as the longest so far, would end later than *seconds*
-    after the command began; then says so in *notes*. The first round always begins.
+    Stops, with a note, before a round that would end later than *seconds* after the start of the
+    command if it took as long as the longest so far. The first round always runs.
     """
     longest = 0.0
     for number in range(count):
         began = time.monotonic()
         if seconds is not None and number > 0 and began + longest > BEGAN + seconds:
-            notes.append(f"{number} of {count} rounds fitted into the time that was given.")
+            notes.append(f"{number} of {count} rounds fitted into the given time.")
             return
         yield number
         longest = max(longest, time.monotonic() - began)

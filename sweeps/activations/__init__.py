@@ -1,5 +1,5 @@
-"""What keeping saved activations on a drive costs and saves, beside the other ways to train with
-less memory.
+"""Cost and savings of activations saved on a drive, compared with other ways to train with less
+memory.
 
 python -m sweeps.activations /local_nvme --output reports/activations
 """

@@ -1,5 +1,5 @@
-"""Command line: train a transformer with long sequences in several ways, interleaved, and tell
-times and memory.
+"""Command line: train a transformer on long sequences in several ways, interleaved, and report time
+and memory of each.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--fio-size",
         default="1GB",
-        help="of each of fio's two files, which tell the drive's speed before each round; 0 runs no fio",
+        help="of each of fio's two files, for the drive's speed before each round; 0 runs no fio",
     )
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float32"], help="default: float32 on the CPU"

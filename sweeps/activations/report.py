@@ -20,8 +20,8 @@ from .ways import Step, Way
 
 @dataclasses.dataclass
 class Results:
-    """facts: machine and command, by name. speeds: all that fio measured. refused: why a way, by
-    name, has no steps.
+    """facts: machine and command, by name. speeds: fio's measurements. refused: why a way, by name,
+    did not run.
     """
 
     facts: dict[str, str]
@@ -36,7 +36,7 @@ class Results:
         return max((step.round + 1 for step in self.steps), default=0)
 
     def as_json(self) -> dict[str, Any]:
-        """All that was measured."""
+        """All results as JSON."""
         rows = {
             "steps": [step._asdict() for step in self.steps],
             "speeds": [speeds._asdict() for speeds in self.speeds],
@@ -54,7 +54,7 @@ class Results:
         self.speeds += [Speeds(**speeds) for speeds in document["speeds"]]
 
     def speed(self, name: str) -> float:
-        """The median of what fio measured, in bytes a second; 0 where it was not run."""
+        """The median of fio's speeds in bytes per second; 0 without fio."""
         return statistics.median([getattr(one, name) for one in self.speeds] or [0.0])
 
 
@@ -88,7 +88,7 @@ def _summary(results: Results, ways: Sequence[Way], of: dict[str, pd.DataFrame])
         yield f"Without offload a forward pass computes {rate:.3g} Tflop/s."
     titles = {way.name: way.title for way in ways}
     yield "\n".join(
-        f"- **{way.title}**, beside {titles[way.base]}: {_judged(results, of[way.name], of[way.base])}"
+        f"- **{way.title}**, compared with {titles[way.base]}: {_judged(results, of[way.name], of[way.base])}"
         for way in ways
         if of[way.name].saved_bytes.any() and len(of.get(way.base, ()))
     )
@@ -108,7 +108,7 @@ def _judged(results: Results, mine: pd.DataFrame, base: pd.DataFrame) -> str:
     fast = takes <= results.speed("write") and gives <= results.speed("read")
     return said + (
         f"; this one takes {results.speed('write') / 1e9:.3g} and gives {results.speed('read') / 1e9:.3g} GB/s, "
-        f"{results.speed('mixed') / 1e9:.3g} of both at once, and is {'fast enough' if fast else 'too slow'}."
+        f"{results.speed('mixed') / 1e9:.3g} both ways concurrently, and is {'fast enough' if fast else 'too slow'}."
     )
 
 
@@ -166,11 +166,11 @@ def _drive(ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> str:
 
 def _how(steps: pd.DataFrame) -> str:
     return (
-        f"{steps['round'].nunique()} rounds; each goes every way, and the next begins with another. "
+        f"{steps['round'].nunique()} rounds; each runs every way, and the next starts with another. "
         "A figure is the median over all steps, without the first of each way in a "
-        "process; a ratio the median over the rounds of what one round gave; with all of them in brackets. Activation memory is the peak over weights and "
-        "gradients: of the GPU, or where there is none of what the process has resident, with all of the way's own host memory. What waits waits on the host, "
-        "which on a GPU runs ahead of the computing: a wait there need not make a step longer."
+        "process; a ratio is the median over the rounds of the ratio within one round, with its range. Activation memory is the peak above weights and "
+        "gradients: of the GPU, or without one of the resident size of the process, including the host memory of the way. Waits are of the host, "
+        "which on a GPU runs ahead of the computing, so a wait need not lengthen a step."
     )
 
 
@@ -180,7 +180,7 @@ def _equality(ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> str:
         return "The gradients of all steps are equal bit for bit."
     plain = set(of["none"].checksum) if "none" in of else set()
     if len(plain) > 1:
-        return "The gradients of two steps without offload differ already, as attention on a GPU may, so that bits tell nothing here."
+        return "Gradients of two steps without offload differ, since attention on a GPU is not deterministic: bits cannot be compared here."
     differing = ", ".join(title for title, found in sums.items() if found != plain)
     return f"**Gradients differ** from those without: {differing}."
 

@@ -1,6 +1,4 @@
-"""The model that is trained: a decoder on long sequences of noise, of which only the blocks
-matter.
-"""
+"""The model: decoder blocks on long sequences of noise."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from sweeps.blocks import Block
 
 
 class Shape(NamedTuple):
-    """Of the model and of what goes into it."""
+    """Sizes of the model and its input."""
 
     blocks: int
     width: int
@@ -23,7 +21,7 @@ class Shape(NamedTuple):
 
     @property
     def forward_flops(self) -> float:
-        """Of a forward pass: the matrices, and attention, which is causal."""
+        """Of a forward pass: matrices and causal attention."""
         return (
             self.batch
             * self.sequence
@@ -45,7 +43,7 @@ def make(
 
 
 def checksum(blocks: nn.ModuleList) -> int:
-    """Of the bits of all gradients."""
+    """A sum of the bits of all gradients."""
     total = 0
     for number, parameter in enumerate(blocks.parameters()):
         if parameter.grad is not None:

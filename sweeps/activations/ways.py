@@ -1,4 +1,4 @@
-"""The ways to go through the blocks, and what a step of each takes."""
+"""The ways to run the blocks, and the measurement of one step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .transformer import checksum
 
 
 class Step(NamedTuple):
-    """What one step took; bytes are of saved tensors, and of the drive. peak_bytes: beside weights
-    and gradients, on the device.
+    """The measurements of one step, with bytes of saved tensors and of the drive. peak_bytes:
+    device memory above weights and gradients.
     """
 
     way: str
@@ -45,11 +45,11 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Way:
-    """A way through the blocks: *context* is around a *share* of them, evenly spread, which it
-    *recomputes* in the backward pass or not; others keep theirs.
+    """A way to run the blocks: *context* applies to a *share* of them, evenly spread, and
+    *recomputes* them in the backward pass or not; other blocks save their activations.
 
-    kept_bytes: of this process' memory that it holds from one step to the next. fresh: no step was
-    made in this process; the first takes memory, and what has a drive learns an order.
+    kept_bytes: of host memory between steps. fresh: no step was made yet; the first allocates
+    memory, and teaches the swapper its order.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Way:
 
     @property
     def base(self) -> str:
-        """The name of the way that this one adds a drive to, or of that which does nothing."""
+        """The name of the same way without a drive."""
         return "checkpoint" if self.recomputes and self.offload is not None else "none"
 
     def forward(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
@@ -80,8 +80,8 @@ class Way:
 
 
 def spread(count: int, share: float) -> set[int]:
-    """A *share* of as many numbers, from 0, with gaps alike: the drive has as much to do in each
-    part of a pass.
+    """A *share* of the numbers below *count*, evenly spaced, so that every part of a pass uses the
+    drive equally.
     """
     chosen = round(share * count)
     return {number * count // chosen for number in range(chosen)}
@@ -98,8 +98,8 @@ def ways(
     shares: list[float],
     min_bytes: str,
 ) -> Iterator[list[Way]]:
-    """The ways called *names*; those of the drive once for each of their *host_memory*, "nvme" for
-    each of *shares* of the blocks as well.
+    """The ways *names*; ways with a drive once per *host_memory*, "nvme" also once per share in
+    *shares*.
 
     They are closed at the end of the `with`.
     """
@@ -131,7 +131,7 @@ def ways(
 
 def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, number: int) -> Step:
     """One step of *way*, in round *number*. Raises: torch.OutOfMemoryError."""
-    blocks.zero_grad(set_to_none=False)  # so that every step finds them there
+    blocks.zero_grad(set_to_none=False)  # so that gradients exist before every step
     before = way.offload.stats() if way.offload is not None else None
     peak = Peak(x.device)
     started = _now(x.device)
@@ -167,15 +167,15 @@ def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, number: int) -> St
 
 
 def give_back_at_once() -> None:
-    """See that the C library keeps no tensor's memory that was freed, which would count. Source:
-    mallopt(3), for M_MMAP_THRESHOLD.
+    """Make the C library return freed tensors to the kernel, since they would count as resident.
+    Source: mallopt(3), for M_MMAP_THRESHOLD.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
 
 
 class Peak:
-    """The most memory from here on, over what there is now: of the GPU, or of this process where
-    there is none.
+    """The growth of memory since creation, at its peak: of the GPU, or of this process where there
+    is no GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -188,11 +188,11 @@ class Peak:
         self._before = self._now("allocated", "VmRSS")
 
     def nbytes(self) -> int:
-        """So far."""
+        """The peak so far."""
         return max(self._now("max", "VmHWM") - self._before, 0)
 
     def left(self) -> int:
-        """What there is more now; nothing of a GPU."""
+        """The current growth; 0 on a GPU."""
         if self._device.type == "cuda":
             return 0
         _trim()
@@ -210,7 +210,7 @@ class Peak:
 
 def _trim() -> None:
     gc.collect()
-    # what is free already would hide what is taken. Source: malloc_trim(3)
+    # free memory in the heap would hide later allocations. Source: malloc_trim(3)
     ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -74,7 +74,7 @@ class Ours:
             self._archive.write(str(path), tree, engine)
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
-        """Read all tensors of *path* at once into memory on huge pages."""
+        """Read all tensors of *path* concurrently into memory on huge pages."""
         with self._engine(setting) as engine:
             stored = self._archive.read(str(path), engine)
             places = _placed({name: tensor.nbytes for name, tensor in stored.items()})

@@ -1,8 +1,8 @@
-"""Install what a comparison compares with, into this Python: `python -m sweeps.compare.install`.
+"""Install the peers of a comparison into this Python: `python -m sweeps.compare.install`.
 
-From the package index, or with --wheels from a directory. Nothing that is there already is changed,
-and nothing but these packages comes along, so that torch and numpy stay what they are. What cannot
-be installed is told and left out; the comparison says so, too.
+From the package index, or with --wheels from a directory. Installed packages stay unchanged, and no
+dependencies are installed, so torch and numpy keep their versions. A peer that cannot be installed
+is reported and skipped, as it is by the comparison.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import click
 
 from ..command import DIRECTORY
 
-# a build's own, of which pip says the consequences in the lines after
+# an error of the build itself, which pip repeats in other words below
 _REASON = re.compile(r"\s*\w+Error: ")
 _LIBRARIES = "/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu:/usr/lib64:/usr/lib"
 
 
 class _Peer(NamedTuple):
-    """*packages*, which bring *module*; *hindrance* tells why it would be of no use here, or
-    nothing. builds: a compiler runs, on this torch.
+    """The *packages* with *module*; *hindrance* returns why it would not work here, or "". builds:
+    compiles against this torch.
     """
 
     module: str
@@ -43,7 +43,7 @@ def _without_cuda() -> str:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "it needs CUDA's driver, libcuda.so.1, also for host memory"
+        return "it needs CUDA's driver, libcuda.so.1, for host memory too"
     return ""
 
 
@@ -58,22 +58,22 @@ _PEERS = (
         ("kvikio-cu12", "libkvikio-cu12", "rapids-logger==0.3.*", "cuda-pathfinder"),
         _without_cuda,
     ),
-    # Its setup looks for static libraries elsewhere than Debian has them, and would write to the
-    # .bashrc of a home that is not temporary.
+    # Its setup looks for static libraries in other directories than Debian's, and writes to .bashrc
+    # unless the home is temporary.
     _Peer("tensornvme", ("tensornvme",), builds=True),
     _Peer("deepspeed", ("deepspeed", *_DEEPSPEED_NEEDS)),
 )
 
 
 @click.command()
-@click.option("--wheels", type=DIRECTORY, help="Take the packages from this directory alone.")
+@click.option("--wheels", type=DIRECTORY, help="Install the packages from this directory only.")
 def main(wheels: Path | None) -> None:
-    """Install the peers of a comparison that are not there yet."""
+    """Install the missing peers of a comparison."""
     for peer in _PEERS:
         if importlib.util.find_spec(peer.module) is not None:
-            click.echo(f"{peer.module}: there already")
+            click.echo(f"{peer.module}: already installed")
         elif hindrance := peer.hindrance():
-            click.echo(f"{peer.module}: left out, {hindrance}")
+            click.echo(f"{peer.module}: skipped, {hindrance}")
         else:
             click.echo(f"{peer.module}: {_install(peer, wheels)}")
 
@@ -92,7 +92,7 @@ def _install(peer: _Peer, wheels: Path | None) -> str:
                 filter(None, (environment.get("LIBRARY_PATH"), _LIBRARIES))
             )
             if not any((Path(place) / "liburing.a").exists() for place in _LIBRARIES.split(":")):
-                environment["DISABLE_URING"] = "1"  # or it would look for its source in the net
+                environment["DISABLE_URING"] = "1"  # otherwise it would download the source
             environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         ran = subprocess.run(
             [*command, *peer.packages], env=environment, capture_output=True, text=True
@@ -105,7 +105,7 @@ def _install(peer: _Peer, wheels: Path | None) -> str:
         or [line for line in said if "error" in line.lower()]
         or said
     )
-    return f"left out, pip says: {reasons[-1][:200]}"
+    return f"skipped, pip reports: {reasons[-1][:200]}"
 
 
 if __name__ == "__main__":

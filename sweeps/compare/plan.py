@@ -26,10 +26,10 @@ Setting = dict[str, Any]  # as the plan has it, sizes in bytes
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Bytes to move in one direction, or in both at once.
+    """Bytes to move in one direction, or in both concurrently.
 
     share: of the argument of `--size`. request_bytes: of each tensor; 0 for a single tensor.
-    checkpoint: the tensors are those of `state`, saved to one file.
+    checkpoint: saves or loads the tensors of `state` in one file.
     """
 
     name: str
@@ -161,7 +161,7 @@ _SETTING_KEYS = {
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in *path*. Raises: UsageError with what is wrong; OSError."""
+    """Read the plan in *path*. Raises: UsageError naming the wrong key; OSError."""
     return read(path, _plan)
 
 

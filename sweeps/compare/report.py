@@ -16,7 +16,7 @@ from .plan import Setting, describe
 HOW = (
     "Each round runs every task, and each task runs all sides one after another; the next round starts with another side and reverses the order. A ratio is "
     "the median over the rounds of the ratio within one round, with the range of all rounds (the middle 80 % of ten or more) in brackets. Sides of different "
-    "libraries run in separate processes, so memory and CPU are measured per library. Sides that take the caller's memory get the same: huge pages, faulted in "
+    "libraries run in separate processes, so memory and CPU are per library. Sides that take the caller's memory get equal buffers: huge pages, touched "
     "before the clock starts. DeepSpeed's op gets memory from its own allocator, because it copies any other.",
     "All clocks stop after fdatasync or its equivalent. A file to read is dropped from the page cache before the clock starts, which mincore confirms, and is "
     "fully in memory when it stops: sides that map a file touch every page. The first round compares every byte outside the timed part. fio uses its own "

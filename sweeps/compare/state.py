@@ -66,7 +66,7 @@ def shapes(nbytes: int) -> list[Shape]:
 
 
 def build(nbytes: int) -> dict[str, torch.Tensor]:
-    """Make the state; each tensor has its own memory."""
+    """Make the state, with separate memory for each tensor."""
     import torch
 
     pattern = _pattern()

@@ -165,7 +165,7 @@ class Worker:
         return _answer(measurement._replace(cached_bytes=cached))
 
     def checkpoint(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Save or load a file of tensors; check all of them with "verify"."""
+        """Save or load a file of tensors; check every tensor with "verify"."""
         setting, nbytes = asked["setting"], asked["nbytes"]
         side = self._checkpoint(asked["checkpoint"])
         path = self._place.directory / f"{asked['side']}.{nbytes}.new"

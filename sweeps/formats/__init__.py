@@ -1,3 +1,3 @@
-"""What the state formats do to training: a character-level transformer with each of them, several
-seeds, and gradients that misbehave.
+"""How state formats affect training: a character-level transformer trained in each format with
+several seeds, and a stress test of the optimizer.
 """

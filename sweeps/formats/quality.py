@@ -1,12 +1,12 @@
-"""`python -m sweeps.formats.quality DIR --packages P --output FILE`: what "compact" trains to,
-beside "exact" and beside others' 8-bit optimizers.
+"""`python -m sweeps.formats.quality DIR --packages P --output FILE`: final losses of "compact"
+compared with "exact" and with 8-bit optimizers of other packages.
 
-Each case is trained with states as they are, in "compact" as users have it, in "compact" with 8
-bits whatever the options, and with the 8-bit AdamW of bitsandbytes and torchao, where these can be
-imported from P and work here. The table has final losses as a multiple of exact's.
+Each case is trained with exact states, in "compact", in "compact" with 8 bits for all options, and
+with the 8-bit AdamW of bitsandbytes and torchao, where these can be imported from P. The table has
+final losses as a multiple of exact's.
 
 With --bfloat16, weights and gradients are bfloat16, and the formats are "compact" and "compact24",
-which differ in the masters of such weights only. "exact" then is this package's.
+which differ only in the masters of such weights. Then "exact" is this package's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Train = Callable[[Make, int], float]
 
 
 class Case(NamedTuple):
-    """One thing to train: *train* gives the final loss of the optimizer that it is given a way to
-    make, for a seed.
+    """A training problem: *train* returns the final loss with an optimizer from the given factory,
+    for a seed.
     """
 
     name: str
@@ -55,9 +55,8 @@ def _generator(seed: int) -> torch.Generator:
 def regression(
     make: Make, seed: int, *, steps: int = 300, decay: bool = False, near: bool = False
 ) -> float:
-    """Least squares over the whole batch with targets that a linear model fits but for some noise:
-    nothing is random but how states are rounded. near: weights start at 0.02 from those of the
-    targets, not at zero.
+    """Least squares over the whole batch with nearly linear targets: only the rounding of states is
+    random. near: weights start within 0.02 of the solution instead of at zero.
     """
     generator = _generator(seed)
     inputs = torch.randn(256, 128, generator=generator) * torch.logspace(0, -1.5, 128)
@@ -78,9 +77,7 @@ def regression(
 
 
 def decades(make: Make, seed: int, *, steps: int = 300) -> float:
-    """Bowls of one depth whose gradients differ by up to eight decades, in an order that puts all
-    of them in each block.
-    """
+    """A quadratic whose gradients differ by up to eight decades, mixed within every block."""
     generator = _generator(seed)
     scale = torch.logspace(0, -8, 256).repeat(4)[torch.randperm(1024, generator=generator)]
     goal = torch.randn(1024, generator=generator)
@@ -97,7 +94,7 @@ def decades(make: Make, seed: int, *, steps: int = 300) -> float:
 def _sentences(
     count: int, length: int, generator: torch.Generator, words: int = 200
 ) -> torch.Tensor:
-    """Of a language of pairs of words, most of which are rare."""
+    """Sentences of a language of word pairs, most of which are rare."""
     following = torch.randint(0, words, (words, 4), generator=_generator(0))
     rows = [
         torch.multinomial(
@@ -139,8 +136,8 @@ def language(make: Make, seed: int, *, steps: int = 250) -> float:
 
 
 def rows(make: Make, seed: int, *, steps: int = 600) -> float:
-    """An embedding of which most rows have gradients rarely, and zeros between; the loss is that of
-    the rare half.
+    """An embedding with rare gradients for most rows and zeros in between; the loss is over the
+    rare half.
     """
     generator = _generator(seed)
     goal = torch.randn(1000, 16, generator=generator)
@@ -158,7 +155,7 @@ def rows(make: Make, seed: int, *, steps: int = 600) -> float:
 
 
 def long(make: Make, seed: int, *, steps: int = 20_000) -> float:
-    """A small network that learns a function from noisy samples, for long."""
+    """A small network that fits a function from noisy samples over many steps."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = make(list(model.parameters()))
@@ -177,7 +174,7 @@ def long(make: Make, seed: int, *, steps: int = 20_000) -> float:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """All cases."""
     adam, sgd = torch.optim.AdamW, torch.optim.SGD
     to_zero = functools.partial(regression, decay=True)
     # A weight of 1 in 24 bits changes by 3e-5 at least.
@@ -223,12 +220,12 @@ def ours(
 def always_8_bits(
     directory: str, kind: Any, options: Mapping[str, Any], params: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """compact without what looks at the options and at how far states are apart."""
+    """compact without its checks of the options and of the range of states."""
     with _without_limits():
         optimizer = ours("compact", directory, kind, options, params)
     step = optimizer.step
 
-    def narrow(closure: Any = None) -> Any:  # which looks, too
+    def narrow(closure: Any = None) -> Any:  # a step checks, too
         with _without_limits():
             return step(closure)
 
@@ -251,8 +248,9 @@ def in_bfloat16(
     options: Mapping[str, Any],
     params: Sequence[torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """One that steps bfloat16 copies of *params* by gradients in bfloat16, and gives *params* the
-    values of these copies: losses are those of bfloat16 weights, computed in float32.
+    """An optimizer of bfloat16 copies of *params*, with gradients in bfloat16. After each step
+    *params* get the values of the copies, so losses belong to bfloat16 weights, computed in
+    float32.
     """
     working = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in params]
     optimizer = make(options, working)
@@ -273,7 +271,7 @@ def in_bfloat16(
 
 
 def peers() -> dict[str, Any]:
-    """The 8-bit AdamW of others, by name; those that cannot be imported are told."""
+    """The 8-bit AdamW of other packages, by name; import errors are printed."""
     found: dict[str, Any] = {}
     try:
         import bitsandbytes
@@ -291,7 +289,7 @@ def peers() -> dict[str, Any]:
 
 
 def measured(case: Case, make: MakeWith) -> list[float] | str:
-    """The final losses of the case's seeds, or what went wrong."""
+    """The final losses of the case's seeds, or the error."""
     try:
         return [
             case.train(lambda params: make(case.options, params), seed)
@@ -304,7 +302,7 @@ def measured(case: Case, make: MakeWith) -> list[float] | str:
 def makes(
     case: Case, directory: str, others: Mapping[str, Any], bfloat16: bool
 ) -> dict[str, MakeWith]:
-    """What makes the optimizers of *case*, by column; exact first."""
+    """Factories of the optimizers of *case*, by column; exact first."""
     formats = {
         name: functools.partial(ours, name, directory, case.kind)
         for name in ("exact", "compact", "compact24")
@@ -323,7 +321,7 @@ def makes(
 
 
 def row(case: Case, made: Mapping[str, MakeWith], names: Sequence[str]) -> list[str]:
-    """Of the table, with the columns *names*."""
+    """A row of the table with the columns *names*."""
     losses = {name: measured(case, make) for name, make in made.items()}
     exact = losses.pop("exact")
     assert not isinstance(exact, str), exact
@@ -333,8 +331,8 @@ def row(case: Case, made: Mapping[str, MakeWith], names: Sequence[str]) -> list[
 
 
 def multiple(found: list[float] | str, exact: list[float]) -> str:
-    """The mean of the losses *found* over that of *exact*, of the same seeds; with the standard
-    error of the mean of their differences, where there are several.
+    """The mean of the losses *found* divided by the mean of *exact*, of the same seeds; with the
+    standard error of the mean difference if there are several.
     """
     if isinstance(found, str):
         return found
@@ -352,10 +350,10 @@ def main() -> None:
     """Measure all, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", help="a directory on the drive")
-    parser.add_argument("--packages", help="where pip has put those of others")
+    parser.add_argument("--packages", help="directory of the other packages")
     parser.add_argument("--output", type=Path, help="a Markdown file")
-    parser.add_argument("--only", default="", help="cases whose names have this")
-    parser.add_argument("--seeds", type=int, help="of each case, instead of its own number")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--seeds", type=int, help="seeds of each case")
     parser.add_argument("--bfloat16", action="store_true", help="weights; tries compact24, too")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -376,14 +374,14 @@ def main() -> None:
             lines.append(row(case, made, names))
             print(*lines[-1], sep=" | ", flush=True)
     if arguments.output:
-        beside = "in bfloat16" if arguments.bfloat16 else "and others' 8 bits"
+        compared = "in bfloat16" if arguments.bfloat16 else "and others' 8 bits"
         columns = (
-            "*compact24* also has masters of 24 bits. Weights and gradients are bfloat16; with float32 weights the two are the same."
+            "*compact24* also has masters of 24 bits. Weights and gradients are bfloat16; with float32 weights compact24 equals compact."
             if arguments.bfloat16
             else "*always 8 bits* is without that."
         )
         text = document(
-            f"# What compact trains to, beside exact {beside}",
+            f"# Losses of compact compared with exact {compared}",
             listed(about),
             "Final losses, means over that many seeds, as multiples of exact's. What stands after ± is the standard error of a mean over seeds. *compact* is "
             f"what a user has: with beta1 or a momentum above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block "

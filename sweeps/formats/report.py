@@ -1,4 +1,4 @@
-"""What the trainings and the stress gave, as Markdown, JSON and a chart."""
+"""The report of trainings and stress test as Markdown, JSON and a chart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMOOTHED_STEPS = 50
 
 @dataclasses.dataclass
 class Results:
-    """Everything of one call. facts: of the machine and the command, by name."""
+    """The results of one call. facts: machine and command, by name."""
 
     facts: dict[str, str]
     text: str
@@ -37,8 +37,8 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """*format* beside the exact one. losses: validation of its seeds; exact: of the same seeds with
-    exact states.
+    """*format* compared with exact. losses: validation losses by seed; exact: with exact states and
+    the same seeds.
     """
 
     format: str
@@ -47,19 +47,19 @@ class Verdict:
 
     @property
     def mean(self) -> float:
-        """Of the differences to exact, seed by seed."""
+        """The mean difference to exact over the seeds."""
         return statistics.mean(self._differences)
 
     @property
     def standard_error(self) -> float:
-        """Of that mean; infinite with one seed."""
+        """The standard error of the mean; infinite with one seed."""
         if len(self.losses) < 2:
             return math.inf
         return statistics.stdev(self._differences) / len(self.losses) ** 0.5
 
     @property
     def within(self) -> bool:
-        """Whether the mean loss is one that a seed makes by itself."""
+        """Whether the mean loss is within the range of exact's seeds."""
         return min(self.exact) <= statistics.mean(self.losses) <= max(self.exact)
 
     @property
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def verdict(results: Results, format: str) -> Verdict:
-    """How *format*'s losses compare with those of the exact one."""
+    """Compare *format*'s losses with exact's."""
     exact, other = results.of("exact"), results.of(format)
     seeds = [seed for seed in exact if seed in other]
     losses = ([runs[seed].validation for seed in seeds] for runs in (other, exact))
@@ -96,14 +96,14 @@ def render(results: Results, chart: str | None) -> str:
         said = f"FAILED: {failed}" if failed else "no step of any case was out of bounds."
         found.append(f"- Stress: {said}")
     return document(
-        "# State formats: what they do to training",
+        "# State formats in training",
         "\n".join(found),
         "## Where, when and how",
         listed({**results.facts, "text": results.text}),
         "A character-level transformer of bfloat16 weights; AdamW on fp32 masters. Between steps masters and moments lie packed in the format, as on a drive.\n"
         "One seed has the same first weights and the same order of the text with every format. Losses are in nats a byte; validation is of held-out files.",
-        '"split" loses nothing: what it changes is the rounding of weights that lie halfway between two bfloat16 numbers, one in 65536. So its differences to\n'
-        '"exact" show how far two trainings drift apart that differ in last bits. What stands after ± is the standard error of a mean over seeds.',
+        '"split" changes only the rounding of weights halfway between two bfloat16 numbers, one in 65536. So its differences to\n'
+        '"exact" show how far two trainings diverge that differ in last bits. The figure after ± is the standard error of a mean over seeds.',
         "## Validation loss",
         _validation_table(results, {one.format: one for one in compared}),
         f"![Training loss by format, and its difference to the exact one]({chart})"
@@ -147,19 +147,19 @@ def _stress(stressed: Sequence[Stressed]) -> tuple[str, str, str]:
     }
     return (
         "## Gradients that misbehave",
-        f"AdamW steps {ELEMENTS} weights {STEPS} times by gradients of this magnitude; the largest step of any of them, over the learning rate. Exact states\n"
-        f"cannot step further than (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) = {BOUND:.2f}; in bounds is what is at most a fifth above that.",
+        f"AdamW steps {ELEMENTS} weights {STEPS} times by gradients of this magnitude; the largest step of a weight over the learning rate. Exact states\n"
+        f"cannot step further than (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) = {BOUND:.2f}; steps are in bounds up to a fifth above that.",
         columns(stressed, cells),
     )
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Everything that the report was made of."""
+    """All results, for `from_json`."""
     return dataclasses.asdict(results)
 
 
 def from_json(written: dict[str, Any]) -> Results:
-    """What `as_json` made."""
+    """Read the output of `as_json`."""
     trained = [Trained(**run) for run in written["trained"]]
     stressed = [Stressed(**case) for case in written["stressed"]]
     return Results(written["facts"], written["text"], trained, stressed)

@@ -17,16 +17,16 @@ from .trainer import PackedAdamW
 STEPS = 300
 ELEMENTS = 1 << 14
 BETAS = (0.9, 0.999)
-# What Cauchy and Schwarz allow |exp_avg| / sqrt(exp_avg_sq) to be: gradients that rise by beta2 /
-# beta1 a step come near.
+# The Cauchy-Schwarz bound of |exp_avg| / sqrt(exp_avg_sq). Gradients that grow by beta2 / beta1 per
+# step approach it.
 BOUND = (1 - BETAS[0]) / math.sqrt((1 - BETAS[1]) * (1 - BETAS[0] ** 2 / BETAS[1]))
 RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Stressed:
-    """What one case gave. largest_step: of any weight in any step, over the learning rate. bound:
-    what it may be.
+    """The result of one case. largest_step: of any weight in any step, over the learning rate.
+    bound: its limit.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Stressed:
 
     @property
     def held(self) -> bool:
-        """Whether nothing went out of bounds."""
+        """Whether all steps were finite and within the bound."""
         return self.finite and self.largest_step <= self.bound
 
 
@@ -46,7 +46,7 @@ def _noise(step: int) -> torch.Tensor:
 
 
 def _decades(step: int) -> torch.Tensor:
-    """Magnitudes from 1e-12 to 1e4 side by side in every block, each weight's always the same."""
+    """Magnitudes from 1e-12 to 1e4 mixed in every block, constant for each weight."""
     return _noise(step) * torch.logspace(-12, 4, 17).repeat(ELEMENTS // 17 + 1)[:ELEMENTS]
 
 

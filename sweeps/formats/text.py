@@ -1,5 +1,5 @@
-"""The text to train on: the sources of the running interpreter's standard library, byte by byte, so
-that nothing is fetched.
+"""The training text: the sources of the interpreter's standard library as bytes, so nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ VALIDATION_SHARE = 0.05
 
 
 def read_text(most_bytes: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Bytes to train on and, from other files, bytes to validate on, as flat uint8 tensors; and
-    what they are.
+    """Bytes for training and, from other files, bytes for validation, as flat uint8 tensors; and a
+    description.
 
-    Files come in the order of a hash of their names, so that both parts have a bit of everything
-    and are the same on every run of one interpreter.
+    Files are in the order of a hash of their names, so that both parts are mixed and reproducible
+    with one interpreter.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = [

@@ -190,7 +190,7 @@ def train(
 
 
 class Job(NamedTuple):
-    """A training; *number* of all, which tells its GPU where there are several."""
+    """A training. *number*: its index, which selects the GPU if there are several."""
 
     number: int
     device: str

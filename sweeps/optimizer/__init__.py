@@ -1,8 +1,8 @@
 """Steps of `NVMeOptimizer` over synthetic gradients, in interleaved runs: `python -m
 sweeps.optimizer DIR`, from the root of the repository.
 
-Each state format, DeepSpeed's NVMe optimizer if wanted, and the same optimizer in memory are
-processes that make a few steps over the parameters of a GPT, or of a model by name; all of them in
-one run, A B C, then C B A. Between any two fio says what the drive gives at the same setting, from
-which follows the floor of each step.
+Each state format, DeepSpeed's NVMe optimizer if requested, and the same optimizer in memory are
+separate processes that make a few steps over the parameters of a GPT or of a named model, in the
+order A B C, then C B A. Between any two, fio measures the drive at the same setting, which gives
+the floor of each step.
 """

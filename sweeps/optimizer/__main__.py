@@ -1,5 +1,5 @@
-"""`python -m sweeps.optimizer DIR`: steps with the states on the drive of DIR, in interleaved runs,
-and the report.
+"""`python -m sweeps.optimizer DIR`: run steps with the states on the drive of DIR, interleaved, and
+write the report.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .shapes import gpt_shapes
     "--variants",
     type=Names(TITLES),
     default="exact,split,compact,memory",
-    help=f"Which of {', '.join(TITLES)}, with commas between.",
+    help=f"Of {', '.join(TITLES)}, separated by commas.",
 )
 @option("--ranks", type=COUNT, default=1, help="With more than one, FSDP2 shards the parameters.")
 @option("--rounds", "count", type=COUNT, default=2)
@@ -57,7 +57,7 @@ from .shapes import gpt_shapes
 @option(
     "--block-size",
     type=Size(),
-    help="Instead of that of the drive's profile, or the engine's default; likewise the next two.",
+    help="By default from the drive's profile, or the engine's default; so are --queue-depth and --thread-count.",
 )
 @option("--queue-depth", type=COUNT)
 @option("--thread-count", type=COUNT)
@@ -143,13 +143,13 @@ def _round(
     speeds: Callable[[], Drive | None],
     output: Path | None,
 ) -> Drive | None:
-    """Every one of *variants* once, and what the drive gave after the last."""
+    """Run each of *variants* once; returns the drive's last speeds."""
     for variant in variants:
         told, error = _run(directory, {**job, "variant": variant})
         done = next(iter(apart.of(told, "done")), {})
         settled = [step for step in apart.of(told, "step") if step["number"] >= SETTLING]
         if not done and error is None:
-            error = "ended without a word"
+            error = "ended without a result"
         after = speeds() if variant != "memory" else before
         drive = mean(before, after) if variant != "memory" else None
         results.runs.append(Run(variant, number, settled, done, drive, error))
@@ -160,7 +160,7 @@ def _round(
 
 
 def _run(directory: Path, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-    """What the ranks of *job* told, and why they did not come to their end, if so."""
+    """The events of the ranks of *job*, and the error or None."""
 
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "step":

@@ -1,5 +1,5 @@
-"""What makes a step: `NVMeOptimizer` with each state format, DeepSpeed's ZeRO-3 with optimizer
-states on NVMe, and torch's AdamW in memory.
+"""ZeRO-3 with optimizer states on the drive, at its fastest settings. It takes gradients from a
+backward pass.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from nvme_offload.optim import NVMeOptimizer
 DEEPSPEED = "deepspeed"
 MEMORY = "memory"
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
-_SUB_GROUPS = 12  # of DeepSpeed's, of which it holds one after the other in its buffers
+_SUB_GROUPS = 12  # sub-groups of DeepSpeed, which passes them through its buffers
 
 
 class Contender(Protocol):
-    """Makes steps of AdamW. waited_seconds: of the last step, for the drive, where that is told."""
+    """Makes steps of AdamW. waited_seconds: of the last step, for the drive; 0 if unknown."""
 
     waited_seconds: float
 
     def prepare(self) -> None:
-        """What comes before a step and is not timed."""
+        """Prepare a step, outside of the timed part."""
 
     def step(self) -> None:
         """One step."""
 
 
 def contender(model: nn.Module, job: dict[str, Any]) -> Contender:
-    """The one that *job* names, for the parameters of *model* with the gradients that they have."""
+    """Make the side of *job* for the parameters of *model* and their gradients."""
     if job["variant"] == MEMORY:
         return _InMemory(list(model.parameters()))
     if job["variant"] == DEEPSPEED:
@@ -41,7 +41,7 @@ def contender(model: nn.Module, job: dict[str, Any]) -> Contender:
 
 
 class _InMemory:
-    """`torch.optim.AdamW` over fp32 copies of the parameters, which follow by a cast."""
+    """`torch.optim.AdamW` over fp32 copies of the parameters, which are cast back."""
 
     waited_seconds = 0.0
 
@@ -64,7 +64,7 @@ class _InMemory:
 
 
 class _OnNVMe:
-    """`NVMeOptimizer`, with the state format for which the variant is named."""
+    """`NVMeOptimizer` with the state format of the variant's name."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], job: dict[str, Any]) -> None:
         self.waited_seconds = 0.0

@@ -1,4 +1,4 @@
-"""What was measured, for people (Markdown) and for programs (JSON). Pure."""
+"""The report in Markdown, and the results as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pandas as pd
 from .. import floor
 from ..report import columns, document, escaped, listed, ratios, shown, spread, table, verdict
 
-# steps: one makes the states, by one the order is learned, in one values change places
+# steps: to create the states, to learn the order, and to rearrange values
 SETTLING = 3
 TITLES = {
     "exact": 'NVMeOptimizer, "exact"',
@@ -24,8 +24,8 @@ TITLES = {
 
 
 class Drive(NamedTuple):
-    """What the drive gave to fio, and (*engine*) to the engine by itself, bytes a second of reading
-    and writing at once through as much memory as a step has.
+    """The drive's speeds in bytes per second, measured by fio; and *engine*, the engine's alone,
+    reading and writing concurrently through as much memory as a step has.
     """
 
     read: float
@@ -36,8 +36,8 @@ class Drive(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """One process. *steps* past the settling ones, as it told of them; *drive* as it was around it;
-    *error* why there is nothing.
+    """One process: its *steps* past the settling ones, the *drive* around it, and the *error*, or
+    None.
     """
 
     variant: str
@@ -48,10 +48,10 @@ class Run:
     error: str | None
 
     def figures(self) -> dict[str, float]:
-        """Medians over the steps, and what its process told at its end; of a run without error.
+        """Medians over the steps, and the figures of the end; of a run without error.
 
-        floor, engine_seconds: that the drive, or the engine by itself, needs for what a step moved;
-        NaN where fio is not there or nothing was moved.
+        floor, engine_seconds: the time that the drive, or the engine alone, needs for the bytes of
+        a step; NaN without fio or without bytes.
         """
         found = pd.DataFrame(self.steps).median(numeric_only=True).to_dict() | dict(self.done)
         moved = found["read_bytes"], found["written_bytes"]
@@ -108,7 +108,7 @@ def render(results: Results) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """All that was measured."""
+    """All results as JSON."""
     return {
         **{key: getattr(results, key) for key in ("facts", "host_memory", "ranks", "notes")},
         "runs": [
@@ -155,18 +155,18 @@ def _how(results: Results, found: dict[str, pd.DataFrame]) -> Iterator[str]:
         f"{elements / 1e9:.3f}e9 bfloat16 parameters in the shapes of {'the model' if 'model' in results.facts else 'a GPT'}, with the same gradients at each "
         "step; fused AdamW. A run is a process; its first "
         f"{SETTLING} steps, which make the states and settle, count for memory alone, of the {len(whole[0].steps)} others the median counts. {rounds} rounds, "
-        "each with every variant once, every second in reverse order; in brackets all of them. Bytes are those that the kernel counts. "
+        "each with every variant once, every second in reverse order; with the range in brackets. Bytes are the kernel's counts. "
         f"host_memory: {results.host_memory}."
     )
     if "deepspeed" in found:
         yield (
-            "DeepSpeed has the same gradients from a backward pass, in which it writes what it offloads of them; a step is its engine's alone. Its host memory "
-            "is what it takes: 14 buffers of a sub-group, a twelfth of the parameters each, with which it was fastest."
+            "DeepSpeed gets the same gradients from a backward pass, which also writes offloaded gradients; a step is its engine's step alone. Its host memory "
+            "has no limit: 14 buffers of a sub-group, a twelfth of the parameters each, with which it was fastest."
         )
     if results.ranks > 1:
         yield (
-            f"FSDP2 shards the parameters over {results.ranks} ranks, a process each. host_memory, bytes, CPU time and memory of the host are of all of them "
-            "together; times and memory of the GPU are of the rank with the most."
+            f"FSDP2 shards the parameters over {results.ranks} ranks, a process each. host_memory, bytes, CPU time and host memory are sums over the ranks; "
+            "times and memory of the GPU are of the rank with the most."
         )
     if results.speeds:
         yield (
@@ -211,7 +211,9 @@ def _times(found: dict[str, pd.DataFrame]) -> str:
 
 
 def _equality(found: dict[str, pd.DataFrame]) -> Iterator[str]:
-    """Of the exact format's parameters after the last step with those of an optimizer in memory."""
+    """Whether the exact format's parameters after the last step equal the parameters of the
+    optimizer in memory.
+    """
     if {"exact", "memory"} <= set(found):
         same = pd.concat([found["exact"], found["memory"]]).checksum.nunique() == 1
         yield f"The parameters that {TITLES['exact']} and {TITLES['memory']} ended with {'have the same sum, bit for bit' if same else '**differ**'}."
@@ -228,8 +230,8 @@ def _memory(found: dict[str, pd.DataFrame]) -> Iterator[str]:
         )
 
     yield (
-        "GB. Of the host what was resident at most, and how much more than before the optimizer was made; of the GPU what torch had allocated at most, and how "
-        "much more than weights and gradients take."
+        "GB. Host: the peak resident size, and its growth since before the optimizer was made; GPU: torch's peak allocation, and its excess over weights "
+        "and gradients."
     )
     cells = {
         "variant": TITLES.get,
@@ -248,8 +250,8 @@ def _failures(results: Results) -> Iterator[str]:
         if run.error is not None
     ]
     if lines:
-        yield "## What failed"
-        yield table(("variant", "round", "what it said"), lines)
+        yield "## Failures"
+        yield table(("variant", "round", "error"), lines)
 
 
 def _share(of: pd.DataFrame, needed: str) -> pd.Series:

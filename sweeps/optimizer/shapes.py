@@ -7,8 +7,8 @@ _LARGE = 10**9
 
 
 def gpt_shapes(parameters: int) -> list[tuple[int, ...]]:
-    """Shapes of weights and biases in the order of the model: embeddings, then blocks. At least as
-    wide as 64, so that few are more than asked for.
+    """Shapes of weights and biases in order: embeddings, then blocks. The width is a multiple of
+    64, at least 64.
     """
     blocks = 48 if parameters >= _LARGE else 24 if parameters >= _LARGE // 10 else 2
     width = 64

@@ -1,7 +1,6 @@
-"""One rank of one variant, in a process of its own: `python -m sweeps.optimizer.trainee JOB.json
-RANK`.
+"""One rank of one variant: `python -m sweeps.optimizer.trainee JOB.json RANK`.
 
-The first rank prints a line of JSON for every step, and one at the end, of all ranks.
+The first rank reports every step and the end, for all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .. import meter
 from ..apart import teller
 from .contenders import DEEPSPEED, contender
 
-# How the ranks' figures become one.
+# How the figures of the ranks are combined.
 _OF_RANKS: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("seconds", "waited_seconds", "busy_seconds"), max),
     **dict.fromkeys(("cpu_seconds", "read_bytes", "written_bytes", "planning_seconds"), sum),
@@ -37,7 +36,7 @@ _OF_RANKS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def main() -> None:
-    """Make the steps that the job says."""
+    """Run the steps of the job."""
     tell = teller()
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     cuda = torch.cuda.is_available()
@@ -92,13 +91,13 @@ def main() -> None:
             versions=f"torch {torch.__version__}, Python {platform.python_version()}",
         )
     if _grouped(job):
-        # all is told; a thread of gloo that still lets go of a gathered tensor aborts an
-        # interpreter at its end (pytorch/pytorch#190489)
+        # exit now: a thread of gloo that releases a gathered tensor aborts an interpreter at its
+        # end (pytorch/pytorch#190489)
         os._exit(0)
 
 
 def _grouped(job: dict[str, Any]) -> bool:
-    """Whether there is a process group, which DeepSpeed wants of a single rank, too."""
+    """Whether there is a process group; DeepSpeed needs one for a single rank too."""
     return bool(job["ranks"] > 1 or job["variant"] == DEEPSPEED)
 
 
@@ -106,7 +105,7 @@ def _grouped(job: dict[str, Any]) -> bool:
 def _ranks(
     job: dict[str, Any], rank: int, device: torch.device
 ) -> Iterator[Callable[[Any], list[Any]]]:
-    """What gathers a value from every rank."""
+    """A function that gathers a value from every rank."""
     if not _grouped(job):
         yield lambda value: [value]
         return
@@ -131,9 +130,7 @@ def _ranks(
 
 
 def _model(job: dict[str, Any], device: torch.device) -> nn.Module:
-    """The parameters; with several ranks `fully_shard` leaves each its shards, unless DeepSpeed is
-    to have shards of its own.
-    """
+    """The parameters, sharded by `fully_shard` over several ranks unless DeepSpeed shards them."""
     model = nn.Module()
     for number, shape in enumerate(job["shapes"]):
         model.register_parameter(
@@ -144,7 +141,7 @@ def _model(job: dict[str, Any], device: torch.device) -> nn.Module:
 
 
 def _checksum(parameters: Sequence[torch.Tensor]) -> float:
-    """Of what this rank has of them."""
+    """A sum over the local shards."""
     local = (
         parameter.to_local() if isinstance(parameter, DTensor) else parameter
         for parameter in parameters

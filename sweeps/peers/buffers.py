@@ -60,7 +60,7 @@ def fill(buffer: Bytes, seed: int) -> None:
 
 
 def require_filled(buffer: Bytes, seed: int, side: str) -> None:
-    """Raises: CorruptionError where a byte differs from the one that `fill` writes."""
+    """Raises: CorruptionError where a byte differs from the output of `fill`."""
     require_read(buffer, side)
     stamps = _stamps(buffer)
     for begin, pattern in _patterns(buffer.nbytes, seed):

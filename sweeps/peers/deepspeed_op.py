@@ -30,7 +30,7 @@ class DeepSpeedOp:
     compiles the op.
 
     The memory comes from DeepSpeed's allocator, because the op copies any other memory through an
-    internal buffer. Reading and writing at once takes two handles, each with the whole depth, as in
+    internal buffer. Reading and writing concurrently takes two handles, each with the whole depth, as in
     DeepSpeed's pipelined swapper. Option: "sync" syncs the file before the clock stops. Raises:
     UnsupportedError where DeepSpeed, or a compiler or library for its op, is not installed.
     """

@@ -11,7 +11,7 @@ DIRECTIONS = {"read": ("read",), "write": ("write",), "mixed": ("read", "write")
 class Job:
     """*requests* of *request_bytes* each, one after another through one file per direction.
 
-    direction: "read", "write", or "mixed", which reads one file and writes another at once and so
+    direction: "read", "write", or "mixed", which reads one file while it writes another and so
     moves twice as many bytes. queue_depth: blocks in flight per thread, both directions together.
     memory: "huge" (huge pages) or "locked" (from DeepSpeed's allocator).
     """

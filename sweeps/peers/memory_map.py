@@ -32,7 +32,7 @@ class MemoryMap:
     def run(self, place: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.direction == "mixed":
-            raise UnsupportedError("a memory map cannot read and write at once")
+            raise UnsupportedError("a memory map cannot read and write concurrently")
         path, reads = place.path(job.direction), job.direction == "read"
         buffer = place.buffers.get(job.memory, 0)[: job.file_bytes]
         evict(path)

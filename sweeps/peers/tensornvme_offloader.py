@@ -24,9 +24,9 @@ class TensorNVMe:
     assigns offsets to tensors.
 
     This calls the class below the public one, which also frees and allocates the memory of tensors.
-    The offloader reuses an offset once its tensor was read, so the file has its full size before
+    The offloader reuses an offset once its tensor was read, so the file is written whole before
     the clock starts, and written tensors are read back afterwards. Its libaio backend drops calls
-    when its queue is full and then waits forever, so its queue has room for all of them. Option:
+    when its queue is full and then waits forever, so its queue gets the size of the number of tensors. Option:
     "sync" syncs the file before the clock stops. Raises: UnsupportedError where TensorNVMe is not
     installed.
     """

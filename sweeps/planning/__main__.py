@@ -1,5 +1,5 @@
-"""`python -m sweeps.planning`: CPU of planning a use, and bytes beside the least, on the shapes of
-models and on rounds of many values.
+"""`python -m sweeps.planning`: CPU time of planning per use, and bytes compared with the minimum,
+on the shapes of models and on rounds over many values.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _ORDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a shape gave: medians over the steps after the learning ones.
+    """The results of a shape: medians over the steps after the learning ones.
 
-    cpu_seconds: of the calls of a step; first_seconds: of the first one, whose order is not known.
-    least_bytes: None where that was not asked for. floor_seconds: that the drive needs for what a
-    step moved; seconds: that the step took.
+    cpu_seconds: of the calls of a step; first_seconds: of the first step, whose order is unknown.
+    least_bytes: the minimum, or None without --least. floor_seconds: the drive's time for the bytes
+    of a step; seconds: the duration of the step.
     """
 
     title: str
@@ -60,7 +60,7 @@ class Figures:
 
     @property
     def moved(self) -> int:
-        """Bytes, both ways."""
+        """Bytes in both directions."""
         return self.read_bytes + self.written_bytes
 
 
@@ -77,48 +77,46 @@ class Figures:
     "counts",
     type=Names(),
     default="",
-    help='Also rounds over so many values, with commas between, such as "256,2048,16384".',
+    help='Also rounds over these numbers of values, such as "256,2048,16384".',
 )
 @option(
     "--saved",
     "saved_counts",
     type=Names(),
     default="",
-    help="Also so many tensors saved by save_on_nvme, with commas between.",
+    help="Also these numbers of tensors saved by save_on_nvme.",
 )
 @option(
     "--directory",
     type=command.DIRECTORY,
     default=tempfile.gettempdir(),
-    help="Of the drive that those go to.",
+    help="On the drive, for --saved.",
 )
 @option(
     "--memory-share",
     type=click.FloatRange(0, 1),
     default=0.25,
-    help="Of all bytes of parameters and states; at least twice what is in use at once.",
+    help="Of all bytes of parameters and states; at least twice the bytes in concurrent use.",
 )
 @option("--host-memory", type=Size(), help="Instead of a share, for every shape.")
 @option(
     "--share-of-experts",
     type=click.FloatRange(0, 1),
     default=0.5,
-    help="Of each layer, that take part in a step.",
+    help="Of each layer, active in a step.",
 )
-@option("--steps", type=COUNT, default=3, help="That are measured, after two that teach the order.")
-@option(
-    "--read", "read_speed", type=float, default=2.0, help="GB/s of the drive, which both share."
-)
-@option("--write", "write_speed", type=float, default=3.0, help="Likewise.")
+@option("--steps", type=COUNT, default=3, help="Measured steps, after two that learn the order.")
+@option("--read", "read_speed", type=float, default=2.0, help="GB/s of the drive, reading alone.")
+@option("--write", "write_speed", type=float, default=3.0, help="GB/s of the drive, writing alone.")
 @option(
     "--timed",
     is_flag=True,
-    help="Let transfers take their time; without, they end at once, and the floor is computed.",
+    help="Make transfers take their time; otherwise they end immediately, and the floor is computed.",
 )
 @option(
     "--least",
     is_flag=True,
-    help="Also the least that any choice could move: minutes from 4,000 uses on. Needs scipy.",
+    help="Also compute the minimum of bytes: takes minutes from 4,000 uses on, needs scipy.",
 )
 @command.output("Write OUTPUT.md and OUTPUT.json, after every shape.")
 def main(
@@ -137,8 +135,8 @@ def main(
     least: bool,
     output: Path | None,
 ) -> None:
-    """Take a swapper through training steps over a store that moves no byte, and print what its
-    calls cost.
+    """Run a swapper through training steps over a store that moves no bytes, and print the cost of
+    its calls.
     """
     command.stop_at_sigterm()
     described = facts(directory, "sweeps.planning") | {"versions": commit()}
@@ -260,18 +258,17 @@ def render(
     """The report in Markdown."""
     about_saved = (
         "## Saved activations",
-        "`save_on_nvme` in a chain of operations on the CPU with one thread, each of which saves its input: the CPU of the whole process, the engine's "
-        "threads included, beyond that of the same chain without. Half of the rows fit into host memory; the others have an eighth of what they need.",
+        "`save_on_nvme` in a chain of operations on one CPU thread, each of which saves its input: CPU time of the process, including the engine's threads, "
+        "minus the time of the same chain without it. Half of the rows fit into host memory; the others get an eighth of the needed memory.",
         columns(added, saved.CELLS),
     )
     return document(
-        "# What planning costs on the shapes of models",
+        "# The cost of planning on the shapes of models",
         listed(described),
-        "A swapper goes through the uses of ZeRO-3 with everything on a drive, or through rounds over values of 64 KiB to 4 MiB, on a store that moves "
-        "no byte. "
-        "CPU is that of the thread that calls, for the calls of a step, its part of the store and the engine included; of the measured steps the median. "
-        f"The floor is the time that a drive of {speeds[0] / 1e9:g} GB/s read and {speeds[1] / 1e9:g} written, which serves one block after another, needs "
-        f"for what a step moved. Transfers {'take that time' if timed else 'end at once'}.",
+        "A swapper runs the uses of ZeRO-3 with everything on a drive, or rounds over values of 64 KiB to 4 MiB, on a store that moves no bytes. CPU is "
+        "the time of the calling thread in the calls of a step, including the store and the engine, as the median of the measured steps. The floor is the "
+        f"time of a drive of {speeds[0] / 1e9:g} GB/s read and {speeds[1] / 1e9:g} written, which serves one block after another, for the bytes of a step. "
+        f"Transfers {'take that time' if timed else 'end immediately'}.",
         columns(found, _CELLS),
         *(about_saved if added else ()),
     )

@@ -1,11 +1,11 @@
-"""The least bytes that a period can move, whatever is kept: a linear program. Pure.
+"""The minimum of bytes that a period moves, over all choices of resident values: a linear program.
+Pure.
 
-What a value does between two uses that follow each other is kept to some part, or read again for
-the next use. A value that was changed is written once, unless all of it is kept until it changes
-again or is dropped. What is kept and what is in use has no more room than there is, at every place
-of the period. Parts of values and places in memory are no matter here, so nothing can move less.
-Source: Berger et al., Practical Bounds on Optimal Caching with Variable Object Sizes, 2018; here
-with writes.
+Between two consecutive uses, a fraction of a value stays in memory and the rest is read again for
+the next use. A changed value is written once, unless it stays in memory entirely until it changes
+again or is dropped. At every place of the period, resident and used bytes fit into memory.
+Fractions of values and addresses are ignored, so no planner can move less. Source: Berger et al.,
+Practical Bounds on Optimal Caching with Variable Object Sizes, 2018; here with writes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .uses import Event
 
 
 class Gap(NamedTuple):
-    """From the end of a use to the begin of the next of the same value, which goes round the end of
-    the period where *end* is not after *begin*.
+    """The time between two uses of a value. It wraps around the end of the period if *end* is not
+    after *begin*.
     """
 
     name: str
@@ -28,8 +28,8 @@ class Gap(NamedTuple):
 
 
 def least_bytes(events: Sequence[Event], nbytes: int) -> float:
-    """Of a period that comes again and again, with *nbytes* of memory. Raises: ImportError without
-    scipy; ValueError where not even the uses fit.
+    """The minimum for a repeating period with *nbytes* of memory. Raises: ImportError without
+    scipy; ValueError if the uses alone do not fit.
     """
     import numpy as np
     from scipy.optimize import linprog
@@ -68,14 +68,14 @@ def least_bytes(events: Sequence[Event], nbytes: int) -> float:
             gaps.append(Gap(name, sizes[name], last, first))
         if chain and changed:
             chains.append(chain)
-    # Variables: the part of each gap that is kept, then the part of each version that is written.
+    # Variables: the resident fraction of each gap, then the written fraction of each version.
     unit = float(max(gap.nbytes for gap in gaps))
     rows: list[int] = []
     columns: list[int] = []
     values: list[float] = []
     limits = [float(room) / unit for room in nbytes - in_use]
     if min(limits) < 0:
-        raise ValueError("what is in use at once does not fit")
+        raise ValueError("values in concurrent use do not fit")
     for index, gap in enumerate(gaps):
         inside = (
             range(gap.begin + 1, gap.end)

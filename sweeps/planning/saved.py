@@ -15,15 +15,15 @@ import torch
 from nvme_offload import save_on_nvme
 
 _ELEMENTS = 1024  # of each saved tensor, 4 KiB: copying it costs next to nothing
-_STEPS = 5  # of which the first two teach the order
+_STEPS = 5  # the first two learn the order
 
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """What one number of saved tensors gave: medians over the steps after the learning ones.
+    """The results of one number of saved tensors: medians over the steps after the learning ones.
 
-    forward_seconds, backward_seconds: CPU of the whole process for one saved tensor, beyond that of
-    the same step without a context.
+    forward_seconds, backward_seconds: CPU of the whole process per saved tensor, minus the time of
+    the same step without offload.
     """
 
     tensors: int
@@ -34,8 +34,8 @@ class Added:
 
 
 def added(directory: Path, tensors: int, fits: bool) -> Added:
-    """Train a chain of *tensors* operations, each of which saves its input, in host memory where it
-    *fits*, or in an eighth of what it needs.
+    """Train a chain of *tensors* operations, each of which saves its input, with enough host memory
+    (*fits*), or with an eighth of that.
     """
     needed = tensors * _ELEMENTS * 4
     host = 2 * needed if fits else needed // 8

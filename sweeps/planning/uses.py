@@ -1,6 +1,4 @@
-"""The uses of a step: of ZeRO-3 with everything on a drive, and of plain rounds over
-values. Pure.
-"""
+"""The uses of a step of ZeRO-3 with everything on a drive, and of plain rounds over values. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ from typing import Literal, NamedTuple
 from sweeps.models import Expert, Tensor
 
 PARAMETER_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 2, 4.15  # of an element; the states are "compact"
-# up to which ZeRO-3 keeps parameters on the GPU: stage3_param_persistence_threshold
+# parameters up to this size stay on the GPU: stage3_param_persistence_threshold
 PERSISTENT_ELEMENTS = 10**5
 _SUB_GROUP_ELEMENTS = 1 << 26
-_LEAST_SUB_GROUPS = 64  # so that a small model has some as well
+_LEAST_SUB_GROUPS = 64  # so that a small model has several too
 _UNIT = 4096
 
 Verb = Literal["create", "need", "release", "change", "drop"]
 
 
 class Event(NamedTuple):
-    """What happens to the value *name* of *nbytes*: it comes into use by "create" and "need", and
-    is released, as it was or changed, or dropped.
+    """An event of the value *name* of *nbytes*: "create" and "need" begin a use; "release",
+    "change" and "drop" end it.
     """
 
     verb: Verb
@@ -47,8 +45,8 @@ class Group(NamedTuple):
 def groups_of(
     found: Iterable[tuple[Tensor, Expert | None]], persistent_elements: int = PERSISTENT_ELEMENTS
 ) -> list[Group]:
-    """Sub-groups of tensors that follow one another, each expert's by itself; without what is small
-    enough to stay on the GPU.
+    """Sub-groups of consecutive tensors, separate ones per expert, without tensors that stay on the
+    GPU.
     """
     found = list(found)
     largest = min(
@@ -76,7 +74,7 @@ def groups_of(
 
 
 def made(groups: Sequence[Group]) -> list[Event]:
-    """Parameters and states are made, once."""
+    """The creation of parameters and states."""
     events: list[Event] = []
     for group in groups:
         for name, nbytes in (
@@ -88,8 +86,8 @@ def made(groups: Sequence[Group]) -> list[Event]:
 
 
 def step(groups: Sequence[Group], share_of_experts: float, chance: random.Random) -> list[Event]:
-    """A step of training: forward, backward, which makes gradients, and the update; of the experts
-    of each layer a skewed random share takes part.
+    """A training step: forward, backward with gradients, and the update. A skewed random share of
+    the experts of each layer takes part.
     """
     layers: dict[str, list[Group]] = {}
     for group in groups:
@@ -134,8 +132,8 @@ def step(groups: Sequence[Group], share_of_experts: float, chance: random.Random
 def rounds(
     count: int, there_and_back: bool, changed: bool, seed: int = 0
 ) -> tuple[list[Event], list[Event]]:
-    """*count* values of mixed sizes: how they are made, and a round over them in order, and back
-    again or not.
+    """*count* values of mixed sizes: their creation, and a round over them in order, with the way
+    back if *there_and_back*.
     """
     chance = random.Random(seed)
     values = [
@@ -156,7 +154,7 @@ def rounds(
 
 
 def most_in_use(events: Iterable[Event]) -> int:
-    """Bytes that are in use at once, at most."""
+    """The peak of bytes in concurrent use."""
     now = most = 0
     for event in events:
         now += event.nbytes if event.verb in ("create", "need") else -event.nbytes
@@ -165,7 +163,7 @@ def most_in_use(events: Iterable[Event]) -> int:
 
 
 def _skewed(experts: Sequence[Group], share: float, chance: random.Random) -> list[Group]:
-    """That *share* of them, the first more often than the last."""
+    """A *share* of the experts, the first ones more often."""
     luck = {
         group.name: chance.random() ** (1 + 4 * place / len(experts))
         for place, group in enumerate(experts)

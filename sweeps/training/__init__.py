@@ -1,9 +1,8 @@
 """Training steps with offload, in interleaved runs: `python -m sweeps.training DIR`, from the root
 of the repository.
 
-Each variant of a plan is a process of its own that trains a few steps; all of them in one run, A B
-C, then C B A, and so on, since a drive's speed drifts more within minutes than variants differ.
-Between any two of them fio says what the drive gives at the same setting, from which follows the
-floor: the least time in which what a phase moved can be moved. What counts is the median of the
-ratios of each round.
+Each variant of a plan is a separate process that trains a few steps. The order is A B C, then C B
+A, since a drive's speed drifts more within minutes than variants differ. Between any two, fio
+measures the drive at the same setting, which gives the floor, the least time in which a phase's
+bytes can be moved. Ratios are medians of the ratios of each round.
 """

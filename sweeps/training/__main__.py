@@ -1,5 +1,5 @@
-"""`python -m sweeps.training DIR`: train what a plan says with the drive of DIR, in interleaved
-runs, and write the report.
+"""`python -m sweeps.training DIR`: train the variants of a plan with the drive of DIR, interleaved,
+and write the report.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBER = "Instead of the plan's number."
 @option("--tokens", type=click.IntRange(min=2), default=128, help="In each row.")
 @command.rounds
 @option("--steps", type=COUNT, help=_NUMBER)
-@option("--only", type=command.Names(), help="Of the plan's variants only these, with commas.")
+@option("--only", type=command.Names(), help="Variants of the plan, separated by commas.")
 @command.seconds()
 @command.output("Write OUTPUT.md and OUTPUT.json after every run.")
 @command.note
@@ -76,7 +76,7 @@ def _measure(
     seconds: float | None,
     output: Path | None,
 ) -> None:
-    """Run the rounds of the plan, and write what there is after each run."""
+    """Run the rounds of the plan; write the report after each run."""
 
     def speeds() -> Speeds | None:
         if drive is not None:

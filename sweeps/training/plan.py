@@ -1,4 +1,4 @@
-"""What is trained, and how: a plan in TOML. Pure."""
+"""The plan in TOML: the model, and the variants that train it. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvme_offload.units import parse_bytes
 from ..models import Tensor, config_of, tensors
 from ..plan import made, read, require_known
 
-# What a target or a ratio may be about, with how the report calls it.
+# Measures of targets and ratios, with their titles in the report.
 MEASURES = {
     "forward": "forward",
     "backward": "backward",
@@ -26,7 +26,7 @@ MEASURES = {
     "peak": "peak memory",
     "settled_peak": "peak memory past the first steps",
 }
-# Likewise, but of one variant beside the drive.
+# Measures of one variant compared with the drive.
 SHARES = {
     "optimizer_floor": "optimizer phase: floor / time",
     "step_floor": "step: floor / time",
@@ -37,10 +37,10 @@ _DIRECTORY_KEYS = ("offload_optimizer", "offload_param")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, and *tokens* of input, all
+    """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, with *tokens* input rows
     of *hidden*.
 
-    Or, with a *name*, that language model of `sweeps.models`, its small-width form with *width*,
+    Or, with a *name*, the language model of `sweeps.models`, in its narrow form with *width*,
     trained on *batch* rows of *tokens*.
     """
 
@@ -55,18 +55,18 @@ class Model:
         if bool(self.name) == bool(self.hidden and self.blocks):
             raise ValueError("the model needs either hidden and blocks, or a name")
         if self.width is not None and self.name is None:
-            raise ValueError("only a model with a name has a small-width form")
+            raise ValueError("only a model with a name has a narrow form")
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Of the language model, as Hugging Face has it; None of the blocks. Raises: UsageError
-        where there is none of that name.
+        """The Hugging Face configuration of the language model; None for blocks. Raises: UsageError
+        for an unknown name.
         """
         return config_of(self.name, self.width) if self.name is not None else None
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Elements in all matrices and vectors."""
+        """The number of elements."""
         return (
             self.blocks * (8 * self.hidden**2 + 7 * self.hidden)
             if self.name is None
@@ -75,7 +75,7 @@ class Model:
 
     @property
     def title(self) -> str:
-        """What it is, for a report."""
+        """A description for the report."""
         if self.name is None:
             return f"{self.blocks} blocks of {self.hidden}"
         width = "" if self.width is None else f" at width {self.width}"
@@ -90,10 +90,9 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train. ours: call `nvme_offload.zero3.enable()` first. *ds_config* as DeepSpeed is
-    given it, but for the directory on the drive.
-
-    equal: its losses and weights must be those of the other variants that say so.
+    """A way to train. ours: call `nvme_offload.zero3.enable()` first. ds_config: the configuration
+    for DeepSpeed, without the directory on the drive. equal: losses and weights must equal the
+    other variants with this flag.
     """
 
     name: str
@@ -108,7 +107,7 @@ class Variant:
         return any(section.get("device") == "nvme" for section in _offload_sections(self.ds_config))
 
     def ds_config_at(self, directory: str) -> dict[str, Any]:
-        """The configuration with *directory* for everything that goes to NVMe."""
+        """The configuration, with *directory* as the path of all NVMe offload."""
         config = copy.deepcopy(dict(self.ds_config))
         for section in _offload_sections(config):
             if section.get("device") == "nvme":
@@ -118,7 +117,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a variant should reach: a measure's ratio to the variant *against*, or a share of the
+    """The target of a variant: the ratio of a measure to the variant *against*, or a share of the
     floor (*against* None).
     """
 
@@ -203,7 +202,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in *path*. Raises: UsageError with what is wrong; OSError."""
+    """Read the plan in *path*. Raises: UsageError naming the wrong key; OSError."""
     return read(path, _plan)
 
 
@@ -224,7 +223,7 @@ def _plan(document: dict[str, Any]) -> Plan:
 
 
 def merged(common: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
-    """*common* with what *special* says otherwise, section by section."""
+    """*common* updated by *special*, recursively."""
     result = copy.deepcopy(dict(common))
     for key, value in special.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)

@@ -1,6 +1,4 @@
-"""The report for people (Markdown) and for programs (JSON). Pure: nothing here looks at the
-machine.
-"""
+"""The report in Markdown, and the results as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ class Results:
     notes: list[str]
 
     def of(self, variant: str) -> list[Run]:
-        """The runs of a variant that came to their end."""
+        """The complete runs of a variant."""
         return [run for run in self.runs if run.variant == variant and run.error is None]
 
 
 class Figures:
-    """The figures of *runs*, a row each."""
+    """The figures of *runs*, one row each."""
 
     def __init__(self, runs: Sequence[Run], settling_steps: int) -> None:
         self._frame = pd.DataFrame(
@@ -50,7 +48,7 @@ class Figures:
         )
 
     def of(self, variant: str | None, name: str, whole: bool = True) -> pd.Series:
-        """The figure *name* of a variant, by round; of runs that failed, too, unless *whole*."""
+        """The figure *name* of a variant, by round; with failed runs unless *whole*."""
         if self._frame.empty:
             return pd.Series(dtype=float)
         mine = self._frame[self._frame.variant == variant]
@@ -61,12 +59,12 @@ class Figures:
         return float(self.of(variant, name).median())
 
     def ratios(self, variant: str, to: str | None, name: str, whole: bool = True) -> pd.Series:
-        """The figure of *variant* over that of *to*, in each round that has both."""
+        """The figure of *variant* divided by the figure of *to*, in each round with both."""
         return of_rounds(self.of(variant, name, whole), self.of(to, name, False))
 
 
 def reached(results: Results, target: Target) -> Spread | None:
-    """What there is to hold against a target."""
+    """The measurement of a target, or None."""
     settling = results.plan.settling_steps
     if target.against is None:
         found = Figures(results.runs, settling).of(target.variant, target.measure, False).dropna()
@@ -77,9 +75,7 @@ def reached(results: Results, target: Target) -> Spread | None:
 
 
 def unequal(results: Results) -> list[str]:
-    """The variants among those that should be equal whose losses or weights are not those of the
-    first of them, or not those of another run.
-    """
+    """The variants marked equal whose losses or weights differ from the first complete run's."""
     whole = [run for one in results.plan.variants if one.equal for run in results.of(one.name)]
     weights = next((run.weights for run in whole if run.weights is not None), None)
     other = [
@@ -107,7 +103,7 @@ def render(results: Results) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Everything that was measured, each run by itself."""
+    """All results as JSON, run by run."""
     return {
         "facts": results.facts,
         "notes": results.notes,
@@ -135,7 +131,9 @@ def _targets(results: Results) -> Iterator[str]:
     cells = {
         "variant": lambda one: _title(results, one.variant),
         "what": lambda one: MEASURES.get(one.measure) or SHARES[one.measure],
-        "": lambda one: f"over {_title(results, one.against)}" if one.against else "beside fio",
+        "": lambda one: (
+            f"over {_title(results, one.against)}" if one.against else "compared with fio"
+        ),
         "target": lambda one: f"<= {one.most:g}" if one.most is not None else f">= {one.least:g}",
         "median [spread]": lambda one: reached(results, one) or "",
         " ": judged,
@@ -157,7 +155,7 @@ def _equality(results: Results, there: Sequence[Variant]) -> Iterator[str]:
         yield f"**Losses or weights differ** between {asked}: in {titles}."
     else:
         yield (
-            f"Losses of every step, {len(whole[0].losses)} in each of {len(whole)} runs, and all weights at the end, looked at in {hashed} of them, are equal "
+            f"Losses of every step, {len(whole[0].losses)} in each of {len(whole)} runs, and all weights at the end, compared in {hashed} of them, are equal "
             f"bit for bit: {asked}."
         )
     for variant in there:
@@ -166,7 +164,7 @@ def _equality(results: Results, there: Sequence[Variant]) -> Iterator[str]:
                 (run.losses, run.weights) == (whole[0].losses, whole[0].weights)
                 for run in results.of(variant.name)
             )
-            yield f"Nothing of the kind is asked of {variant.title}; its are {'the same' if same else 'others'}."
+            yield f"{variant.title} need not be equal; its results are {'equal' if same else 'different'}."
 
 
 def _circumstances(results: Results) -> Iterator[str]:
@@ -183,9 +181,9 @@ def _circumstances(results: Results) -> Iterator[str]:
     yield (
         f"The model: {model.title}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
         f"{plan.settling_steps} count for the peak of memory alone. {rounds} rounds; each has every variant once, and the next has them in reverse order. "
-        f"A figure is the median over the rounds of a run's median; a ratio is the median over the rounds of what one round gave, to "
-        f"{_title(results, plan.baseline)} where nothing else is said; in brackets all rounds, or the middle 80 % of ten or more. A question mark says that "
-        "the spread holds both answers. Bytes are those that the kernel counts for the process on its way to drives."
+        f"A figure is the median over the rounds of a run's median; a ratio is the median over the rounds of the ratio within one round, to "
+        f"{_title(results, plan.baseline)} unless stated otherwise; in brackets all rounds, or the middle 80 % of ten or more. A question mark says that "
+        "the spread holds both answers. Bytes are the kernel's counts of the process's drive traffic."
     )
 
 
@@ -216,7 +214,7 @@ def _times(results: Results, figures: Figures, there: Sequence[Variant]) -> Iter
 
 def _drive(results: Results, figures: Figures, there: Sequence[Variant]) -> Iterator[str]:
     aio = results.plan.aio
-    yield "## Bytes moved, beside what the drive gives"
+    yield "## Bytes moved, compared with the drive's speed"
     if results.speeds:
         yield (
             f"fio, {len(results.speeds)} times between the runs, with block {format_bytes(aio.block_size)}, depth {aio.queue_depth}, threads "
@@ -260,7 +258,7 @@ def _drive(results: Results, figures: Figures, there: Sequence[Variant]) -> Iter
         cells = [variant.title, name, _number(seconds), busy_share, speed]
         return [*cells, share, f"{planning:.3f}", a_use]
 
-    yield "In each phase: the share of it in which the drive had anything in flight, whoever asked, and the CPU seconds of the swapper's calls."
+    yield "For each phase: the share of its time in which the drive had requests in flight, of any process, and the CPU seconds of the swapper's calls."
     head = [
         "variant",
         "phase",
@@ -295,7 +293,7 @@ def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Ite
         "left after the last step": gigabytes("after last"),
     }
     yield "## Host memory"
-    yield "Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took."
+    yield "Resident bytes of the process, GB. Peaks are the kernel's, separately for each phase; init includes imports."
     yield columns(there, cells)
 
 
@@ -311,8 +309,8 @@ def _failures(results: Results) -> Iterator[str]:
         if run.error is not None
     ]
     if lines:
-        yield "## What failed"
-        yield table(("variant", "when", "peak memory, GB", "what it said"), dict.fromkeys(lines))
+        yield "## Failures"
+        yield table(("variant", "when", "peak memory, GB", "error"), dict.fromkeys(lines))
 
 
 def _title(results: Results, name: str) -> str:

@@ -1,6 +1,4 @@
-"""What one run of a variant was, put together from its events and from what was sampled beside it.
-Pure.
-"""
+"""One run of a variant, assembled from its events. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Phase(NamedTuple):
-    """A stretch of a run. *step* is None before the first one. *busy_seconds* are the drive's;
-    *uses* is how often a value of the swapper was asked for.
+    """A part of a run. step: None before the first step. busy_seconds: of the drive. uses: of
+    values of the swapper.
     """
 
     name: str
@@ -52,10 +50,10 @@ class Run:
     drive: Speeds | None = None
 
     def figures(self, settling_steps: int) -> dict[str, float]:
-        """All of its figures by name, in seconds and bytes; NaN where the run did not come to one.
+        """All figures by name, in seconds and bytes; NaN where the run ended before.
 
-        Those of `plan.MEASURES` and `plan.SHARES`; "PHASE FIELD", the median over the steps of that
-        field of a phase; "PHASE peak", which counts the first steps, too.
+        The keys of `plan.MEASURES` and `plan.SHARES`; "PHASE FIELD", the median of that field over
+        the steps; and "PHASE peak", including the first steps.
         """
         phases = pd.DataFrame(self.phases, columns=Phase._fields)
         phases["seconds"] = phases.ended - phases.began
@@ -83,14 +81,12 @@ class Run:
         return figures
 
     def measure(self, name: str, settling_steps: int) -> float | None:
-        """One of `figures`; None where the run did not come to it."""
+        """One of `figures`, or None where the run ended before."""
         found = float(self.figures(settling_steps)[name])
         return None if math.isnan(found) else found
 
     def peak_bytes(self, *names: str) -> float:
-        """The most that was resident, of all phases or those of these names; steps that settle
-        count too.
-        """
+        """The peak resident size of all phases or of the named ones, including settling steps."""
         peaks = [phase.peak_bytes for phase in self.phases if not names or phase.name in names]
         return max(peaks, default=math.nan)
 
@@ -108,7 +104,7 @@ def assemble(
     error: str | None,
     events: Sequence[dict[str, Any]],
 ) -> Run:
-    """The run that these events tell of."""
+    """Make the run of these events."""
     phases = tuple(Phase(**event) for event in of(events, "phase"))
     steps = of(events, "step")
     facts = {

@@ -1,9 +1,8 @@
-"""One variant, in a process of its own: `python -m sweeps.training.trainee JOB.json`. Writes what it
-does as lines of JSON.
+"""One variant: `python -m sweeps.training.trainee JOB.json`. Reports events as lines of JSON.
 
-Every line has a key "event": "phase" for a stretch of time ("import", "init", then "forward",
-"backward" and "optimizer" of each step), "step" after each step, "done" at the end. Times are those
-of the monotonic clock, which all processes of a machine share.
+The key "event" is "phase" for a part of the run ("import", "init", then "forward", "backward" and
+"optimizer" of each step), "step" after each step, and "done" at the end. Times are of the monotonic
+clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from .runs import Phase
 
 
 def main() -> None:
-    """Train what the job says, and tell."""
+    """Train the job."""
     job = json.loads(Path(sys.argv[1]).read_text())
     _train(job, _Teller(Path(job["directory"])))
 
 
 class _Teller:
-    """Writes events, and measures phases."""
+    """Reports events, and measures phases."""
 
     def __init__(self, directory: Path) -> None:
         self.tell = teller()
@@ -64,8 +63,8 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
     synchronize = get_accelerator().synchronize
     with teller.phase("init"):
         if job["model"] is not None:
-            # transformers imports what it needs only now, and cannot under zero.Init, which
-            # exchanges torch.empty and its like
+            # transformers imports modules lazily, which fails under zero.Init, where torch.empty
+            # and similar functions are replaced: import them now
             tensors(job["model"])
         torch.manual_seed(0)
         with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
@@ -156,7 +155,7 @@ def _stack(hidden: int, blocks: int) -> Any:
 
 
 def _stats(engine: Any) -> dict[str, Any] | None:
-    """What the package says of the last step; None where it does not swap itself."""
+    """The package's statistics of the last step; None where DeepSpeed's swappers are used."""
     from nvme_offload import zero3
     from nvme_offload.errors import UsageError
 
@@ -167,7 +166,7 @@ def _stats(engine: Any) -> dict[str, Any] | None:
 
 
 def _digest(engine: Any) -> str:
-    """Of all weights, each parameter gathered by itself."""
+    """A digest of all weights, gathered one parameter at a time."""
     import deepspeed
     import torch
 

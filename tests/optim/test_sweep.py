@@ -102,7 +102,7 @@ def test_without_fio_and_deepspeed_there_is_no_word_of_them():
 
 
 @pytest.mark.deepspeed
-def test_a_small_run_beside_deepspeed(deepspeeds_op, tmp_path):
+def test_a_small_run_compared_with_deepspeed(deepspeeds_op, tmp_path):
     size = [
         "--parameters",
         "3e6",

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from sweeps.compare import install
 
 
-def test_what_is_there_stays_and_what_cannot_be_is_told(
+def test_installed_peers_stay_and_failures_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = (
@@ -20,9 +20,9 @@ def test_what_is_there_stays_and_what_cannot_be_is_told(
     ran = CliRunner().invoke(install.main, ["--wheels", str(tmp_path)], catch_exceptions=False)
     assert ran.exit_code == 0
     there, hindered, missing = ran.output.splitlines()
-    assert there == "json: there already"
-    assert hindered == "not_a_module: left out, it is of no use here"
+    assert there == "json: already installed"
+    assert hindered == "not_a_module: skipped, it is of no use here"
     assert (
         missing
-        == "not_a_module: left out, pip says: ERROR: No matching distribution found for not-a-package"
+        == "not_a_module: skipped, pip reports: ERROR: No matching distribution found for not-a-package"
     )

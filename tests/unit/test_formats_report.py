@@ -176,7 +176,7 @@ def test_the_quality_of_compact24_is_measured_on_bfloat16_weights(tmp_path, monk
     assert (case, seeds) == ("regression, AdamW, decay to zero", "1")
     assert 0 < float(loss) < 10
     assert all(0.9 < float(multiple) < quality.LIMIT for multiple in multiples)
-    assert "with float32 weights the two are the same" in report.read_text()
+    assert "with float32 weights compact24 equals compact" in report.read_text()
 
 
 def test_the_case_of_small_steps_tells_masters_of_24_bits_from_none(tmp_path):

@@ -48,7 +48,7 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
     monkeypatch.setattr(turns.time, "monotonic", lambda: next(clock))
     notes: list[str] = []
     assert list(turns.rounds(5, 10.0, notes)) == [0, 1]
-    assert notes == ["2 of 5 rounds fitted into the time that was given."]
+    assert notes == ["2 of 5 rounds fitted into the given time."]
 
 
 def test_an_interrupt_is_noted_and_an_error_is_not_held_back():

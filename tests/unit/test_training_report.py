@@ -173,7 +173,7 @@ def test_merged_leaves_both_as_they_were() -> None:
             PLAN.replace("hidden = 16, blocks = 2", 'name = "gpt2", blocks = 2, hidden = 16'),
             "either hidden and blocks, or a name",
         ),
-        (PLAN.replace("blocks = 2", "blocks = 2, width = 8"), "small-width"),
+        (PLAN.replace("blocks = 2", "blocks = 2, width = 8"), "narrow form"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_the_reason(tmp_path: Path, broken: str, said: str) -> None:
@@ -247,7 +247,7 @@ def test_targets(tmp_path: Path) -> None:
         in text
     )
     assert (
-        "| ours | optimizer phase: floor / time | beside fio | >= 0.9 | 0.80 [0.80 to 0.80] | missed |"
+        "| ours | optimizer phase: floor / time | compared with fio | >= 0.9 | 0.80 [0.80 to 0.80] | missed |"
         in text
     )
 
@@ -277,7 +277,7 @@ def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:
     equal = [run("stock", 0, 1.0), run("mine", 0, 1.0), run("none", 0, 1.0, losses=("0x0p+0",) * 3)]
     assert unequal(results(tmp_path, equal)) == []
     assert "are equal bit for bit: DeepSpeed, ours." in render(results(tmp_path, equal))
-    assert "Nothing of the kind is asked of no offload; its are others." in render(
+    assert "no offload need not be equal; its results are different." in render(
         results(tmp_path, equal)
     )
     other = run("mine", 1, 1.0, losses=("0x1.8p+0", "0x1.4p+0", "0x1.3p+0"))
