@@ -158,7 +158,8 @@ def render(results: Results) -> str:
     parts.append("## All sides, medians")
     for title, cell in measures:
         for tasks in filter(None, (tensors, checkpoints)):
-            parts += [f"{title}:", _matrix(results, by_task, tasks, cell)]
+            about = "Checkpoint: " if tasks is checkpoints else ""
+            parts += [f"{about}{title}:", _matrix(results, by_task, tasks, cell)]
     settings = [
         (side.title, side.version, describe(side.setting), len(side.tried) or 1, side.done)
         for side in results.sides

@@ -4,6 +4,7 @@ and write the report.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _NUMBER = "Instead of the plan's number."
 @command.width
 @option("--batch", type=COUNT, default=1, help="Rows of tokens, of that model.")
 @option("--tokens", type=click.IntRange(min=2), default=128, help="In each row.")
+@option("--ranks", type=COUNT, default=1, help="Processes; FSDP2 or ZeRO-3 shards the model.")
 @command.rounds
 @option("--steps", type=COUNT, help=_NUMBER)
 @option("--only", type=command.Names(), help="Variants of the plan, separated by commas.")
@@ -45,6 +47,7 @@ def main(
     batch: int,
     tokens: int,
     only: list[str] | None,
+    ranks: int,
     seconds: float | None,
     output: Path | None,
     notes: tuple[str, ...],
@@ -64,7 +67,7 @@ def main(
         interruptible(results.facts, results.notes),
         floor(directory, plan.aio, plan.fio_bytes, results.facts, results.notes) as drive,
     ):
-        _measure(results, directory, drive, seconds, output)
+        _measure(results, directory, drive, ranks, seconds, output)
     write(output, text := render(results), as_json(results))
     click.echo(text)
 
@@ -73,6 +76,7 @@ def _measure(
     results: Results,
     directory: Path,
     drive: Floor | None,
+    ranks: int,
     seconds: float | None,
     output: Path | None,
 ) -> None:
@@ -87,7 +91,7 @@ def _measure(
     for number in rounds(plan.rounds, seconds, results.notes):
         before = speeds()
         for variant in there_and_back(plan.variants, number):
-            run = train(results, variant, number, directory)
+            run = train(results, variant, number, directory, ranks)
             after = speeds() if variant.drives else before
             run.drive = mean(before, after) if variant.drives else None
             before = after
@@ -96,22 +100,26 @@ def _measure(
             write(output, render(results), as_json(results))
 
 
-def train(results: Results, variant: Variant, number: int, directory: Path) -> Run:
+def train(results: Results, variant: Variant, number: int, directory: Path, ranks: int = 1) -> Run:
     """Run *variant* once; its files in *directory* are removed afterwards."""
     plan = results.plan
     with apart.place("training", directory) as work:
         (work / "offload").mkdir()
         job = {
             "ours": variant.ours,
+            "plain": variant.plain,
+            "ranks": ranks,
+            "aio": dataclasses.asdict(plan.aio),
+            "offload": str(work / "offload"),
             "ds_config": variant.ds_config_at(str(work / "offload")),
             "directory": str(directory),
             "model": plan.model.config,
             **{key: getattr(plan.model, key) for key in ("hidden", "blocks", "tokens", "batch")},
             "steps": plan.steps,
         }
-        environment = apart.launched()
+        environment = apart.launched(ranks)
         module, timeout = "sweeps.training.trainee", plan.timeout_seconds
-        told, error = apart.run(module, job, work, timeout, environment=environment)
+        told, error = apart.run(module, job, work, timeout, ranks=ranks, environment=environment)
     return assemble(variant.name, number, error, told)
 
 

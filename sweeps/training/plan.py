@@ -91,19 +91,25 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A way to train. ours: call `nvme_offload.zero3.enable()` first. ds_config: the configuration
-    for DeepSpeed, without the directory on the drive. equal: losses and weights must equal the
-    other variants with this flag.
+    for DeepSpeed, without the directory on the drive.
+
+    plain: train in plain PyTorch instead, with these options of `NVMeOptimizer`, or with AdamW in
+    memory if there are none. bits: losses and weights must equal the other variants with the same
+    word; "" for none.
     """
 
     name: str
     title: str
-    ours: bool
     ds_config: Mapping[str, Any]
-    equal: bool = True
+    ours: bool = False
+    plain: Mapping[str, Any] | None = None
+    bits: str = "zero3"
 
     @property
     def drives(self) -> bool:
         """Whether it uses the drive."""
+        if self.plain is not None:
+            return bool(self.plain)
         return any(section.get("device") == "nvme" for section in _offload_sections(self.ds_config))
 
     def ds_config_at(self, directory: str) -> dict[str, Any]:

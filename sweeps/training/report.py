@@ -75,15 +75,17 @@ def reached(results: Results, target: Target) -> Spread | None:
 
 
 def unequal(results: Results) -> list[str]:
-    """The variants marked equal whose losses or weights differ from the first complete run's."""
-    whole = [run for one in results.plan.variants if one.equal for run in results.of(one.name)]
-    weights = next((run.weights for run in whole if run.weights is not None), None)
-    other = [
-        run.variant
-        for run in whole
-        if run.losses != whole[0].losses or run.weights not in (None, weights)
-    ]
-    return list(dict.fromkeys(other))
+    """The variants whose losses or weights differ from the first complete run with the same word
+    in `Variant.bits`.
+    """
+    first: dict[str, Run] = {}
+    differing = []
+    for variant in results.plan.variants:
+        for run in results.of(variant.name) if variant.bits else ():
+            expected = first.setdefault(variant.bits, run)
+            if (run.losses, run.weights) != (expected.losses, expected.weights):
+                differing.append(variant.name)
+    return list(dict.fromkeys(differing))
 
 
 def render(results: Results) -> str:
@@ -144,27 +146,17 @@ def _targets(results: Results) -> Iterator[str]:
 
 
 def _equality(results: Results, there: Sequence[Variant]) -> Iterator[str]:
-    expected = [variant for variant in there if variant.equal]
-    whole = [run for variant in expected for run in results.of(variant.name)]
-    if not whole:
-        return
-    asked = ", ".join(variant.title for variant in expected)
-    hashed = sum(run.weights is not None for run in whole)
-    if differing := unequal(results):
-        titles = ", ".join(_title(results, name) for name in differing)
-        yield f"**Losses or weights differ** between {asked}: in {titles}."
-    else:
-        yield (
-            f"Losses of every step, {len(whole[0].losses)} in each of {len(whole)} runs, and all weights at the end, compared in {hashed} of them, are equal "
-            f"bit for bit: {asked}."
-        )
-    for variant in there:
-        if not variant.equal:
-            same = all(
-                (run.losses, run.weights) == (whole[0].losses, whole[0].weights)
-                for run in results.of(variant.name)
+    differing = unequal(results)
+    for bits in dict.fromkeys(variant.bits for variant in there if variant.bits):
+        same = [variant for variant in there if variant.bits == bits]
+        titles = ", ".join(variant.title for variant in same)
+        if wrong := [variant.title for variant in same if variant.name in differing]:
+            yield f"**Losses or weights differ** between {titles}: in {', '.join(wrong)}."
+        else:
+            runs = [run for variant in same for run in results.of(variant.name)]
+            yield (
+                f"Losses of every step, {len(runs[0].losses)} in each of {len(runs)} runs, and all weights at the end are equal bit for bit: {titles}."
             )
-            yield f"{variant.title} need not be equal; its results are {'equal' if same else 'different'}."
 
 
 def _circumstances(results: Results) -> Iterator[str]:
@@ -202,7 +194,7 @@ def _times(results: Results, figures: Figures, there: Sequence[Variant]) -> Iter
             f"ratio of {titles[name]}": lambda one, name=name: shown(
                 figures.ratios(one.name, base, name)
             )
-            for name in ("update", "step")
+            for name in ("optimizer", "update", "step")
         },
         "CPU s a step": lambda one: _number(
             sum(figures.of(one.name, f"{name} cpu_seconds").fillna(0) for name in PHASES).median()
@@ -289,6 +281,7 @@ def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Ite
         "ratio ": ratio("settled_peak"),
         "init": gigabytes("prelude peak"),
         **{name: gigabytes(f"{name} peak") for name in PHASES},
+        "GPU, peak": gigabytes("gpu peak"),
         "left after init": gigabytes("after init"),
         "left after the last step": gigabytes("after last"),
     }

@@ -71,6 +71,7 @@ class Run:
         figures["settled_peak"] = settled.peak_bytes.max()
         figures["prelude peak"] = self.peak_bytes("import", "init")
         figures |= {f"{name} peak": self.peak_bytes(name) for name in PHASES}
+        figures["gpu peak"] = self.facts.get("gpu_peak_bytes") or math.nan
         figures["after init"] = phases[phases.name == "init"].after_bytes.max()
         figures["after last"] = self.phases[-1].after_bytes if self.phases else math.nan
         for name in (*PHASES, "step"):

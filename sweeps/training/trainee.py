@@ -1,8 +1,9 @@
-"""One variant: `python -m sweeps.training.trainee JOB.json`. Reports events as lines of JSON.
+"""One rank of a variant: `python -m sweeps.training.trainee JOB.json RANK`. The first rank reports
+events as lines of JSON.
 
 The key "event" is "phase" for a part of the run ("import", "init", then "forward", "backward" and
 "optimizer" of each step), "step" after each step, and "done" at the end. Times are of the monotonic
-clock, which all processes of a machine share.
+clock, which all processes of a machine share. CPU time, bytes and memory are sums over the ranks.
 """
 
 from __future__ import annotations
@@ -11,27 +12,47 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import meter
 from ..apart import teller
 from ..models import build, tensors
 from .runs import Phase
 
+_SUMMED = ("cpu_seconds", "read_bytes", "written_bytes", "peak_bytes", "after_bytes")
+
+
+class Trainer(NamedTuple):
+    """The parts of a step, and the results of the run."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+    step: Callable[[], Any]
+    stats: Callable[[], dict[str, Any] | None]
+    weights: Callable[[], Iterator[Any]]
+    optimizer: str
+    versions: list[str]
+
 
 def main() -> None:
     """Train the job."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    _train(job, _Teller(Path(job["directory"])))
+    reporter = _Reporter(Path(job["directory"]))
+    _train(job, reporter)
+    if job["ranks"] > 1:
+        # exit now: a thread of gloo that releases a gathered tensor aborts an interpreter at its
+        # end (pytorch/pytorch#190489)
+        os._exit(0)
 
 
-class _Teller:
-    """Reports events, and measures phases."""
+class _Reporter:
+    """Reports events of the first rank, and measures phases."""
 
     def __init__(self, directory: Path) -> None:
         self.tell = teller()
@@ -45,83 +66,197 @@ class _Teller:
         memory = meter.memory_of("self")
         took["peak_bytes"] = memory.peak if memory else 0
         took["after_bytes"] = memory.resident if memory else 0
+        every = gathered({key: took[key] for key in _SUMMED})
+        took |= {key: sum(one[key] for one in every) for key in _SUMMED}
         fields = {key: value for key, value in took.items() if key in Phase._fields}
         self.tell("phase", name=name, step=step, **fields)
 
 
-def _train(job: dict[str, Any], teller: _Teller) -> None:
-    with teller.phase("import"):
-        import deepspeed
+def gathered(own: Any) -> list[Any]:
+    """The values of all ranks, once there is a process group."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def _train(job: dict[str, Any], reporter: _Reporter) -> None:
+    plain = job["plain"] is not None
+    with reporter.phase("import"):
         import torch
 
-        if job["ours"]:
-            from nvme_offload import zero3
+        if plain:
+            import nvme_offload  # noqa: F401
+        else:
+            import deepspeed  # noqa: F401
 
-            zero3.enable()
-    from deepspeed.accelerator import get_accelerator
+            if job["ours"]:
+                from nvme_offload import zero3
 
-    synchronize = get_accelerator().synchronize
-    with teller.phase("init"):
+                zero3.enable()
+    with reporter.phase("init"):
         if job["model"] is not None:
             # transformers imports modules lazily, which fails under zero.Init, where torch.empty
             # and similar functions are replaced: import them now
             tensors(job["model"])
         torch.manual_seed(0)
-        with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
-            model = (
-                _stack(job["hidden"], job["blocks"])
-                if job["model"] is None
-                else build(job["model"])
-            )
-        engine, *_ = deepspeed.initialize(
-            model=model, config=job["ds_config"], model_parameters=model.parameters()
-        )
-        if job["model"] is None:
-            given = {
-                "x": torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(
-                    engine.device
-                )
-            }
-        else:
-            tokens = torch.randint(0, job["model"]["vocab_size"], (job["batch"], job["tokens"])).to(
-                engine.device
-            )
-            given = {"input_ids": tokens, "labels": tokens}
+        trainer = (_plain if plain else _deepspeed)(job)
+        synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         synchronize()
     for step in range(job["steps"]):
-        with teller.phase("forward", step):
-            out = engine(**given)
-            loss = out if job["model"] is None else out.loss
-            del out
+        with reporter.phase("forward", step):
+            loss = trainer.forward()
             synchronize()
-        with teller.phase("backward", step):
-            engine.backward(loss)
+        with reporter.phase("backward", step):
+            trainer.backward(loss)
             synchronize()
-        with teller.phase("optimizer", step):
-            engine.step()
+        with reporter.phase("optimizer", step):
+            trainer.step()
             synchronize()
-        teller.tell(
+        reporter.tell(
             "step",
             number=step,
             loss=loss.item().hex(),
             ended=time.monotonic(),
-            stats=_stats(engine) if job["ours"] else None,
+            stats=trainer.stats(),
         )
         del loss  # otherwise the graph of a step outlives it, and so do gathered parameters
-    teller.tell(
+    cuda = torch.cuda.is_available()
+    reporter.tell(
         "done",
         versions=[
-            f"deepspeed {deepspeed.__version__}",
+            *trainer.versions,
             f"torch {torch.__version__}",
             f"Python {platform.python_version()}",
         ],
-        accelerator=f"{get_accelerator().device_name()} {get_accelerator().device_name(0)}"
-        if get_accelerator().device_name() != "cuda"
-        else torch.cuda.get_device_name(0),
-        optimizer=type(engine.optimizer.optimizer).__name__,
+        accelerator=torch.cuda.get_device_name(0) if cuda else "cpu",
+        gpu_peak_bytes=max(gathered(torch.cuda.max_memory_allocated())) if cuda else 0,
+        optimizer=trainer.optimizer,
         threads=torch.get_num_threads(),
     )
-    teller.tell("weights", digest=_digest(engine))
+    digest = _digest(trainer.weights())
+    reporter.tell("weights", digest=_digest_of_ranks(digest) if plain else digest)
+
+
+def _model(job: dict[str, Any]) -> Any:
+    return _stack(job["hidden"], job["blocks"]) if job["model"] is None else build(job["model"])
+
+
+def _input(job: dict[str, Any], device: Any) -> dict[str, Any]:
+    import torch
+
+    if job["model"] is None:
+        x = torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16)
+        return {"x": x.to(device)}
+    tokens = torch.randint(0, job["model"]["vocab_size"], (job["batch"], job["tokens"])).to(device)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _loss(out: Any, job: dict[str, Any]) -> Any:
+    return out if job["model"] is None else out.loss
+
+
+def _deepspeed(job: dict[str, Any]) -> Trainer:
+    """DeepSpeed's engine with the variant's configuration."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
+        model = _model(job)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=job["ds_config"], model_parameters=model.parameters()
+    )
+    given = _input(job, engine.device)
+
+    def weights() -> Iterator[Any]:
+        for parameter in engine.module.parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield parameter
+
+    return Trainer(
+        lambda: _loss(engine(**given), job),
+        engine.backward,
+        engine.step,
+        lambda: _stats(engine) if job["ours"] else None,
+        weights,
+        type(engine.optimizer.optimizer).__name__,
+        [f"deepspeed {deepspeed.__version__}"],
+    )
+
+
+def _plain(job: dict[str, Any]) -> Trainer:
+    """Plain PyTorch, sharded by FSDP2 over several ranks: `NVMeOptimizer` with AdamW, or AdamW over
+    fp32 copies in memory.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from nvme_offload import AioConfig, NVMeOptimizer, __version__
+
+    rank, cuda = int(sys.argv[2]), torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    model = _model(job).to(device, torch.bfloat16)
+    if job["ranks"] > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        for layer in model.blocks if job["model"] is None else model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    parameters = list(model.parameters())
+    options = {**job["ds_config"]["optimizer"]["params"], "fused": True}
+    if "state_format" in job["plain"]:
+        optimizer: Any = NVMeOptimizer(
+            parameters,
+            torch.optim.AdamW,
+            paths=job["offload"],
+            aio=AioConfig(**job["aio"]),
+            **job["plain"],
+            **options,
+        )
+        stats: Callable[[], Any] = lambda: dataclasses.asdict(optimizer.stats())  # noqa: E731
+    else:
+        optimizer, stats = _InMemory(parameters, options), lambda: None
+    given = _input(job, device)
+
+    def step() -> None:
+        optimizer.step()
+        model.zero_grad()
+
+    return Trainer(
+        lambda: _loss(model(**given), job),
+        lambda loss: loss.backward(),
+        step,
+        stats,
+        lambda: (getattr(one, "_local_tensor", one) for one in parameters),
+        f"{type(optimizer).__name__.strip('_')} with AdamW",
+        [f"nvme-offload {__version__}"],
+    )
+
+
+class _InMemory:
+    """AdamW over fp32 copies of bfloat16 parameters."""
+
+    def __init__(self, parameters: list[Any], options: dict[str, Any]) -> None:
+        import torch
+
+        self._parameters = parameters
+        self._masters = [parameter.detach().float() for parameter in parameters]
+        self._adamw = torch.optim.AdamW(self._masters, **options)
+
+    def step(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            self._adamw.step()
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                parameter.copy_(master)
+                master.grad = None
 
 
 def _stack(hidden: int, blocks: int) -> Any:
@@ -165,16 +300,19 @@ def _stats(engine: Any) -> dict[str, Any] | None:
         return None
 
 
-def _digest(engine: Any) -> str:
-    """A digest of all weights, gathered one parameter at a time."""
-    import deepspeed
+def _digest(weights: Iterable[Any]) -> str:
     import torch
 
     digest = hashlib.blake2b(digest_size=16)
-    for parameter in engine.module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    for weight in weights:
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _digest_of_ranks(own: str) -> str:
+    """The digest of all ranks' shards."""
+    every = gathered(own)
+    return own if len(every) == 1 else hashlib.blake2b("".join(every).encode()).hexdigest()[:32]
 
 
 if __name__ == "__main__":
