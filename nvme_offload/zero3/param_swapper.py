@@ -198,6 +198,7 @@ class ParameterSwapper:
         if buffer is None:
             buffer = self._create(param, param.ds_tensor.ds_numel)
             buffer.copy_(param.ds_tensor.data.view(-1))
+        zero_padding(param, buffer)
         self._release(param, changed=True)
         _drop_copy(param)
 
@@ -323,6 +324,14 @@ def has_value(param: Any) -> bool:
     parameter of a context that has one, also to those in memory.
     """
     return hasattr(param, "nvme_value")
+
+
+def zero_padding(param: Any, partition: torch.Tensor) -> None:
+    """Set the elements of *partition*, flat, that are behind the end of *param* to zero. DeepSpeed
+    leaves them undefined, and an optimizer may compute a norm of the whole partition.
+    """
+    start = partition.numel() * dist.get_rank(group=param.ds_process_group)
+    partition[max(param.ds_numel - start, 0) :].zero_()
 
 
 def value_bytes(param: Any) -> int:

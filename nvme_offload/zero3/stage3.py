@@ -44,7 +44,14 @@ from .once_per_step import (
 )
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
 from .overlap import Overlap, tell_left_out
-from .param_swapper import has_value, require_budget, return_to_device, swappers_of, value_bytes
+from .param_swapper import (
+    has_value,
+    require_budget,
+    return_to_device,
+    swappers_of,
+    value_bytes,
+    zero_padding,
+)
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
@@ -162,6 +169,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             )
         if self.native and (self.swap_optimizer or self.params_in_nvme_and_cpu):
             self._require_one_sub_group(fp16_param_groups)
+            for param in itertools.chain(*(group["params"] for group in fp16_param_groups)):
+                if not has_value(param):
+                    zero_padding(param, param.ds_tensor.data)
         if self.native and self.swap_optimizer:
             share_cores()
             all_or_none(lambda: self._open_tier(fp16_param_groups))

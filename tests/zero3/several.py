@@ -310,7 +310,49 @@ def states_back(config: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"engine": engine, "losses": losses}
 
 
+def padded(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """An optimizer that computes norms of whole partitions, whose last elements belong to no
+    parameter. Before that, other parameters had the memory: zeros, then values that are not numbers.
+    """
+    import deepspeed
+
+    def fill_memory(value: float) -> None:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            filling = layers(20, 1)
+        with (
+            torch.no_grad(),
+            deepspeed.zero.GatheredParameters(list(filling.parameters()), modifier_rank=0),
+        ):
+            for parameter in filling.parameters():
+                parameter.fill_(value)
+
+    def train() -> tuple[Any, list[float]]:
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = nn.Sequential(nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, 3))
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+        engine = deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+        return engine, [step(engine, number) for number in range(4)]
+
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        kept = layers(1, 2)  # so that both trainings have the same memory
+    runs = []
+    for value in (0.0, float("nan")):
+        fill_memory(value)
+        gc.collect()
+        engine, losses = train()
+        runs.append(losses)
+        if not value:
+            engine.destroy()
+            del engine
+            gc.collect()
+    del kept
+    assert runs[0] == runs[1], runs
+    return {"engine": engine, "losses": losses}
+
+
 PROGRAMS = {
+    "padded": padded,
     "thawed": thawed,
     "exchanged": exchanged,
     "states back": states_back,

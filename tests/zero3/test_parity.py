@@ -399,3 +399,10 @@ def test_what_gets_a_gradient_from_an_early_micro_batch_only_is_updated_by_it(tm
     )
     for key in ("losses", "weights", "masters", "states"):
         assert mine[key] == reference[key]
+
+
+@pytest.mark.parametrize("parameters", ["none", "nvme"])
+def test_undefined_elements_behind_a_parameter_change_nothing(tmp_path, parameters):
+    case = Case(program="padded", parameters=parameters, section={"host_memory": 160_000})
+    (result,) = train([case], tmp_path, ranks=2)
+    assert "error" not in result, result
