@@ -615,7 +615,7 @@ class Engine(Closing):
         opened = (
             file
             if isinstance(file, File)
-            else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
+            else self._open_for(write, file, offset, checked_nbytes(buffer, writable=not write))
         )
         return Ticket(
             self._core.submit(
@@ -652,6 +652,33 @@ def _path(path: StrPath) -> bytes:
     if b"\0" in encoded:
         raise UsageError(f"a path cannot have a null byte in it: {path!r}")
     return encoded
+
+
+def checked_nbytes(buffer: Any, writable: bool) -> int:
+    """Bytes of a buffer that the engine can read into, where it is *writable*, or write from.
+
+    Parameters
+    ----------
+    buffer : torch.Tensor or buffer
+        As in `Engine.read` and `Engine.write`.
+    writable : bool
+        Whether it must be writable.
+
+    Returns
+    -------
+    int
+        Bytes.
+
+    Raises
+    ------
+    UsageError
+        It is not contiguous, not on the CPU, or the like.
+    """
+    torch = sys.modules.get("torch")  # imported already where there is a tensor
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        _require_plain(buffer, torch.strided)
+        return int(buffer.nbytes)
+    return _aio.buffer_nbytes(buffer, writable)
 
 
 def _require_plain(tensor: torch.Tensor, strided: torch.layout) -> None:

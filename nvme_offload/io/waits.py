@@ -15,9 +15,3 @@ def wait_for(condition: threading.Condition, is_true: Callable[[], bool]) -> Non
     """As `threading.Condition.wait_for`, looking up now and then for signals."""
     while not condition.wait_for(is_true, _LOOK_SECONDS):
         pass
-
-
-def wait(event: threading.Event) -> None:
-    """As `threading.Event.wait`, likewise."""
-    while not event.wait(_LOOK_SECONDS):
-        pass

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 from ..errors import CancelledError, OffloadError, UsageError, known
 from ..io.engine import cancel_requests
-from .slabs import Extent, Stripes
-from .transfer import Stage, Transfer
+from .slabs import Stripes
+from .transfer import Segment, Stage, StoredTensor, Transfer
 
 # The most that one checksum covers.
 SUMMED_BYTES = 8 << 20
-
-
-@dataclasses.dataclass(slots=True)
-class Segment:
-    """A piece of a stored tensor: *nbytes* from byte *start* of it, at *offset* of the extent's
-    file, with a *checksum* where the store keeps them.
-    """
-
-    extent: Extent
-    offset: int
-    start: int
-    nbytes: int
-    checksum: int | None = None
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class StoredTensor:
-    """The bytes stored under a name, and their users.
-
-    The space is freed once the value is *dropped* and has no users. *lost_by* is the put that
-    failed while it overwrote the value.
-    """
-
-    nbytes: int
-    extents: list[Extent]
-    segments: list[Segment]
-    users: int = 0
-    dropped: bool = False
-    lost_by: Transfer | None = None
-    readers: list[Transfer] = dataclasses.field(default_factory=list)
 
 
 class Catalog:
@@ -87,7 +56,7 @@ class Catalog:
         """The transfers that *transfer* must wait for: the put in flight, and the readers of a value
         that it would overwrite.
 
-        The engine orders it after those in `Transfer.after`, except for the put that a put replaces:
+        The engine orders it after the transfers in `Transfer.after`, except for the put that a put replaces:
         two puts of one name are never in flight together.
         """
         put = self._puts.get(transfer.name)
@@ -128,8 +97,8 @@ class Catalog:
         return [each for each in self.in_flight if each.writes or known(each.value).dropped]
 
     def start(self, transfer: Transfer) -> StoredTensor:
-        """Add *transfer* to those in flight; the value that it reads or writes. Raises: NoSpaceError;
-        as `current`.
+        """Add *transfer* to the transfers in flight; returns the value that it reads or writes.
+        Raises: NoSpaceError; as `current`.
         """
         name = transfer.name
         if transfer.writes:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import sys
 import threading
 import weakref
@@ -19,7 +18,7 @@ import numpy as np
 from ..errors import NoSpaceError, OffloadError, UsageError, time_limit, whole_number
 from ..hardware.config import AioConfig
 from ..io.closing import Closing
-from ..io.engine import Engine, StrPath, close_at_exit
+from ..io.engine import Engine, StrPath, checked_nbytes, close_at_exit
 from ..io.section import Section
 from .catalog import Catalog
 from .slabs import Stripes
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from ..io.engine import Buffer
 
 _STEPS_REMEMBERED = 1000
-_FIELD_NAME = re.compile(":[^:]*:")  # in the format string of a buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +172,8 @@ class TensorStore(Closing):
         A cancelled put leaves the old value in either case. Source: io_submit(2).
         """
         _check_name(name)
-        nbytes = _checked_nbytes(tensor, writable=False)
-        return self._start_in_order(Transfer(name, True, nbytes, _transfers(after)), tensor)
+        nbytes = checked_nbytes(tensor, writable=False)
+        return self._begin(Transfer(name, True, nbytes, _transfers(after)), tensor)
 
     def get(self, name: str, out: Buffer, *, after: Sequence[Transfer] = ()) -> Transfer:
         """Start reading a tensor.
@@ -208,8 +206,8 @@ class TensorStore(Closing):
         Source: io_submit(2).
         """
         _check_name(name)
-        nbytes = _checked_nbytes(out, writable=True)
-        return self._start_in_order(Transfer(name, False, nbytes, _transfers(after)), out)
+        nbytes = checked_nbytes(out, writable=True)
+        return self._begin(Transfer(name, False, nbytes, _transfers(after)), out)
 
     def start(self, transfer: Transfer, memory: torch.Tensor) -> None:
         """Start a transfer that its caller has ordered: after all in `Transfer.after`, and after no
@@ -227,17 +225,7 @@ class TensorStore(Closing):
         UsageError, NoSpaceError, IOFailure
             As `put` and `get`.
         """
-        while True:
-            with self._locked(), self._changing:
-                try:
-                    self._start(transfer, memory)
-                    return
-                except NoSpaceError:
-                    freeing = self._catalog.may_free_space() if transfer.writes else []
-                    if not freeing:
-                        raise
-            for each in freeing:
-                self.finish(each)
+        self._begin(transfer, memory, ordered=True)
 
     def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Wait until a transfer has finished, successfully or not, and record the outcome.
@@ -273,7 +261,7 @@ class TensorStore(Closing):
         name : str
             The name.
         missing_ok : bool
-            Whether a name without a tensor is ignored.
+            Whether a name without a tensor is ignored, and a store that is closed.
 
         Raises
         ------
@@ -281,6 +269,8 @@ class TensorStore(Closing):
             There is no such tensor.
         """
         _check_name(name)
+        if missing_ok and self._changing.closed:
+            return
         with self._locked(), self._changing:
             if self._catalog.nbytes(name) is None:
                 if missing_ok:
@@ -589,21 +579,22 @@ class TensorStore(Closing):
         state = "closed" if self._changing.closed else f"{len(self._catalog.sizes())} tensors"
         return f"<TensorStore {', '.join(self.paths)}: {state}>"
 
-    def _start_in_order(self, transfer: Transfer, buffer: Buffer) -> Transfer:
-        """`start` *transfer* after those of its name that it conflicts with."""
+    def _begin(self, transfer: Transfer, buffer: Any, ordered: bool = False) -> Transfer:
+        """Start *transfer*, after those of its name that it conflicts with unless it is *ordered*."""
         while True:
             with self._locked(), self._changing:
-                blockers = self._catalog.conflicts(transfer)
+                blockers = [] if ordered else self._catalog.conflicts(transfer)
                 if not blockers:
                     try:
                         self._start(transfer, buffer)
-                        if transfer.requests:
-                            transfer.after = ()  # the engine has them
-                        return transfer
                     except NoSpaceError:
                         blockers = self._catalog.may_free_space() if transfer.writes else []
                         if not blockers:
                             raise
+                    else:
+                        if transfer.requests and not ordered:
+                            transfer.after = ()  # the engine has them
+                        return transfer
             for each in blockers:
                 self.finish(each)
 
@@ -659,36 +650,6 @@ def _transfers(after: Sequence[Transfer]) -> tuple[Transfer, ...]:
     if not all(isinstance(each, Transfer) for each in transfers):
         raise UsageError(f"after must hold tickets of the store, not {list(transfers)!r}")
     return transfers
-
-
-def _checked_nbytes(buffer: Any, writable: bool) -> int:
-    """Bytes of *buffer*. Checks before anything is started what the engine would refuse: it sees
-    one segment at a time.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):
-        if (
-            not (buffer.is_cpu and buffer.layout is torch.strided and buffer.is_contiguous())
-            or buffer.is_conj()
-            or buffer.is_neg()
-        ):
-            raise UsageError(
-                "a tensor must be contiguous and on the CPU, and no conjugate or negative view: pass tensor.cpu().contiguous() or the like"
-            )
-        return int(buffer.nbytes)
-    try:
-        view = memoryview(buffer)
-    except (BufferError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"a buffer must be a tensor on the CPU or have the buffer protocol: {error}"
-        ) from None
-    if not view.c_contiguous or (writable and view.readonly):
-        raise UsageError(f"a buffer must be contiguous{' and writable' if writable else ''}")
-    if "O" in _FIELD_NAME.sub("", view.format):
-        raise UsageError(
-            "the elements of the buffer are Python objects, whose bytes mean nothing on a drive"
-        )
-    return view.nbytes
 
 
 def _memory(buffer: Any) -> tuple[int, object]:

@@ -1,18 +1,49 @@
-"""`Transfer`: one put or get of a named value, from the plan to the outcome."""
+"""`Transfer`: one put or get of a named value, from the plan to the outcome; `StoredTensor`: the
+bytes that it moves, on the drives.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ..errors import OffloadError, WaitTimeout, known
 from ..io.engine import Request, cancel_requests
+from .slabs import Extent
 
-if TYPE_CHECKING:
-    from .catalog import StoredTensor
+
+@dataclasses.dataclass(slots=True)
+class Segment:
+    """A piece of a stored tensor: *nbytes* from byte *start* of it, at *offset* of the extent's
+    file, with a *checksum* where the store keeps them.
+    """
+
+    extent: Extent
+    offset: int
+    start: int
+    nbytes: int
+    checksum: int | None = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class StoredTensor:
+    """The bytes stored under a name, and their users.
+
+    The space is freed once the value is *dropped* and has no users. *lost_by* is the put that
+    failed while it overwrote the value.
+    """
+
+    nbytes: int
+    extents: list[Extent]
+    segments: list[Segment]
+    users: int = 0
+    dropped: bool = False
+    lost_by: Transfer | None = None
+    readers: list[Transfer] = dataclasses.field(default_factory=list)
 
 
 class Stage(IntEnum):
@@ -34,6 +65,7 @@ class Recorder(Protocol):
         """Wait for *transfer* and record the outcome. Raises: WaitTimeout, UsageError."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Transfer:
     """One put or get of a named value; made by `TensorStore.put` and `TensorStore.get`, and by the
     planner of a swapper.
@@ -57,49 +89,33 @@ class Transfer:
 
     Attributes
     ----------
-    name, writes, nbytes, after, offset, block_bytes
-        As given.
+    stage : Stage
+        How far it is.
+    cancelled : bool
+        It must not start: one of *after* has failed.
+    requests : list of Request
+        One for each segment of the value on the drives.
+    failure : OffloadError, optional
+        As recorded.
+    observed : bool
+        A call has returned or raised the failure.
+    store, value
+        The store, and the bytes on its drives; None before the start.
     """
 
-    __slots__ = (
-        "after",
-        "block_bytes",
-        "cancelled",
-        "failure",
-        "name",
-        "nbytes",
-        "observed",
-        "offset",
-        "requests",
-        "stage",
-        "store",
-        "value",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        writes: bool,
-        nbytes: int,
-        after: Sequence[Transfer] = (),
-        *,
-        offset: int = 0,
-        block_bytes: int = 0,
-    ) -> None:
-        self.name = name
-        self.writes = writes
-        self.nbytes = nbytes
-        self.after = after
-        self.offset = offset
-        self.block_bytes = block_bytes
-        self.stage = Stage.PLANNED
-        self.cancelled = False  # by the planner: one of *after* has failed
-        self.requests: list[Request] = []
-        self.failure: OffloadError | None = None
-        self.observed = False  # the failure was returned or raised
-        self.store: Recorder | None = None
-        self.value: StoredTensor | None = None
+    name: str
+    writes: bool
+    nbytes: int
+    after: Sequence[Transfer] = ()
+    offset: int = 0
+    block_bytes: int = 0
+    stage: Stage = Stage.PLANNED
+    cancelled: bool = False
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    failure: OffloadError | None = None
+    observed: bool = False
+    store: Recorder | None = None
+    value: StoredTensor | None = None
 
     @property
     def ended(self) -> bool:

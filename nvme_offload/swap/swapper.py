@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import logging
 import operator
 import threading
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import NoSpaceError, OffloadError, UsageError, WaitTimeout
+from ..errors import UsageError
 from ..io.closing import Closing
 from ..io.section import Section
-from ..store.transfer import Stage, Transfer
 from ..units import format_bytes
+from .runner import Counters, Runner
 from .schedule import Schedule
 
 if TYPE_CHECKING:
@@ -25,11 +21,6 @@ if TYPE_CHECKING:
 
     from ..io.pool import PinnedPool
     from ..store.store import TensorStore
-
-# a wait is logged after this, then after twice as long, and so on
-_FIRST_WARNING_SECONDS = 5.0
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,36 +100,24 @@ class TensorSwapper(Closing):
     def __init__(
         self, store: TensorStore, pool: PinnedPool, *, lookahead_bytes: int | None = None
     ) -> None:
-        import torch
-
         if lookahead_bytes is not None and lookahead_bytes < 0:
             raise UsageError(f"{lookahead_bytes} bytes cannot be read ahead")
         pool.take(self)
         self._store = store
         self._pool = pool
-        self._memory: torch.Tensor | None = torch.frombuffer(pool.memory, dtype=torch.uint8)
         # guards all attributes below; held for a whole call, including waits
         self._lock = threading.RLock()
         self._changing = Section("swapper")
         self._lookahead_bytes = lookahead_bytes
-        # counters, which `reset` leaves
-        self._bytes = {False: 0, True: 0}
-        self._read_wait_seconds = 0.0
-        self._room_wait_seconds = 0.0
-        self._hits = 0
-        self._misses = 0
+        self._counters = Counters()  # which `reset` leaves
         self._begin()
 
     def _begin(self) -> None:
         """Begin without values, in memory that nothing uses."""
         self._schedule = Schedule(self._pool.nbytes, self._lookahead_bytes)
-        # reads and writes, in order of start
-        self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
-        self._to_start: deque[Transfer] = deque()  # planned and not started
-        self._retained: set[str] = set()
-        self._flushing = False  # the drive is to have a copy of everything
-        self._write_errors: dict[str, OffloadError] = {}  # not raised yet
-        self._read_errors: dict[str, OffloadError] = {}
+        self._runner = Runner(
+            self._store, self._schedule, self._pool, self._changing, self._counters
+        )
 
     def create(self, name: str, nbytes: int, *, lowest: bool = False) -> torch.Tensor:
         """Create a value, replacing an existing one. It is in use; its contents are undefined.
@@ -170,21 +149,19 @@ class TensorSwapper(Closing):
         """
         nbytes = operator.index(nbytes)
         with self._lock, self._changing:
-            self._live()
             while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
-                self._start_all(self._schedule.take_pending())
-                self._finish(blocking)
+                self._runner.start_all(self._schedule.take_pending())
+                self._runner.finish(blocking)
             self._schedule.create(name, nbytes, lowest)
-            self._write_errors.pop(name, None)  # that value is no more
-            self._read_errors.pop(name, None)
+            self._runner.forget_errors(name)
             try:
                 tensor = self._obtain(name)[0]
             except BaseException as error:
                 whole = self._changing.allows(error) and not self._store.interrupted
                 if whole and name not in self._schedule:
-                    self._delete(name)
+                    self._runner.delete(name)
                 raise
-            self._commit(name)  # what `retain` kept is of the value that was replaced
+            self._runner.commit(name)  # what `retain` kept is of the value that was replaced
             return tensor
 
     def swap_in(self, name: str, *, in_order: bool = True) -> torch.Tensor:
@@ -217,12 +194,11 @@ class TensorSwapper(Closing):
             The error of a write-back that was to free memory, as in `create`.
         """
         with self._lock, self._changing:
-            self._live()
             self._schedule.need(name, in_order)
-            self._read_errors.pop(name, None)
+            self._runner.read_errors.pop(name, None)
             tensor, was_read = self._obtain(name)
-            self._misses += was_read
-            self._hits += not was_read
+            self._counters.misses += was_read
+            self._counters.hits += not was_read
             return tensor
 
     def release(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
@@ -245,7 +221,6 @@ class TensorSwapper(Closing):
         kept = None if nbytes is None else operator.index(nbytes)
         with self._lock:
             with self._changing:
-                self._live()
                 self._schedule.release(name, changed, kept)
             self._pump()
 
@@ -290,7 +265,6 @@ class TensorSwapper(Closing):
         )  # outside of the section, in which an error of the caller is one of ours
         with self._lock:
             with self._changing:
-                self._live()
                 self._schedule.hint(names)
             self._pump()
 
@@ -310,13 +284,11 @@ class TensorSwapper(Closing):
         """
         with self._lock:
             with self._changing:
-                self._live()
                 self._schedule.size(name)  # raises for an unknown name
-                self._settle(name)
+                self._runner.settle(name)
                 self._schedule.discard(name)
-                self._write_errors.pop(name, None)
-                self._read_errors.pop(name, None)
-                self._delete(name)
+                self._runner.forget_errors(name)
+                self._runner.delete(name)
             self._pump()
 
     def stays(self, name: str) -> bool:
@@ -351,11 +323,10 @@ class TensorSwapper(Closing):
             before `swap_in`.
         """
         with self._lock, self._changing:
-            self._live()
-            if name not in self._retained:
+            if name not in self._runner.retained:
                 self._schedule.retain(name)
                 self._store.retain(name)
-                self._retained.add(name)
+                self._runner.retained.add(name)
 
     def commit(self, name: str) -> None:
         """Let go of what `retain` kept.
@@ -366,8 +337,7 @@ class TensorSwapper(Closing):
             The name; one of which nothing is kept is ignored.
         """
         with self._lock, self._changing:
-            self._live()
-            self._commit(name)
+            self._runner.commit(name)
 
     def roll_back(self, name: str) -> None:
         """Return to what `retain` kept. Waits for a transfer of the value in flight. The next use
@@ -385,15 +355,13 @@ class TensorSwapper(Closing):
         """
         with self._lock:
             with self._changing:
-                self._live()
-                if name not in self._retained:
+                if name not in self._runner.retained:
                     raise UsageError(f"nothing is retained of {name!r}")
-                self._settle(name)
+                self._runner.settle(name)
                 self._schedule.roll_back(name)
-                self._write_errors.pop(name, None)
-                self._read_errors.pop(name, None)
+                self._runner.forget_errors(name)
                 self._store.roll_back(name)
-                self._retained.remove(name)
+                self._runner.retained.remove(name)
             self._pump()
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int = 1, stay: bool = False) -> None:
@@ -413,7 +381,6 @@ class TensorSwapper(Closing):
         """
         sizes = dict(sizes)
         with self._lock, self._changing:
-            self._live()
             self._schedule.foretell(sizes, at_once, stay)
 
     @property
@@ -426,7 +393,6 @@ class TensorSwapper(Closing):
         """End a period of the order of use; call it once per training step."""
         with self._lock:
             with self._changing:
-                self._live()
                 self._schedule.step()
             self._pump()
 
@@ -440,22 +406,7 @@ class TensorSwapper(Closing):
             memory, and the next `flush` writes it again.
         """
         with self._lock, self._changing:
-            self._live()
-            self._start_all()
-            tried: set[str] = set()
-            self._flushing = True
-            try:
-                while transfers := [*self._schedule.write_all(but=tried), *self._in_flight[True]]:
-                    for transfer in transfers:
-                        if transfer.stage is Stage.PLANNED:
-                            tried.add(transfer.name)
-                            self._start_all([transfer])
-                    while self._in_flight[True]:
-                        self._finish(self._in_flight[True][0])
-            finally:
-                self._flushing = False
-            self._raise_write_errors()
-            self._advance()
+            self._runner.flush()
 
     def write_back(self, name: str) -> None:
         """Have the drive have the newest version of a value that is not in use, and wait. The value
@@ -474,30 +425,15 @@ class TensorSwapper(Closing):
             The error of the write. The value stays in memory.
         """
         with self._lock, self._changing:
-            self._live()
-            self._start_all()
-            while True:
-                self._start_all(self._schedule.write(name))
-                blocking = self._schedule.blocking_transfer(name)
-                if blocking is not None:  # a read, too, which may wait for the write
-                    started = time.perf_counter()
-                    self._finish(blocking)
-                    if not blocking.writes:
-                        self._read_wait_seconds += time.perf_counter() - started
-                if name in self._write_errors:
-                    raise self._write_errors.pop(name)
-                if blocking is None:
-                    return
+            self._runner.write_back(name)
 
     def lacks_writes(self) -> bool:
         """Wait for writes in flight; whether one failed that no call has raised. Its value is in
         memory, and `flush` writes it again.
         """
         with self._lock, self._changing:
-            self._live()
-            while self._in_flight[True]:
-                self._finish(self._in_flight[True][0])
-            return bool(self._write_errors)
+            self._runner.finish_writes()
+            return bool(self._runner.write_errors)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -530,7 +466,8 @@ class TensorSwapper(Closing):
             As `TensorStore.reset`.
         """
         with self._lock:
-            self._live()
+            if self._changing.closed:
+                raise UsageError("the swapper is closed")
             self._changing.interrupted_by = "reset()"  # should an exception end this
             self._store.reset()  # no transfer uses the memory from here on
             self._begin()
@@ -545,7 +482,7 @@ class TensorSwapper(Closing):
         """
         self.release_lock()
         with self._lock:
-            if not self._changing.interrupted_by:
+            if not (self._changing.interrupted_by or self._changing.closed):
                 with self._changing:
                     for name in self._schedule.names_in_use():
                         self._schedule.release(name, True, None)
@@ -573,12 +510,12 @@ class TensorSwapper(Closing):
         import torch
 
         with self._lock:
-            self._live()
+            self._changing.check()
             self._pool.grow(nbytes)  # a MemoryError of which changes nothing
             with self._changing:
                 pool = self._pool
                 if pool.nbytes > self._schedule.nbytes:
-                    self._memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
+                    self._runner.memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
                     self._schedule.grow(pool.nbytes)
             self._pump()
 
@@ -623,12 +560,7 @@ class TensorSwapper(Closing):
         # without the lock, which a call holds while it waits for the drive
         schedule = self._schedule
         return SwapperStats(
-            bytes_read=self._bytes[False],
-            bytes_written=self._bytes[True],
-            read_wait_seconds=self._read_wait_seconds,
-            room_wait_seconds=self._room_wait_seconds,
-            hits=self._hits,
-            misses=self._misses,
+            **dataclasses.asdict(self._counters),
             resident_bytes=schedule.used_bytes,
             peak_bytes=schedule.peak_bytes,
             unused_prefetches=schedule.unused_prefetches,
@@ -644,205 +576,33 @@ class TensorSwapper(Closing):
             The first error of a write that no call has raised, unless the drive was merely full.
         """
         with self._lock:
-            if self._memory is None:
+            if self._changing.closed:
                 return
-            if self._changing.interrupted_by or self._store.interrupted:
-                # The store waits for the transfers, which hold their memory, and frees the space.
-                self._release_memory()
-                return
-            with self._changing:
-                self._finish_all()
-            self._release_memory()
-            for name in self._schedule.names():
-                self._delete(name)
-            # what a full drive had no room for was in memory, as it is meant to be
-            for name, error in list(self._write_errors.items()):
-                if isinstance(error, NoSpaceError) and error.operation == "put":
-                    del self._write_errors[name]
-            self._raise_write_errors()
+            interrupted = self._changing.interrupted_by or self._store.interrupted
+            if not interrupted:
+                with self._changing:
+                    self._runner.finish_all()
+                    for name in self._schedule.names():
+                        self._runner.delete(name)
+            # the store waits for the transfers of an interrupted swapper, and frees their space
+            self._changing.closed = True
+            self._runner.memory = self._runner.memory.new_empty(0)
+            self._pool.give_back()
+            if not interrupted:
+                self._runner.raise_write_errors(of_full_drive=False)
 
     def __repr__(self) -> str:
         used, total = format_bytes(self._schedule.used_bytes), format_bytes(self._schedule.nbytes)
-        return f"<TensorSwapper {'closed' if self._memory is None else f'{len(self._schedule.names())} values, {used} of {total} in memory'}>"
+        return f"<TensorSwapper {'closed' if self._changing.closed else f'{len(self._schedule.names())} values, {used} of {total} in memory'}>"
 
     def _obtain(self, name: str) -> tuple[torch.Tensor, bool]:
         """Provide the value that the schedule was told to need; its tensor, and whether it was
         read.
         """
-        try:
-            self._advance()
-            while not self._schedule.ready(name):
-                if name in self._read_errors:
-                    raise self._read_errors.pop(name)
-                failed = self._schedule.failed_write()
-                if failed is not None:
-                    if failed in self._write_errors:
-                        raise self._write_errors.pop(failed)
-                    self._advance()  # the error was raised already: try again
-                    continue
-                awaited = self._schedule.waits_for(name)
-                started = time.perf_counter()
-                self._finish(awaited[0])
-                seconds = time.perf_counter() - started
-                if awaited[-1].name == name and not awaited[-1].writes:
-                    self._read_wait_seconds += seconds
-                else:
-                    self._room_wait_seconds += seconds
-                self._advance()
-        except BaseException as error:
-            if self._changing.allows(error):
-                self._schedule.cancel_need(name)
-            raise
-        offset, was_read = self._schedule.take(name)
-        return self._live()[offset : offset + self._schedule.size(name)], was_read
+        offset, was_read = self._runner.obtain(name)
+        return self._runner.memory[offset : offset + self._schedule.size(name)], was_read
 
     def _pump(self) -> None:
-        """As `_advance`, outside of a section."""
+        """Start what can start now, in a separate section: the call itself has ended."""
         with self._changing:
-            self._advance()
-
-    def _advance(self) -> None:
-        """Note the transfers that have ended, in order of start, and start the next ones."""
-        for in_flight in self._in_flight:
-            while in_flight and (in_flight[0].ended or in_flight[0].done()):
-                self._finish(in_flight[0])
-        while transfers := self._schedule.plan():
-            self._start_all(transfers)
-
-    def _start_all(self, transfers: Iterable[Transfer] = ()) -> None:
-        """Start *transfers*, after those that an error kept an earlier call from starting."""
-        self._to_start.extend(transfers)
-        while self._to_start:
-            self._start(self._to_start[0])
-            self._to_start.popleft()
-
-    def _start(self, transfer: Transfer) -> None:
-        if transfer.cancelled:  # a transfer that it waits for could not be started
-            self._schedule.finished(transfer, succeeded=False)
-            return
-        memory = self._live()[transfer.offset : transfer.offset + transfer.nbytes]
-        try:
-            while True:
-                try:
-                    self._store.start(transfer, memory)
-                    break
-                except NoSpaceError:
-                    if not (transfer.writes and self._make_room(transfer.nbytes)):
-                        raise
-        except OffloadError as error:
-            for blocker in transfer.after:
-                if blocker.name == transfer.name and not blocker.ended:
-                    self._finish(blocker)  # the store may have raised its failure
-            self._note(transfer, error)
-        else:
-            self._in_flight[transfer.writes].append(transfer)
-
-    def _make_room(self, nbytes: int) -> bool:
-        """The drive is full: delete what it has of values that are in memory, of *nbytes* together;
-        where there is nothing, wait for a transfer, whose value may be in memory and on the drive
-        then. Whether any of these could be done.
-        """
-        spared = self._schedule.spare(nbytes, but=self._retained, stale=self._flushing)
-        for name in spared:
-            self._delete(name)
-        in_flight = next(filter(None, self._in_flight), None)
-        if not spared and in_flight is not None:
-            self._finish(in_flight[0])
-            return True
-        return bool(spared)
-
-    def _finish(self, transfer: Transfer) -> None:
-        """Wait for *transfer* and all that it waits for, and note those that have ended."""
-        for blocker in transfer.after:
-            if not blocker.ended:
-                self._finish(blocker)
-        in_flight = self._in_flight[transfer.writes]
-        if transfer.stage is Stage.PLANNED:
-            self._start_all([] if transfer in self._to_start else [transfer])
-            self._finish(transfer)
-        elif not transfer.ended:
-            try:
-                self._wait(transfer)
-            except BaseException as interrupt:
-                if not self._store.interrupted:
-                    self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
-                raise
-            self._note(transfer, transfer.observe())
-        while in_flight and in_flight[0].ended:
-            in_flight.popleft()
-
-    def _finish_all(self) -> None:
-        self._start_all()
-        while any(self._in_flight):
-            for transfers in self._in_flight:
-                while transfers:
-                    self._finish(transfers[0])
-            self._start_all(self._schedule.take_pending())
-
-    def _wait(self, transfer: Transfer) -> None:
-        """Wait until *transfer* has finished, and log it where that takes long."""
-        next_warning, waited = _FIRST_WARNING_SECONDS, 0.0
-        while True:
-            try:
-                self._store.finish(transfer, next_warning)
-                return
-            except WaitTimeout:
-                waited += next_warning
-                next_warning = waited
-                others = [each for each in itertools.chain(*self._in_flight) if not each.ended]
-                _log.warning(
-                    "waiting for the drive for %d s: the %s of %s of %r; %d transfers of %s are in flight",
-                    waited,
-                    "write" if transfer.writes else "read",
-                    format_bytes(transfer.nbytes),
-                    transfer.name,
-                    len(others),
-                    format_bytes(sum(each.nbytes for each in others)),
-                )
-
-    def _note(self, transfer: Transfer, error: OffloadError | None) -> None:
-        cancelled = transfer.cancelled
-        self._schedule.finished(transfer, succeeded=error is None)
-        if cancelled:  # the transfer that it waited for reports the failure
-            return
-        if error is None:
-            self._bytes[transfer.writes] += transfer.nbytes
-            self._write_errors.pop(transfer.name, None)
-            return
-        # Kept until a call raises it: drop the traceback and the context, and what their frames
-        # reference.
-        error.with_traceback(None).__context__ = None
-        if transfer.writes:
-            self._write_errors[transfer.name] = error
-        else:  # raised when the value is needed; a failed prefetch is read again then
-            self._read_errors[transfer.name] = error
-
-    def _settle(self, name: str) -> None:
-        """Wait until no transfer of *name* is in flight."""
-        while (blocking := self._schedule.blocking_transfer(name)) is not None:
-            self._start_all(self._schedule.take_pending())
-            self._finish(blocking)
-
-    def _commit(self, name: str) -> None:
-        if name in self._retained:
-            self._store.commit(name)
-            self._retained.remove(name)
-
-    def _delete(self, name: str) -> None:
-        self._retained.discard(name)
-        self._store.delete(name, missing_ok=True)  # absent where it was never written
-
-    def _raise_write_errors(self) -> None:
-        errors = list(self._write_errors.values())
-        self._write_errors.clear()
-        if errors:
-            raise errors[0]
-
-    def _release_memory(self) -> None:
-        self._memory = None
-        self._pool.give_back()
-
-    def _live(self) -> torch.Tensor:
-        if self._memory is None:
-            raise UsageError("the swapper is closed")
-        return self._memory
+            self._runner.advance()

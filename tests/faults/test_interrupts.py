@@ -66,6 +66,8 @@ class Values:
 
     def check(self) -> None:
         for number, version in self.versions.items():
+            if number == 0 and version < 0 and "n0" not in self.swapper:
+                continue  # `swap_out` deletes a value that it has copied in part
             memory = self.swapper.swap_in(f"n{number}")
             if version >= 0:
                 assert torch.equal(memory, pattern(number, version)), number
@@ -163,7 +165,7 @@ def test_a_tier_is_reset_with_its_scratch_memory(tmp_path):
     tier.make_scratch("scratch", 8192)
     tier.foretell({f"n{number}": SIZE for number in range(COUNT)}, at_once=1)
     tier.swapper.swap_out("n0", pattern(0, 0))
-    at = next(place for place in places(tier.swapper.step) if place.file == "swap/schedule.py")
+    at = next(place for place in places(tier.swapper.step) if place.file == "swap/runner.py")
     with raising(at, KeyboardInterrupt()) as raised, pytest.raises(KeyboardInterrupt):
         tier.swapper.step()
     assert raised.where is not None

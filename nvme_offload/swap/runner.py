@@ -1,0 +1,301 @@
+"""`Runner`: carries out the transfers of a schedule on a store."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..errors import NoSpaceError, OffloadError, WaitTimeout
+from ..io.section import Section
+from ..store.transfer import Stage, Transfer
+from ..units import format_bytes
+from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from ..io.pool import PinnedPool
+    from ..store.store import TensorStore
+
+# a wait is logged after this, then after twice as long, and so on
+_FIRST_WARNING_SECONDS = 5.0
+
+_log = logging.getLogger("nvme_offload.swap.swapper")
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """As `SwapperStats`."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_wait_seconds: float = 0.0
+    room_wait_seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+
+
+class Runner:
+    """Starts the transfers that *schedule* plans, waits for them, and notes how they ended.
+
+    Needs the lock of the swapper, and its section *changing*: an exception other than an
+    `OffloadError` leaves the tables unknown, unless it ended a wait.
+
+    Attributes
+    ----------
+    memory : torch.Tensor
+        All memory of the *pool*.
+    retained : set of str
+        Names of which the store retains a value.
+    write_errors, read_errors : dict of str to OffloadError
+        By name; no call has raised them yet.
+    """
+
+    def __init__(
+        self,
+        store: TensorStore,
+        schedule: Schedule,
+        pool: PinnedPool,
+        changing: Section,
+        counters: Counters,
+    ) -> None:
+        import torch
+
+        self.memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
+        self.retained: set[str] = set()
+        self.write_errors: dict[str, OffloadError] = {}
+        self.read_errors: dict[str, OffloadError] = {}
+        self._store = store
+        self._schedule = schedule
+        self._changing = changing
+        self._counters = counters
+        # reads and writes, in order of start
+        self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
+        self._to_start: deque[Transfer] = deque()  # planned and not started
+        self._flushing = False  # the drive is to have a copy of everything
+
+    def obtain(self, name: str) -> tuple[int, bool]:
+        """Provide the value that the schedule was told to need; its offset, and whether it was read.
+        Raises: OffloadError.
+        """
+        try:
+            self.advance()
+            while not self._schedule.ready(name):
+                if name in self.read_errors:
+                    raise self.read_errors.pop(name)
+                failed = self._schedule.failed_write()
+                if failed is not None:
+                    if failed in self.write_errors:
+                        raise self.write_errors.pop(failed)
+                    self.advance()  # the error was raised already: try again
+                    continue
+                awaited = self._schedule.waits_for(name)
+                started = time.perf_counter()
+                self.finish(awaited[0])
+                seconds = time.perf_counter() - started
+                if awaited[-1].name == name and not awaited[-1].writes:
+                    self._counters.read_wait_seconds += seconds
+                else:
+                    self._counters.room_wait_seconds += seconds
+                self.advance()
+        except BaseException as error:
+            if self._changing.allows(error):
+                self._schedule.cancel_need(name)
+            raise
+        return self._schedule.take(name)
+
+    def advance(self) -> None:
+        """Note the transfers that have ended, in order of start, and start the next ones."""
+        for in_flight in self._in_flight:
+            while in_flight and (in_flight[0].ended or in_flight[0].done()):
+                self.finish(in_flight[0])
+        while transfers := self._schedule.plan():
+            self.start_all(transfers)
+
+    def start_all(self, transfers: Iterable[Transfer] = ()) -> None:
+        """Start *transfers*, after those that an error kept an earlier call from starting."""
+        self._to_start.extend(transfers)
+        while self._to_start:
+            self._start(self._to_start[0])
+            self._to_start.popleft()
+
+    def _start(self, transfer: Transfer) -> None:
+        if transfer.cancelled:  # a transfer that it waits for could not be started
+            self._schedule.finished(transfer, succeeded=False)
+            return
+        memory = self.memory[transfer.offset : transfer.offset + transfer.nbytes]
+        try:
+            while True:
+                try:
+                    self._store.start(transfer, memory)
+                    break
+                except NoSpaceError:
+                    if not (transfer.writes and self._make_room(transfer.nbytes)):
+                        raise
+        except OffloadError as error:
+            for blocker in transfer.after:
+                if blocker.name == transfer.name and not blocker.ended:
+                    self.finish(blocker)  # the store may have raised its failure
+            self._note(transfer, error)
+        else:
+            self._in_flight[transfer.writes].append(transfer)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """The drive is full: delete what it has of values that are in memory, of *nbytes* together;
+        where there is nothing, wait for a transfer, whose value may be in memory and on the drive
+        then. Whether any of these could be done.
+        """
+        spared = self._schedule.spare(nbytes, but=self.retained, stale=self._flushing)
+        for name in spared:
+            self.delete(name)
+        in_flight = next(filter(None, self._in_flight), None)
+        if not spared and in_flight is not None:
+            self.finish(in_flight[0])
+            return True
+        return bool(spared)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait for *transfer* and all that it waits for, and note those that have ended."""
+        for blocker in transfer.after:
+            if not blocker.ended:
+                self.finish(blocker)
+        in_flight = self._in_flight[transfer.writes]
+        if transfer.stage is Stage.PLANNED:
+            self.start_all([] if transfer in self._to_start else [transfer])
+            self.finish(transfer)
+        elif not transfer.ended:
+            try:
+                self._wait(transfer)
+            except BaseException as interrupt:
+                if not self._store.interrupted:
+                    self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
+                raise
+            self._note(transfer, transfer.observe())
+        while in_flight and in_flight[0].ended:
+            in_flight.popleft()
+
+    def finish_all(self) -> None:
+        """Wait until no transfer is in flight or planned."""
+        self.start_all()
+        while any(self._in_flight):
+            for transfers in self._in_flight:
+                while transfers:
+                    self.finish(transfers[0])
+            self.start_all(self._schedule.take_pending())
+
+    def _wait(self, transfer: Transfer) -> None:
+        """Wait until *transfer* has finished, and log it where that takes long."""
+        next_warning, waited = _FIRST_WARNING_SECONDS, 0.0
+        while True:
+            try:
+                self._store.finish(transfer, next_warning)
+                return
+            except WaitTimeout:
+                waited += next_warning
+                next_warning = waited
+                others = [each for each in itertools.chain(*self._in_flight) if not each.ended]
+                _log.warning(
+                    "waiting for the drive for %d s: the %s of %s of %r; %d transfers of %s are in flight",
+                    waited,
+                    "write" if transfer.writes else "read",
+                    format_bytes(transfer.nbytes),
+                    transfer.name,
+                    len(others),
+                    format_bytes(sum(each.nbytes for each in others)),
+                )
+
+    def _note(self, transfer: Transfer, error: OffloadError | None) -> None:
+        cancelled = transfer.cancelled
+        self._schedule.finished(transfer, succeeded=error is None)
+        if cancelled:  # the transfer that it waited for reports the failure
+            return
+        if error is None:
+            if transfer.writes:
+                self._counters.bytes_written += transfer.nbytes
+            else:
+                self._counters.bytes_read += transfer.nbytes
+            self.write_errors.pop(transfer.name, None)
+            return
+        # Kept until a call raises it: drop the traceback and the context, and what their frames
+        # reference.
+        error.with_traceback(None).__context__ = None
+        if transfer.writes:
+            self.write_errors[transfer.name] = error
+        else:  # raised when the value is needed; a failed prefetch is read again then
+            self.read_errors[transfer.name] = error
+
+    def settle(self, name: str) -> None:
+        """Wait until no transfer of *name* is in flight."""
+        while (blocking := self._schedule.blocking_transfer(name)) is not None:
+            self.start_all(self._schedule.take_pending())
+            self.finish(blocking)
+
+    def forget_errors(self, name: str) -> None:
+        """Forget the failures of *name*: that value is no more."""
+        self.write_errors.pop(name, None)
+        self.read_errors.pop(name, None)
+
+    def flush(self) -> None:
+        """Write every changed value that is not in use, and wait. Raises: OffloadError, after all
+        were tried.
+        """
+        self.start_all()
+        tried: set[str] = set()
+        self._flushing = True
+        try:
+            while transfers := [*self._schedule.write_all(but=tried), *self._in_flight[True]]:
+                for transfer in transfers:
+                    if transfer.stage is Stage.PLANNED:
+                        tried.add(transfer.name)
+                        self.start_all([transfer])
+                self.finish_writes()
+        finally:
+            self._flushing = False
+        self.raise_write_errors()
+        self.advance()
+
+    def write_back(self, name: str) -> None:
+        """Write *name*, which is not in use, if it has changed, and wait. Raises: OffloadError."""
+        self.start_all()
+        while True:
+            self.start_all(self._schedule.write(name))
+            blocking = self._schedule.blocking_transfer(name)
+            if blocking is not None:  # a read, too, which may wait for the write
+                started = time.perf_counter()
+                self.finish(blocking)
+                if not blocking.writes:
+                    self._counters.read_wait_seconds += time.perf_counter() - started
+            if name in self.write_errors:
+                raise self.write_errors.pop(name)
+            if blocking is None:
+                return
+
+    def finish_writes(self) -> None:
+        """Wait until no write is in flight."""
+        while self._in_flight[True]:
+            self.finish(self._in_flight[True][0])
+
+    def commit(self, name: str) -> None:
+        """Let the store release what it retains of *name*, if anything."""
+        if name in self.retained:
+            self._store.commit(name)
+            self.retained.remove(name)
+
+    def delete(self, name: str) -> None:
+        """Delete *name* from the store, which lacks it where it was never written."""
+        self.retained.discard(name)
+        self._store.delete(name, missing_ok=True)
+
+    def raise_write_errors(self, of_full_drive: bool = True) -> None:
+        """Raise the first error of a write that no call has raised. Raises: OffloadError; not that
+        of a drive that was merely full unless *of_full_drive*: what it had no room for is in
+        memory, as it is meant to be.
+        """
+        errors = list(self.write_errors.values())
+        self.write_errors.clear()
+        for error in errors:
+            if of_full_drive or not (isinstance(error, NoSpaceError) and error.operation == "put"):
+                raise error
