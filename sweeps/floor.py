@@ -1,6 +1,4 @@
-"""The drive's speed at a setting, for fio and for the engine alone; and the floor, the least time to
-move given bytes.
-"""
+"""The drive's speed at a setting, measured by fio; and the floor, the least time to move given bytes."""
 
 from __future__ import annotations
 
@@ -8,22 +6,18 @@ import contextlib
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
-from nvme_offload.io.engine import Engine
 
-from .peers.buffers import allocated, fill
 from .peers.fio import Fio
 from .peers.job import Job
 from .report import shown
 
 _CHUNK_BYTES = 16 << 20
-_PIECES = 64  # requests of the engine per file
 
 
 class Speeds(NamedTuple):
@@ -86,30 +80,6 @@ class Floor:
         """Measure reading, writing, and both concurrently."""
         found = [self._fio.run(cast(Any, self._files), job) for job in self._jobs.values()]
         return Speeds(*(one.nbytes / one.seconds for one in found))
-
-    def engine_speed(self, config: AioConfig, nbytes: int) -> float:
-        """The engine's bytes per second when it only reads and writes concurrently, through
-        *nbytes* of memory. It can be slower than fio, whose few blocks in flight may stay in CPU
-        caches.
-        """
-        job = self._jobs["mixed"]
-        piece = max(job.file_bytes // _PIECES // job.block_size, 1) * job.block_size
-        footprint = max(min(nbytes // 2, job.file_bytes) // piece, 1) * piece
-        with Engine(config) as engine:
-            files = {way: engine.open(self._files.path(way), way[0]) for way in ("read", "write")}
-            memory = {way: allocated("huge", footprint) for way in files}
-            for number, buffer in enumerate(memory.values()):
-                fill(buffer, number)
-            verbs = {"read": engine.read, "write": engine.write}
-            began = time.perf_counter()
-            tickets = [
-                verbs[way](memory[way][begin % footprint :][:piece], file, begin)
-                for begin in range(0, job.file_bytes - piece + 1, piece)
-                for way, file in files.items()
-            ]
-            for ticket in tickets:
-                ticket.wait()
-            return len(tickets) * piece / (time.perf_counter() - began)
 
 
 @contextlib.contextmanager

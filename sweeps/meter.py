@@ -24,15 +24,11 @@ _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "st
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written on all drives; seconds in which the busiest had requests in flight;
-    and the summed seconds of all requests, which per second are the requests in flight.
-    """
+    """Bytes read and written on all drives, and seconds in which the busiest had requests in flight."""
 
     read: int
     written: int
     busy_seconds: float
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
 
 
 class Disk:
@@ -52,20 +48,16 @@ class Disk:
 
 
 def parse_diskstats(text: str, names: set[str]) -> Traffic:
-    """What /proc/diskstats says of the drives with these names."""
+    """Sum the lines of /proc/diskstats with these names."""
     found = Traffic(0, 0, 0.0)
     for line in text.splitlines():
         fields = line.split()
         if fields[2] in names:
-            read, written, reading, writing, busy = (
-                int(fields[number]) for number in (5, 9, 6, 10, 12)
-            )
+            read, written, busy = (int(fields[number]) for number in (5, 9, 12))
             found = Traffic(
                 found.read + read * _SECTOR_BYTES,
                 found.written + written * _SECTOR_BYTES,
                 max(found.busy_seconds, busy / 1e3),
-                found.read_seconds + reading / 1e3,
-                found.write_seconds + writing / 1e3,
             )
     return found
 
@@ -129,8 +121,6 @@ class Meter:
             "disk_read_bytes": disk.read,
             "disk_written_bytes": disk.written,
             "busy_seconds": disk.busy_seconds,
-            "read_seconds": disk.read_seconds,
-            "write_seconds": disk.write_seconds,
             "planning_seconds": self._planning.seconds,
             "uses": self._planning.uses,
             "cpu_seconds": cpu_seconds(),

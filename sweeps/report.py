@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -57,22 +56,6 @@ def verdict(found: Spread, least: float | None = None, most: float | None = None
 def ratios(mine: pd.Series, others: pd.Series) -> pd.Series:
     """*mine* over *others* in each round that has both; both are indexed by round."""
     return (mine / others[others != 0]).dropna()
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that *percent* of all do not exceed; the largest if there are few values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-
-def summed_up(seconds: Sequence[float]) -> dict[str, float]:
-    """Summary for a JSON file of something timed thousands of times."""
-    figures = {
-        "median": statistics.median(seconds),
-        "percentile_99": percentile(seconds, 99),
-        "most": max(seconds),
-    }
-    return {"count": len(seconds), **{name: round(value, 8) for name, value in figures.items()}}
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
