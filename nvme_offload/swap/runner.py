@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # a wait is logged after this, then after twice as long, and so on
 _FIRST_WARNING_SECONDS = 5.0
 
-_log = logging.getLogger("nvme_offload.swap.swapper")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)

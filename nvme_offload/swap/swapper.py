@@ -172,9 +172,8 @@ class TensorSwapper(Closing):
         name : str
             The name.
         in_order : bool
-            Whether the use is part of the order that is learned. It is not where it comes between
-            those of another thread, by chance: a hint of `prefetch` then keeps the value, or has it
-            read ahead.
+            Whether the planner learns this use. Pass False where chance puts it between the uses of
+            another thread; a hint of `prefetch` then keeps the value, or prefetches it.
 
         Returns
         -------
@@ -209,7 +208,7 @@ class TensorSwapper(Closing):
         name : str
             The name.
         changed : bool
-            Whether the contents changed since `swap_in`; a value that was created has changed.
+            Whether the contents changed since `swap_in`. A created value has changed.
         nbytes : int, optional
             Of a changed value, the leading bytes to keep; all unless given.
 
@@ -260,9 +259,7 @@ class TensorSwapper(Closing):
             In order of use; after earlier hints, except for names that are repeated here. Unknown
             names are ignored.
         """
-        names = list(
-            names
-        )  # outside of the section, in which an error of the caller is one of ours
+        names = list(names)  # outside of the section, where an error of the caller is not ours
         with self._lock:
             with self._changing:
                 self._schedule.hint(names)
@@ -437,9 +434,7 @@ class TensorSwapper(Closing):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Context in which calls of other threads wait, so that none of them finds memory taken by a
-        value that is in use in the context alone.
-        """
+        """Context in which calls of other threads wait, and find no memory in use by the context."""
         with self._lock:
             yield
 
@@ -474,11 +469,8 @@ class TensorSwapper(Closing):
             self._changing.interrupted_by = ""
 
     def end_uses(self) -> None:
-        """End every use of a value, as `release` does of a changed one, except for uses
-        of ``create(lowest=True)``. Does nothing while `interrupted`.
-
-        For the only user of the swapper, after an exception has ended one of its calls in this
-        thread: it need not know which values are in use.
+        """Release all values as changed, except those of ``create(lowest=True)``. Does nothing while
+        `interrupted`. For the only user of the swapper, after an exception has ended a call.
         """
         self.release_lock()
         with self._lock:
