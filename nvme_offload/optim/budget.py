@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..optimizer_states.traits import UNIT
+from ..sizes import IN_MEMORY, LARGEST_BUCKET_BYTES, SCRATCH_PARTS
 from ..units import format_bytes
 
 if TYPE_CHECKING:
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
     from ..optimizer_states import StateFormat
     from ..optimizer_states.traits import Traits
 
-# buckets that the cap holds: of those in use, read ahead and written back, each is a small part
-_IN_MEMORY = 16
-_LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU
 _LEAST_ELEMENTS = 4096
 _PAGE = 4096
-_BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the buckets
 
 
 def beside_bytes(
@@ -45,7 +42,7 @@ def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
     """Elements that a bucket should have at most, with *value_bytes* and *beside* bytes for
     each.
     """
-    wanted = min(_LARGEST_BYTES, cap_bytes // _IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
+    wanted = min(LARGEST_BUCKET_BYTES, cap_bytes // IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 
@@ -70,7 +67,7 @@ class Budget:
         aside = max(beside, default=0)
         kept = self.cap_bytes - self.values_bytes
         if not self._divided and beside and largest + aside <= self.cap_bytes:
-            kept = max(aside, min(self.cap_bytes // _BESIDE_SHARE, self.cap_bytes - largest))
+            kept = max(aside, min(self.cap_bytes // SCRATCH_PARTS, self.cap_bytes - largest))
         elif self._divided and aside > kept:
             raise UsageError(
                 f"the new group needs {format_bytes(aside)} of host_memory beside its states, and {format_bytes(kept)} were kept for such: "

@@ -18,16 +18,13 @@ import torch
 from ..errors import UsageError
 from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
+from ..sizes import FORWARD_SHARE
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, local
 from .options import StepOptions
 from .update import Options
 
 _log = logging.getLogger(__name__)
-# Of a forward and its backward pass the first takes a third of the time, and a quarter where it is
-# computed again. Where the drive takes longer than both, any share will do with which it is not
-# waited for by one pass and idle under the other.
-FORWARD_SHARE = 0.3
 _GOLDEN = 0.6180339887498949  # its multiples are spread evenly beside any other rhythm
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 

@@ -1,4 +1,4 @@
-"""The cheapest change of what was asked with which something fits. Pure."""
+"""The cheapest change of the options with which training fits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,10 @@ from .plan import UNLIMITED_BYTES, Drive, Machine, Plan, drive_described, fastes
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What `plan` is asked.
+    """The options of `plan`.
 
-    Attributes
-    ----------
-    model, machine, world, work, budget
-        As `plans` takes them.
-    state_format, way : str or None
-        What states on the drive have to be kept in, and by what they have to be trained; None for
-        any.
-    inference : bool
-        Whether forward passes alone are asked for.
+    model, machine, world, work, budget: as for `plans`. state_format, way: the required format of states
+    on the drive, and the required door; None for any. inference: forward passes only.
     """
 
     model: Model
@@ -40,7 +33,7 @@ class Question:
 
     @property
     def strategies(self) -> Sequence[Strategy]:
-        """Those that may be chosen."""
+        """The strategies that the options allow."""
         return [
             each
             for each in (INFERENCE if self.inference else STRATEGIES)
@@ -49,20 +42,20 @@ class Question:
         ]
 
     def answers(self) -> list[Plan]:
-        """A plan for each strategy."""
+        """A plan for each allowed strategy."""
         found = self.model, self.machine, self.world, self.work, self.budget, self.strategies
         return plans(*found)
 
 
 class Change(NamedTuple):
-    """A change that helps. words: what to change, as a person would say it; plan: that then fits."""
+    """A change that helps. words: the change in words; plan: the plan that then fits."""
 
     words: str
     plan: Plan
 
 
 class _Lever(NamedTuple):
-    """*cost*: in units that make one of a dear kind dearer than all of the cheaper kinds."""
+    """*cost*: a power of two, so that a lever costs more than all cheaper ones together."""
 
     cost: int
     words: str
@@ -70,17 +63,13 @@ class _Lever(NamedTuple):
 
 
 def cheapest_change(question: Question) -> Change | None:
-    """Find the cheapest change of *question* with which something fits.
+    """The cheapest change of *question* with which training fits; None if all changes together do not
+    suffice.
 
-    Changes are tried alone and together, in the order of what they cost: another state format,
-    another way to train, activation checkpointing, activations on the drive, what is left to the
-    swapper ("--budget"), a smaller micro-batch, up to twice the host memory, more room on the
-    drive, any amount of host memory. Of memory and drive it is the least that does.
-
-    Returns
-    -------
-    Change or None
-        None where not even all of them together help.
+    Changes are tried alone and together, in the order of their cost: another state format, another way
+    to train, activation checkpointing, activations on the drive, no "--budget", a smaller micro-batch, up
+    to twice the host memory, more space on the drive, any amount of host memory. Of memory and drive
+    space the least amount that suffices is named.
     """
     levers = list(_levers(question))
     tries = [
@@ -165,13 +154,13 @@ def _machine(question: Question, **changes: object) -> Question:
 
 
 def _roomy(machine: Machine) -> tuple[Drive, ...]:
-    """Its drives with any amount of room; where it has none, one whose speed is not known."""
+    """Its drives with unlimited space; without drives, one of unknown speed."""
     roomy = [dataclasses.replace(drive, free_bytes=UNLIMITED_BYTES) for drive in machine.drives]
     return tuple(roomy) or (dataclasses.replace(drive_described(1, 1), speeds={}),)
 
 
 def _least_host(before: Question, question: Question) -> tuple[Question, str]:
-    """With the least host memory that does, to a whole GB, or all of *question*."""
+    """*question* with the least host memory that suffices, in whole GB."""
     low, high = before.machine.host_bytes // 10**9, -(-question.machine.host_bytes // 10**9)
     while high - low > 1:
         middle = (low + high) // 2
@@ -181,7 +170,7 @@ def _least_host(before: Question, question: Question) -> tuple[Question, str]:
 
 
 def _least_drive(before: Question, question: Question) -> tuple[Question, str]:
-    """With the least room on the drive that does, to a whole GB."""
+    """*question* with the least drive space that suffices, in whole GB."""
     fitting = [plan for plan in question.answers() if plan.fits]
     least = min(plan.drive_bytes for plan in fitting) * question.world.ranks
     size = max(-(-least // 10**9), 1)

@@ -1,5 +1,5 @@
-"""`Model`: how large a model is, from a count, a Hugging Face config.json or a live module. Nothing
-is downloaded, and no weights are read.
+"""`Model`: the sizes of a model, from a count, a Hugging Face config.json or a module. Nothing is
+downloaded, and no weights are read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..errors import UsageError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_USUAL_RATIO = 128  # of a decoder's width to its depth, from 1 to 70 billion parameters
+_USUAL_RATIO = 128  # width over depth of decoders of 1 to 70 billion parameters
 _USUAL_VOCABULARY = 32_000
 
-# What a config may call the same thing.
+# Alternative keys of configs.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
@@ -32,27 +32,27 @@ _SIZES = {
     *("n_inner", "ffn_dim", "n_positions", "max_position_embeddings", "word_embed_proj_dim"),
 }
 
-Tensors = tuple[int, ...]  # the sizes of what belongs to one module itself, without those below it
+Tensors = tuple[int, ...]  # sizes of the tensors of one module, without its submodules
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes in elements. Tensors that are shared count once.
+    """Sizes in elements. Shared tensors count once.
 
     Attributes
     ----------
     parameters : int
-        All of them.
+        Total.
     largest_layer : int
-        Of all parameters of one module itself, which ZeRO-3 gathers together.
+        Parameters of one module without its submodules, which ZeRO-3 gathers together.
     largest_parameter : int
         Of one tensor.
     layers, hidden, vocabulary : int or None
-        None where they are not known.
+        None if unknown.
     source : str
-        Where this is from, for people.
+        Description of the source.
     assumed : bool
-        Whether all but the count is a guess at a usual shape.
+        Whether everything but the count is assumed.
     idle : int
         Parameters of experts that a token does not use.
     """
@@ -95,7 +95,7 @@ def of_count(text: str | int) -> Model:
     count = round(float(match[1]) * _FACTORS[match[2].upper()]) if match else 0
     if count < 1:
         raise UsageError(
-            f"{text!r} is no number of parameters; write one such as 7B, 350M or 1300000000"
+            f"{text!r} is not a number of parameters; write for example 7B, 350M or 1300000000"
         )
     hidden = max(round((count * _USUAL_RATIO / 12) ** (1 / 3)), 1)  # layers of 12 hidden**2
     largest = min(count, max(4 * hidden**2, _USUAL_VOCABULARY * hidden))
@@ -165,8 +165,8 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
     path : str or Path
         The file, or the directory with it.
     build : callable, optional
-        Makes a module of any other family, from the path of the file and the family's name. What it
-        raises is raised.
+        Makes a module of another family, from the path of the file and the name of the family. Its
+        exceptions are passed on.
 
     Returns
     -------
@@ -176,8 +176,8 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
     Raises
     ------
     UsageError
-        There is no such file, it is not such a config, or its family is not known and there is no
-        *build*.
+        The file does not exist, it is not a model config, or its family is unknown and *build* is
+        missing.
     OSError
         The file cannot be read.
     """
@@ -211,7 +211,7 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
     try:
         modules = list(family(config))
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise UsageError(f"{path} lacks what a {config['model_type']} model has: {error}") from None
+        raise UsageError(f"{path} lacks a key of {config['model_type']} models: {error}") from None
     # a layer's experts are one module of two tensors
     experts = {each for _, each in modules if config["model_type"] == "mixtral" and len(each) == 2}
     return Model(
@@ -225,14 +225,14 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
 
 
 def _has_usual_head(config: Mapping[str, Any]) -> bool:
-    """Whether the formulas' model is meant: a decoder with the head of a language model."""
+    """Whether the config is of a decoder with the head of a language model, as the formulas assume."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else "CausalLM"
     return name.endswith(("CausalLM", "LMHeadModel"))
 
 
 def _idle(config: Mapping[str, Any], experts: int) -> int:
-    """Of so many parameters of all experts, those that a token does not use."""
+    """The number of the *experts* parameters that a token does not use."""
     config = _text_part(config)
     used = _first(config, "num_experts_per_tok", "moe_top_k", "top_k", "moe_k")
     of = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -244,14 +244,14 @@ def _idle(config: Mapping[str, Any], experts: int) -> int:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of *names* that *config* has a whole number above 0 for."""
+    """The first positive whole number in *config* under *names*."""
     return next(
         (config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None
     )
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """*config*, or where it is of several models the language model's part of it."""
+    """*config*, or its language model's part if it describes several models."""
     for name in ("text_config", "llm_config", "language_config", "decoder"):
         part = config.get(name)
         if isinstance(part, Mapping) and _get(config, "hidden", None) is None:
@@ -260,7 +260,7 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _numel(parameter: Any) -> int:
-    # what ZeRO-3 has partitioned is empty
+    # a parameter partitioned by ZeRO-3 is empty
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
@@ -289,8 +289,8 @@ def _linear(inputs: int, outputs: int, bias: bool = False) -> Tensors:
 
 
 def _llama(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
-    """Decoders with gated layers: no bias but for some of the attention's, RMS norms, and the keys
-    and values of a group of heads in common.
+    """Decoders with gated layers: RMS norms, bias only in the attention of some, and shared keys and
+    values for groups of heads.
     """
     kind = config["model_type"]
     hidden, layers, heads, vocabulary = (
@@ -326,8 +326,8 @@ def _llama(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
 
 
 def _gpt(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
-    """Decoders as GPT-2 is: biases and layer norms everywhere, an inner width of usually four times
-    the outer one.
+    """Decoders like GPT-2: biases and layer norms everywhere, an inner width of usually four times the
+    outer one.
     """
     kind = config["model_type"]
     hidden, layers, vocabulary = (_get(config, key) for key in ("hidden", "layers", "vocabulary"))

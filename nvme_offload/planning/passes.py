@@ -1,5 +1,5 @@
-"""What the forward and backward pass compute, what they save for each other, and from how many
-tokens a step on the drive is hidden. Pure.
+"""Operations and saved activations of the forward and backward pass, and the number of tokens from
+which a step's drive time is hidden.
 
 Operations of a transformer with P parameters, L layers of width w and sequences of s tokens, for
 each token: forward 2 P + 2 L s w (causal attention), backward twice that, and with activation
@@ -13,39 +13,29 @@ from typing import Literal, NamedTuple, get_args
 from .model import Model
 from .traffic import WEIGHT_BYTES
 
-# Where what a forward pass saves for its backward lies: all of it on the GPU; only the inputs of
-# layers, whose rest is computed again; all of it on the drive by save_on_nvme; those inputs on it.
+# Saved activations: all on the GPU; only the inputs of layers, the rest recomputed; all on the drive by
+# save_on_nvme; only the inputs of layers, and on the drive.
 Activations = Literal["keep", "checkpoint", "drive", "checkpoint-drive"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 
-# Bytes of a token and unit of width that a layer saves: in all, with what is there only while its
-# gradients are made (Korthikanti et al., 2022), and of that what save_on_nvme takes (measured:
-# 31.8, reports/activations-h200.md).
+# Bytes that a layer saves for each token and unit of width: in total, with temporaries of the backward
+# pass (Korthikanti et al., 2022), and the part that save_on_nvme offloads (measured: 31.8,
+# reports/activations-h200.md).
 LAYER_BYTES = 34
 SAVED_BYTES = 32
-LOGITS_BYTES = 6  # of a token and word: in 16 bits, and in fp32 for the loss
-# Of the inputs of checkpointed layers that go to the drive, the share that is on the GPU all the
-# same: copies trail the forward pass (measured: 0.7 to 0.8 of the memory, reports/activations-*.md).
+LOGITS_BYTES = 6  # for each token and word: in 16 bits, and in fp32 for the loss
+# The share of offloaded inputs of checkpointed layers that is on the GPU, because copies trail the
+# forward pass (measured: 0.7 to 0.8 of the memory, reports/activations-*.md).
 _TRAILING_SHARE = 0.5
 
 
 class Work(NamedTuple):
-    """What a rank computes in a step.
+    """The work of a rank in a step.
 
-    Attributes
-    ----------
-    sequence : int
-        Tokens of a sequence; 0 where not known, and neither compute nor activations are predicted.
-    micro_batch : int
-        Sequences of a forward pass.
-    accumulation : int
-        Forward and backward passes of a step.
-    activations : {"keep", "checkpoint", "drive", "checkpoint-drive"}
-        Where activations lie.
-    offloaded_share : float
-        Of the layers, those whose activations go to the drive with "drive".
-    activation_host_bytes : int
-        "host_memory" of `save_on_nvme`.
+    sequence: tokens of a sequence; 0 if unknown, and then neither compute nor activations are predicted.
+    micro_batch: sequences of a forward pass. accumulation: forward and backward passes of a step.
+    activations: their place. offloaded_share: share of the layers whose activations go to the drive with
+    "drive". activation_host_bytes: "host_memory" of `save_on_nvme`.
     """
 
     sequence: int = 0
@@ -57,7 +47,7 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a rank in one forward pass."""
+        """Tokens of a rank in one forward pass."""
         return self.sequence * self.micro_batch
 
     @property
@@ -86,10 +76,10 @@ def operations(model: Model, work: Work) -> Operations:
 
 
 def activation_bytes(model: Model, work: Work) -> int:
-    """Bytes of GPU memory beside weights, gradients and states; 0 where the shape is not known.
+    """Bytes of GPU memory for activations; 0 if the shape is unknown.
 
-    With an attention that keeps no matrix of scores. What one layer holds while its gradients are
-    made is counted in every case, and the logits.
+    The attention keeps no matrix of scores. The logits and the temporaries of one layer's backward
+    pass are included.
     """
     if not (work.tokens and model.hidden and model.layers):
         return 0
@@ -104,7 +94,7 @@ def activation_bytes(model: Model, work: Work) -> int:
 
 
 def saved_bytes(model: Model, work: Work) -> float:
-    """Bytes that `save_on_nvme` takes of one forward pass."""
+    """Bytes that `save_on_nvme` offloads in one forward pass."""
     if not (work.offloads and model.hidden and model.layers):
         return 0.0
     each = WEIGHT_BYTES if work.recomputes else SAVED_BYTES * work.offloaded_share
@@ -114,29 +104,14 @@ def saved_bytes(model: Model, work: Work) -> float:
 def free_tokens(
     moved_bytes: float, flops: float, bytes_per_second: float, operations_a_token: float
 ) -> float:
-    """Tokens from which a step's transfers are hidden under compute.
+    """Tokens of a rank from which a step's transfers are hidden behind compute.
 
-    The drive needs ``b P / B`` seconds for a step that moves b bytes a parameter, both ways
-    together, and compute that the transfers run under takes ``k P t / F`` for t tokens; equal times
-    give ``t* = b F / (k B)``, whatever the number P of parameters. k is 4 where the window is the
-    backward pass (``step_in_backward``), 2 for the next forward, 6 for both together, and 6 for the
-    backward pass with activation checkpointing, which computes the forward again, 8 with the forward
-    pass beside that.
+    The drive takes ``b P / B`` seconds for a step that transfers b bytes a parameter in both directions;
+    concurrent compute takes ``k P t / F`` for t tokens. Equal times give ``t* = b F / (k B)`` for any number
+    P of parameters. k is 4 for the backward pass (``step_in_backward``), 2 for the next forward pass, 6
+    for both; with activation checkpointing, which repeats the forward pass, 6 and 8.
 
-    Parameters
-    ----------
-    moved_bytes : float
-        ``b P``: bytes of a step to and from the drive, of all ranks that share it.
-    flops : float
-        F: operations a second that a rank reaches.
-    bytes_per_second : float
-        B: of the drive with reads and writes at once.
-    operations_a_token : float
-        ``k P``: operations of a token in the window, of one rank.
-
-    Returns
-    -------
-    float
-        Tokens of a rank in the window.
+    moved_bytes: ``b P``, of all ranks that share the drive. flops: F, of a rank. bytes_per_second: B, of
+    concurrent reads and writes. operations_a_token: ``k P``, of one rank.
     """
     return moved_bytes / bytes_per_second * flops / operations_a_token

@@ -1,4 +1,4 @@
-"""What to paste for a plan: a DeepSpeed configuration, or the lines of a training script. Pure."""
+"""Output of a plan to paste: a DeepSpeed configuration, or the lines of a training script."""
 
 from __future__ import annotations
 
@@ -13,26 +13,9 @@ from .plan import DESCRIBED_PATH, Machine, Plan
 
 
 def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, Any]:  # noqa: B008  a tuple of numbers
-    """A DeepSpeed configuration for *plan*.
+    """A DeepSpeed configuration for *plan*, complete except for the learning rate, which the user edits.
 
-    Parameters
-    ----------
-    plan : Plan
-        One that fits, of any way but `NVMeOptimizer`, which takes no configuration.
-    machine : Machine
-        That it was made for.
-    work : Work
-        The batch.
-
-    Returns
-    -------
-    dict
-        Complete but for the learning rate, which is there to be edited.
-
-    Raises
-    ------
-    UsageError
-        When the plan does not fit, or is not DeepSpeed's.
+    Raises: UsageError when the plan does not fit, or its door is "plain".
     """
     strategy = plan.strategy
     if strategy.door == "plain":
@@ -43,12 +26,12 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         _precision(machine): {"enabled": True},
-        # Lightning's test and predict fail without
+        # required by Lightning's test and predict
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero,
     }
-    if work.accumulation > 1:  # Lightning takes it from its Trainer, and refuses it here
+    if work.accumulation > 1:  # Lightning refuses this key; it sets it from its Trainer
         config["gradient_accumulation_steps"] = work.accumulation
     if strategy.optimizer is None:
         del config["optimizer"]
@@ -61,7 +44,7 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
         elif place == "drive":
             zero[key] = {"device": "nvme", "nvme_path": machine.drives[0].path, "pin_memory": True}
     if strategy.parameters == "drive" and not strategy.ours:
-        # or DeepSpeed would keep the first billion in host memory
+        # otherwise DeepSpeed keeps the first billion parameters in host memory
         zero["offload_param"] |= {"max_in_cpu": 0}
     if strategy.uses_drive and machine.drives[0].profile:
         config["aio"] = aio_section(machine.drives[0].profile)
@@ -80,8 +63,7 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
 
 
 def script(plan: Plan, machine: Machine, work: Work = Work()) -> str:  # noqa: B008  a tuple of numbers
-    """The lines of a training script that train as *plan* says; `model`, a torch.nn.Module, is the
-    user's.
+    """The lines of a training script for *plan*; the script defines `model`, a torch.nn.Module.
 
     With DeepSpeed they read the configuration of `ds_config` from "ds_config.json".
     """
@@ -121,7 +103,7 @@ def _precision(machine: Machine) -> str:
 
 
 def weights(machine: Machine) -> list[float]:
-    """The share of the bytes that belongs on each drive, so that all are done at the same time."""
+    """The share of the bytes for each drive, with which all drives finish at the same time."""
     for drive in machine.drives:
         if drive.profile and {path.path for path in drive.profile.stripe} == {
             each.path for each in machine.drives

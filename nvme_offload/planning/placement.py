@@ -1,10 +1,9 @@
-"""Where parameters, gradients and optimizer states of a training are, under each way to train, and
-the bytes that it takes. Pure.
+"""The place of parameters, gradients and optimizer states under each way to train, and their bytes.
 
-Adam in mixed precision: 2 bytes a parameter for the weights, 2 for the gradients and 4 for what
-these are widened to, 4 for the master weights and 8 for the moments. Where DeepSpeed has an
-estimate of its own it is taken as it is, its factor of 1.5 for buffers in host memory included; the
-rest is what this package holds by construction, or what was measured.
+Adam in mixed precision takes 2 bytes a parameter for the weights, 2 for the gradients, 4 for the
+widened gradients, 4 for the master weights and 8 for the moments. DeepSpeed's own estimates are used
+where they exist, with their factor of 1.5 for buffers in host memory; the other numbers follow from
+this package's code, or were measured.
 
 Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` of
 DeepSpeed 0.19.8; `optim/budget.py` for the buckets of `NVMeOptimizer`.
@@ -16,39 +15,32 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple, get_args
 
+from ..sizes import IN_MEMORY, LARGEST_BUCKET_BYTES, LARGEST_SUB_GROUP, SCRATCH_PARTS
 from . import traffic
 from .model import Model
 from .traffic import WEIGHT_BYTES, WIDE_BYTES
 
 BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
-# What DeepSpeed's optimizer offload to NVMe holds of host memory for each parameter at its peak:
-# 30.6 GB at 1.6 billion, 2.4 GB of them CUDA's and torch's.
+# Peak host memory of DeepSpeed's optimizer offload to NVMe for each parameter: 30.6 GB at 1.6 billion,
+# of which CUDA and torch take 2.4 GB.
 DEEPSPEED_NVME_HOST_BYTES = 17.5
 
-# How `zero3.stage3` cuts sub-groups, and the room that it wants beside them.
-LARGEST_SUB_GROUP = 1 << 26
-_PARTS = 16  # sub-groups, or buckets of `NVMeOptimizer`, that a budget is to hold
-AHEAD = 2  # sub-groups whose room is for reading ahead
-_ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # of every value to pages
-# `NVMeOptimizer`: bytes of a bucket at most, the places for buckets on a GPU, the part of the budget
-# that is kept for what is beside the buckets, and the least budget that is of use.
-_LARGEST_BUCKET_BYTES = 128 << 20
+AHEAD = 2  # sub-groups of memory for reading ahead
+_ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # values are rounded up to pages
+# `NVMeOptimizer`: the buckets on a GPU at a time, and the smallest useful budget.
 _PLACES = 3
-_BESIDE_SHARE = 8
 _LEAST_BYTES = 64 << 20
-_HELD_SHARE, _PASSING = 0.95, 6  # of a budget, for what stays; buckets that pass through the rest
-# Beside the states of an element in use: its widened gradient, what is no view, and new states; on
-# processors more is kept for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and
-# bfloat16.
+_HELD_SHARE, _PASSING = 0.95, 6  # of a budget, for residents; buckets that stream through the rest
+# Scratch bytes of an element during its update: the widened gradient, copies and new states; on CPUs
+# also for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and bfloat16.
 _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 16, "compact24": 16}
 _PACKING_BYTES = {"exact": 0, "split": 0, "compact": 16, "compact24": 16}
 
 Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
-# When `NVMeOptimizer` updates: in `step`; under the next forward pass (`overlap_step`); or during the
-# backward pass (`step_in_backward`), for good or, "provisional", with what an update replaces kept,
-# to undo it where gradients are changed afterwards. "in both": provisionally, and a part of it
-# under the next forward pass.
+# When `NVMeOptimizer` updates: in `step`; during the next forward pass (`overlap_step`); or during the
+# backward pass (`step_in_backward`). "provisional" keeps the old values, to undo an update whose
+# gradients change afterwards. "in both": provisionally, and partly during the next forward pass.
 Updates = Literal["after", "in forward", "provisional", "in both", "in backward"]
 UPDATES: tuple[Updates, ...] = get_args(Updates)
 
@@ -59,11 +51,11 @@ class Strategy(NamedTuple):
     Attributes
     ----------
     name, title : str
-        As JSON and as the table has it.
+        In JSON and in the table.
     stage : int
-        Of ZeRO; 3 also for `NVMeOptimizer`, whose ranks share as FSDP2 does.
+        Of ZeRO; 3 also for `NVMeOptimizer`, whose ranks share as with FSDP2.
     optimizer, parameters : {"gpu", "host", "drive"}
-        Where these are between steps.
+        Their place between steps.
     door : {"zero", "deepspeed", "zero3", "plain"}
         ZeRO without a drive, DeepSpeed's own NVMe offload, `nvme_offload.zero3`, or
         `nvme_offload.NVMeOptimizer`.
@@ -85,28 +77,28 @@ class Strategy(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        """Whether this package's swapper holds what is on the drive."""
+        """Whether this package's swapper does the offload."""
         return self.door in ("zero3", "plain")
 
     @property
     def state_bytes(self) -> float:
-        """Of the states of a parameter, as they are kept; 0 without an optimizer."""
+        """Bytes of a parameter's packed states; 0 without an optimizer."""
         return traffic.STATE_BYTES[self.state_format] if self.optimizer else 0.0
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a gradient in the swapper: ZeRO-3's lie there in 16 bits until the update."""
+        """Bytes of a gradient in the swapper, where ZeRO-3 keeps 16-bit gradients until the update."""
         return WEIGHT_BYTES if self.optimizer and self.door == "zero3" else 0
 
     @property
     def parameter_bytes(self) -> int:
-        """Of a parameter that is on the drive."""
+        """Bytes of a parameter on the drive."""
         return WEIGHT_BYTES if self.parameters == "drive" else 0
 
     @property
     def beside_bytes(self) -> int:
-        """Of a parameter in use in the update: its gradient in fp32, and what "compact" unpacks:
-        master, moments and the 16-bit weight.
+        """Scratch bytes of a parameter during its update: the fp32 gradient, and unpacked "compact"
+        states: master, moments and the 16-bit weight.
         """
         if self.optimizer is None:
             return 0
@@ -116,7 +108,7 @@ class Strategy(NamedTuple):
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The passes that updates run under."""
+        """The passes during which updates run."""
         return {
             "after": (),
             "in forward": ("forward",),
@@ -125,12 +117,12 @@ class Strategy(NamedTuple):
 
     @property
     def provisional(self) -> bool:
-        """Whether updates may have to be undone, so that what they replace is kept."""
+        """Whether updates may be undone, so that old values are kept."""
         return self.updates in ("provisional", "in both")
 
     @property
     def uses_drive(self) -> bool:
-        """Whether anything is on a drive."""
+        """Whether a drive is used."""
         return "drive" in (self.optimizer, self.parameters)
 
 
@@ -163,7 +155,7 @@ def _ours() -> tuple[Strategy, ...]:
     return tuple(found)
 
 
-# The simpler come first, and win where they are as fast.
+# The simplest first: of equally fast ones the first is recommended.
 STRATEGIES = (
     Strategy("zero1", "ZeRO-1", 1, "gpu"),
     Strategy("zero2", "ZeRO-2", 2, "gpu"),
@@ -177,7 +169,7 @@ STRATEGIES = (
     ),
     Strategy("deepspeed-nvme-both", "DeepSpeed's all on NVMe", 3, "drive", "drive", "deepspeed"),
 )
-# Forward passes alone: ZeRO-Inference.
+# ZeRO-Inference.
 INFERENCE = (
     Strategy("inference-gpu", "ZeRO-Inference, on GPU", 3, None),
     Strategy("inference-cpu", "ZeRO-Inference, on CPU", 3, None, "host"),
@@ -187,16 +179,8 @@ INFERENCE = (
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """How many processes train.
-
-    Attributes
-    ----------
-    ranks : int
-        Processes on each machine.
-    nodes : int
-        Machines, all alike.
-    zero_init : bool
-        Whether the model is made in parts from the first (zero.Init).
+    """The processes: *ranks* on each of *nodes* identical machines. zero_init: whether the model is made in
+    parts from the start (zero.Init).
     """
 
     ranks: int = 1
@@ -210,16 +194,8 @@ class World:
 
 
 class Needs(NamedTuple):
-    """What the states of a model take, in bytes of a rank.
-
-    Attributes
-    ----------
-    gpu_bytes : int
-        On the GPU. Activations come on top.
-    host_bytes : int
-        In host memory, beside the budget of this package's swappers.
-    drive_bytes : int
-        On the drives.
+    """Bytes of a rank: on the GPU without activations, in host memory without the budget of this package's
+    swappers, and on the drives.
     """
 
     gpu_bytes: int
@@ -228,22 +204,7 @@ class Needs(NamedTuple):
 
 
 def needs(strategy: Strategy, model: Model, world: World) -> Needs:
-    """What a strategy takes of GPU, host and drive for the states of a model.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The way to train.
-    model : Model
-        What is trained.
-    world : World
-        The processes.
-
-    Returns
-    -------
-    Needs
-        Of a rank.
-    """
+    """The bytes of *strategy* for the states of *model*."""
     drive = 0.0
     if strategy.uses_drive:
         gradients = WIDE_BYTES if strategy.door == "deepspeed" else strategy.gradient_bytes
@@ -269,34 +230,34 @@ def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """Weights and gradients in 16 bits, and the buckets that pass through.
+    """Weights and gradients in 16 bits, and the buckets in flight.
 
-    With updates in backward a gradient goes when its bucket is updated, so that those of a layer or
-    two are there at once. FSDP2 gathers a layer and the next, and holds the layer's gradients before
-    they are reduced.
+    With updates in backward a gradient is freed when its bucket is updated, so that the gradients of
+    a layer or two exist at a time. FSDP2 gathers a layer and the next, and holds the layer's
+    gradients before they are reduced.
     """
     each = model.parameters / world.size
     block = max(model.largest_layer, model.parameters // (model.layers or 1))
     gradients = min(2.0 * block, each) if strategy.updates == "in backward" else each
     gathered = 3 * WEIGHT_BYTES * block if world.size > 1 else 0
-    bucket = _bucket_elements(strategy, _LARGEST_BUCKET_BYTES * _PARTS)
+    bucket = _bucket_elements(strategy, LARGEST_BUCKET_BYTES * IN_MEMORY)
     staged = (_PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, each)
     return int(WEIGHT_BYTES * (each + gradients) + gathered + staged)
 
 
 def _bucket_elements(strategy: Strategy, budget: float, on_gpu: bool = True) -> float:
     """Elements of a bucket of `NVMeOptimizer`. Source: `optim.budget.most_elements`."""
-    most = min(_LARGEST_BUCKET_BYTES, budget / _PARTS)
+    most = min(LARGEST_BUCKET_BYTES, budget / IN_MEMORY)
     beside = strategy.beside_bytes + (0 if on_gpu else _PACKING_BYTES[strategy.state_format])
     return most / max(strategy.state_bytes, beside / 2)
 
 
 def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """Of one rank; DeepSpeed's estimates are of a node."""
+    """Of one rank; DeepSpeed's estimates are for a node."""
     total, ranks = model.parameters, world.ranks
-    if strategy.door == "plain":  # the model is made where it trains, or on the meta device
+    if strategy.door == "plain":  # the model is made on the GPU or on the meta device
         return 0
-    whole = WIDE_BYTES * total  # of a model that every rank makes for itself
+    whole = WIDE_BYTES * total  # if every rank makes the whole model
     if strategy.stage < 3:
         return int(
             BUFFER_FACTOR
@@ -319,30 +280,12 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
     return int(max(held, made))
 
 
-# The budget of this package's swappers, "host_memory".
-
-
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """The smallest budget with which nothing touches the drive.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The way to train.
-    model : Model
-        What is trained.
-    world : World
-        The processes.
-
-    Returns
-    -------
-    int
-        "host_memory" of a rank, in bytes.
-    """
+    """The smallest "host_memory" of a rank with which the drive is not used."""
     each = model.parameters / world.size
     kept = strategy.state_bytes + strategy.gradient_bytes + strategy.parameter_bytes
     if strategy.door == "plain":
-        whole = kept * each * _BESIDE_SHARE / (_BESIDE_SHARE - 1)
+        whole = kept * each * SCRATCH_PARTS / (SCRATCH_PARTS - 1)
         return int(whole * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
     largest = min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size
     widened = strategy.beside_bytes * largest
@@ -350,27 +293,13 @@ def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """The least budget with which training works.
+    """The smallest "host_memory" of a rank with which training works.
 
-    `NVMeOptimizer` cuts parameters; ZeRO-3 has to hold its part of the largest.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The way to train.
-    model : Model
-        What is trained.
-    world : World
-        The processes.
-
-    Returns
-    -------
-    int
-        "host_memory" of a rank, in bytes.
+    `NVMeOptimizer` splits parameters; ZeRO-3 holds its part of the largest parameter.
     """
     if strategy.door == "plain":
         return _LEAST_BYTES
-    # parameters that are on the drive are to either side of the states
+    # a parameter on the drive is held before and after the update of its states
     kept = strategy.state_bytes + strategy.beside_bytes + 2 * strategy.parameter_bytes
     return math.ceil(-(-model.largest_parameter // world.size) * kept) + (1 << 17)
 
@@ -378,30 +307,10 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
 def beside_budget(
     strategy: Strategy, model: Model, world: World, budget: int, on_gpu: bool = True
 ) -> int:
-    """What the drives need room for beside a budget of host memory.
+    """The drive space of a rank with *budget* bytes of "host_memory".
 
-    Parameters
-    ----------
-    strategy : Strategy
-        The way to train.
-    model : Model
-        What is trained.
-    world : World
-        The processes.
-    budget : int
-        "host_memory" of a rank, in bytes.
-    on_gpu : bool
-        Whether `NVMeOptimizer` updates on a GPU.
-
-    Returns
-    -------
-    int
-        Bytes of a rank, of what `needs` has on the drives.
-
-    Notes
-    -----
-    States that `NVMeOptimizer` keeps in memory need no room on the drives, unless gradients come and
-    go beside them. Source: `swap.residents.overflow`. ZeRO-3 has room for everything.
+    States that `NVMeOptimizer` keeps in memory need no drive space (`swap.residents.overflow`). ZeRO-3
+    allocates space for everything. *on_gpu*: whether `NVMeOptimizer` updates on a GPU.
     """
     whole = needs(strategy, model, world).drive_bytes
     if strategy.door != "plain" or strategy.gradient_bytes:
@@ -413,20 +322,12 @@ def beside_budget(
 
 
 def _values_budget(budget: int, on_gpu: bool) -> float:
-    """What of a budget `NVMeOptimizer` has for states. Source: `optim.budget.Budget`."""
-    return budget if on_gpu else budget - budget / _BESIDE_SHARE
+    """The part of a budget that `NVMeOptimizer` uses for states. Source: `optim.budget.Budget`."""
+    return budget if on_gpu else budget - budget / SCRATCH_PARTS
 
 
 class Streamed(NamedTuple):
-    """Bytes that a rank moves in a step.
-
-    Attributes
-    ----------
-    passes_read, passes_written : float
-        Before the optimizer's part.
-    read, written : float
-        In the optimizer's part.
-    """
+    """Bytes that a rank transfers in a step: before the update (passes_read, passes_written), and in it."""
 
     passes_read: float
     passes_written: float
@@ -442,37 +343,16 @@ class Streamed(NamedTuple):
 def streamed(
     strategy: Strategy, model: Model, world: World, budget: int, on_gpu: bool = True
 ) -> Streamed:
-    """What a budget leaves to the drive in a step of one micro-batch.
+    """Bytes that a rank with *budget* bytes of "host_memory" transfers in a step of one micro-batch.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        The way to train.
-    model : Model
-        What is trained.
-    world : World
-        The processes.
-    budget : int
-        "host_memory" of a rank, in bytes.
-    on_gpu : bool
-        Whether `NVMeOptimizer` updates on a GPU.
+    Under ZeRO-3 everything is live at the end of the backward pass, gradients included; the part that
+    exceeds the budget is on the drive. The swapper keeps whole sub-groups, and reserves two for reading
+    ahead. Gradients displace as many bytes of states in the backward pass, and the rest is written in the
+    update. Parameters on the drive are used three times as often; a budget saves its share of all reads.
+    This agrees with `Schedule` within a tenth of the total.
 
-    Returns
-    -------
-    Streamed
-        Of a rank.
-
-    Notes
-    -----
-    With ZeRO-3 everything is there at once at the end of the backward pass, gradients too, and what
-    does not fit is on the drive. The swapper keeps whole sub-groups; of those that the budget has
-    room for two stand for reading ahead. Gradients push out as much as they are in the backward
-    pass, and what comes after them is written in the update. Where parameters are on the drive too,
-    which are used three times as often, a budget saves of all reads the share that it has of the
-    whole. This follows what `Schedule` does: within a tenth of all.
-
-    `NVMeOptimizer` streams states alone, and keeps what its budget holds beside the buckets in
-    flight; on processors an eighth of the budget is for what is beside the buckets.
+    `NVMeOptimizer` streams states only, and keeps as much as its budget holds next to the buckets in
+    flight; on CPUs an eighth of the budget is scratch memory.
     """
     each = model.parameters / world.size
     on_drive = strategy.parameters == "drive"
@@ -487,7 +367,7 @@ def streamed(
         stays = _values_budget(budget, on_gpu) - _PLACES * states * bucket
         moved = max(states * each - max(stays, 0.0), 0.0)
         return Streamed(0.0, 0.0, moved, moved)
-    wanted = budget / (_PARTS * (states + WEIGHT_BYTES) + beside)
+    wanted = budget / (IN_MEMORY * (states + WEIGHT_BYTES) + beside)
     sub_group = max(min(LARGEST_SUB_GROUP, wanted), model.largest_parameter / world.size)
     stays = max(budget - (beside + AHEAD * states) * sub_group, 0.0)
     written = max((states + WEIGHT_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)

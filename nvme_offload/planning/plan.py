@@ -1,27 +1,26 @@
-"""`Plan`: what a way to train takes of a machine, whether it fits, and the seconds of a step, from
-the measured profile of its drives.
+"""`Plan`: the bytes of a way to train on a machine, whether it fits, and the seconds of a step, predicted
+from the measured profile of its drives.
 
-A step is forward and backward pass, once for each micro-batch, and the update. A pass lasts as long
-as the slowest of computing, of copies between host and GPU, and of the drive, which reads
-parameters, writes gradients that do not fit, and has what `save_on_nvme` takes. The update lasts as
-long as the slower of the processors, which widen gradients, unpack, step and pack states and give
-the GPU its parameters, and of the drive, which the processors slow down while they use the memory:
+A step is forward and backward pass, once for each micro-batch, and the update. A pass takes as long as
+the slowest of compute, copies between host and GPU, and the drive, which reads parameters, writes
+gradients that do not fit, and transfers the activations of `save_on_nvme`. The update takes as long as
+the slower of the CPUs (widen gradients, unpack, step and pack states, copy parameters to the GPU) and
+the drive, which is slower while the CPUs use the memory:
 
     pass = max(compute, copies, drive)
-    update = max(processors, drive + 0.4 processors)
+    update = max(cpus, drive + 0.4 cpus)
 
 `NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam and packing on the GPU, drive);
-beside the last backward pass with `step_in_backward`, and beside the first forward pass with
-`overlap_step`; with both, the forward pass has `FORWARD_SHARE` of it. What a pass and the update beside
-it have of the same, GPU or drive, follows one after the other.
+during the last backward pass with `step_in_backward`, during the first forward pass with
+`overlap_step`; with both, the forward pass has `FORWARD_SHARE` of it. Where a pass and a concurrent
+update use the same GPU or drive, their times add up.
 
-Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside
-what the profile and `copy_bytes_per_second` say, the constants below are from measured steps, each
-with its report; tests/unit/test_plan_reports.py holds every measured step of reports/ beside what
-is predicted for it.
+All ranks of a machine share its memory bandwidth, which bounds the CPUs, and its drives. The constants
+below are from measured steps, each with its report; tests/unit/test_plan_reports.py compares every
+measured step of reports/ with its prediction.
 
-Not in it: communication between ranks, compute on processors, data loading, checkpoints. Only
-`this_machine` and `drive_at` look at anything; the rest is pure.
+Not included: communication between ranks, compute on CPUs, data loading, checkpoints. Only
+`this_machine` and `drive_at` examine the machine.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import Profile
+from ..sizes import AUTO_SHARE, FORWARD_SHARE
 from ..units import format_gb
 from .model import Model
 from .passes import Work, activation_bytes, free_tokens, operations, saved_bytes
@@ -62,51 +62,45 @@ from .traffic import (
 
 # Bytes of host memory for each parameter. Adam: state and gradient read, state written.
 ADAM_TRAFFIC = 28
-WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, and as much for its norm and its place
-# a parameter to 16 bits: read 4, write 2, and the 2 that a processor reads before it writes
+WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, 10 for its norm and the scatter
+# a parameter to 16 bits: read 4, write 2, and read 2 for the cache line before the write
 ROUND_TRAFFIC = 8
-# Unpack and pack: "compact" reads 4 and writes 12, and back; "split" makes of 2 of the weight and 2
-# of its own the 4 of the master, and back.
+# Unpack and pack: "compact" reads 4 and writes 12, and back; "split" joins the 2 of the weight and 2
+# more to the 4 of the master, and back.
 PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
-# Parameters a second that a GPU unpacks and packs again, where its processor queues what is to be
-# done. Source: reports/packing-h100.md.
+# Parameters a second that a GPU unpacks and packs. Source: reports/packing-h100.md.
 PACKED_PER_SECOND = {"split": 32e9, "compact": 15e9, "compact24": 13e9}
-FORWARD_SHARE = 0.3  # of updates in both passes. Source: `optim.provisional`
-OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
-# Of the drive's measured speed, what a step reaches: the median of `NVMeOptimizer`'s shares in
-# reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed's in training-h200*.md.
+OPTIMIZER_SHARE = 1.2  # of the speed of plain copies, which also read the lines that they write
+# The share of the drive's measured speed that a step reaches: the median of `NVMeOptimizer` in
+# reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed in training-h200*.md.
 DRIVE_SHARE = {"zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
-# Beside processors that use the memory a drive gives 0.6 of its speed (reports/h200-llama2-7b.md),
-# so a second of theirs costs it 0.4. DeepSpeed's own swapper overlaps the two less: the value that
-# fits reports/training-vda.md and optimizer-vda.md together.
+# While the CPUs use the memory, a drive reaches 0.6 of its speed (reports/h200-llama2-7b.md), so a
+# second of CPU time costs it 0.4 s. DeepSpeed's own swapper overlaps less: the value is fitted to
+# reports/training-vda.md and optimizer-vda.md.
 SLOWED_SHARE = {"zero3": 0.4, "plain": 0.4, "deepspeed": 0.7}
-# of the link to the GPU, that gradients and parameters reach on their way, each by itself
+# of the link to the GPU, that copies of gradients or parameters reach
 LINK_SHARE = 0.4
-# to the GPU after the step, rounding included: DeepSpeed copies them through memory that is not
-# registered
+# to the GPU after the step, rounding included: DeepSpeed copies them through unregistered memory
 NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9
-# of the memory that is available, what the budget takes; the rest is for activations, the data
-# loader, the page cache
-AUTO_SHARE = 0.7
-# of host memory that CUDA, torch and DeepSpeed hold in a rank; without DeepSpeed CUDA's and torch's
+# host memory of CUDA, torch and DeepSpeed in a rank; and without DeepSpeed
 PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}
 PLAIN_PROCESS_BYTES = {"gpu": 1_200_000_000, "cpu": 600_000_000}
-CONTEXT_BYTES = 500_000_000  # of GPU memory, likewise
+CONTEXT_BYTES = 500_000_000  # GPU memory of CUDA in a rank
 # of 16-bit gradients that DeepSpeed reduces together (reduce_bucket_size)
 BUCKET_ELEMENTS = 500_000_000
-DEFAULT_HOST_BYTES_PER_SECOND = 50e9  # of a machine that is described, unless that says more
+DEFAULT_HOST_BYTES_PER_SECOND = 50e9  # of a described machine, unless given
 DEFAULT_LINK_BYTES_PER_SECOND = 25e9
 # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
 MLOCKED_LINK_BYTES_PER_SECOND = 8e9
-AS_FAST = 1.1  # predictions cannot tell less from each other
-# of a GPU's peak, that training reaches: 0.39 for Llama-2 7B on an H100 (reports/h100-llama2-7b.md),
+AS_FAST = 1.1  # predictions do not distinguish smaller ratios
+# the share of a GPU's peak that training reaches: 0.39 for Llama-2 7B on an H100 (reports/h100-llama2-7b.md),
 # 0.48 for long sequences on an H200 (reports/activations-h200.md)
 UTILISATION = 0.43
 
 _OTHER_GPU_BYTES_PER_SECOND = 0.5e12
 _NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)
 
-DESCRIBED_PATH = "/local_nvme"  # of a drive that is described by its speeds
+DESCRIBED_PATH = "/local_nvme"  # of a drive that is given by its speeds
 UNLIMITED_BYTES = 1 << 62
 
 
@@ -121,11 +115,11 @@ class Drive:
     free_bytes : int
         Free on its filesystem.
     speeds : mapping of str to float
-        GB/s by phase as swept; {} where it never was.
+        GB/s by phase from its profile; {} without one.
     identity : str
-        Of the drive, as `nvme_offload.hardware.drive.Drive.identity`; "" for one that is described.
+        `nvme_offload.hardware.drive.Drive.identity`; "" for a drive that is given by its speeds.
     profile : Profile or None
-        Of the drive; None where there is none.
+        Of the drive.
     """
 
     path: str
@@ -136,7 +130,7 @@ class Drive:
 
     @property
     def rated_bytes(self) -> float | None:
-        """Bytes that it may be written in its life, where it tells."""
+        """Bytes that can be written in its rated life; None if unknown."""
         return rated_bytes(self.profile) if self.profile else None
 
 
@@ -149,11 +143,11 @@ class Machine:
     gpu : Gpu or None
         Each of its GPUs; None to train on processors.
     host_bytes : int
-        Host memory that is there to be taken.
+        Available host memory.
     host_bytes_per_second : float
         See `machine.copy_bytes_per_second`.
     drives : tuple of Drive
-        All are used, by their speeds.
+        All are used, in proportion to their speeds.
     """
 
     gpu: Gpu | None
@@ -163,15 +157,15 @@ class Machine:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """GB/s of all drives together by phase, as measured together where they were; {} where one
-        was never swept.
+        """GB/s of all drives together by phase, measured together if possible; {} if one has no
+        profile.
         """
         for drive in self.drives:
             if drive.profile and {path.path for path in drive.profile.stripe} == {
                 each.path for each in self.drives
             }:
                 return stripe_speeds(drive.profile)
-        # two directories of one drive are not twice as fast
+        # two directories of one drive count once
         alone = {drive.identity or drive.path: drive.speeds for drive in self.drives}
         if not alone or not all(alone.values()):
             return {}
@@ -182,7 +176,7 @@ class Machine:
 
     @property
     def free_bytes(self) -> int:
-        """Of all drives, each once."""
+        """Free bytes of all drives."""
         return sum(
             {drive.identity or drive.path: drive.free_bytes for drive in self.drives}.values()
         )
@@ -196,9 +190,9 @@ class Term(NamedTuple):
     name : str
         Such as "compute", "copies", "drive" or "Adam".
     seconds : float
-        That it takes.
+        Duration.
     how : str
-        How the seconds were found, as a formula for people.
+        The formula of the seconds, as text.
     """
 
     name: str
@@ -214,9 +208,9 @@ class Phase(NamedTuple):
     name : str
         "forward", "backward", "update", or "backward and update".
     times : int
-        How often a step has it.
+        Its number in a step.
     beside : tuple of tuples of Term
-        What goes on at the same time; of each, the terms follow each other.
+        Concurrent sequences of terms.
     """
 
     name: str
@@ -225,13 +219,13 @@ class Phase(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all times together."""
+        """Total seconds in a step."""
         longest = max((sum(term.seconds for term in terms) for terms in self.beside), default=0.0)
         return self.times * longest
 
     @property
     def formula(self) -> str:
-        """How the seconds were found."""
+        """The formula of the seconds."""
         texts = [
             " + ".join(f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms)
             for terms in self.beside
@@ -251,23 +245,23 @@ class Plan:
     strategy : Strategy
         The way to train.
     gpu_bytes, host_bytes, drive_bytes : int
-        Of a rank. On a GPU come half a GB of CUDA's and, with DeepSpeed, a bucket of gradients on
-        top, which count for whether it fits.
+        Of a rank. On a GPU, half a GB for CUDA and, with DeepSpeed, a bucket of gradients must fit in
+        addition.
     budget_bytes : int or None
         "host_memory" of this package's swappers, contained in *host_bytes*.
     problems : tuple of str
-        Why it does not fit; none where it does.
+        Why it does not fit; empty if it fits.
     phases : tuple of Phase
-        Whose seconds are those of a step.
+        The phases of a step.
     seconds : float or None
-        Of a step; None where a drive's speed is not known.
+        Of a step; None if a drive's speed is unknown.
     written_bytes : float
         Of a step, of all ranks of a machine to all of its drives.
     tokens_per_second : float or None
-        Of all ranks; None where tokens or a GPU's speed are not known.
+        Of all ranks; None if the tokens or the GPU's speed are unknown.
     free_tokens : float or None
-        Tokens of a rank in a micro-batch from which the pass that updates run under hides the
-        drive; None where they run under none.
+        Tokens of a rank in a micro-batch from which the passes with updates hide the drive; None if
+        updates run after the passes.
     """
 
     strategy: Strategy
@@ -284,39 +278,39 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has what it takes."""
+        """Whether it fits the machine."""
         return not self.problems
 
     @property
     def passes_seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward passes."""
         return sum(phase.seconds for phase in self.phases if phase.name != "update")
 
     @property
     def update_seconds(self) -> float:
-        """The optimizer's part, where it is by itself."""
+        """Seconds of the update after the passes."""
         return sum(phase.seconds for phase in self.phases if phase.name == "update")
 
     @property
     def written_bytes_a_day(self) -> float | None:
-        """To all drives, by steps that follow each other without a pause."""
+        """Bytes written to all drives in a day of steps without a pause."""
         return self.written_bytes / self.seconds * 86400 if self.seconds else None
 
     @property
     def formulas(self) -> list[str]:
-        """How the seconds of each phase were found."""
+        """The formulas of all phases."""
         return [phase.formula for phase in self.phases if phase.beside]
 
     @property
     def concession(self) -> int:
-        """What is given up for it: 0 nothing, then the place of the state format in `STATE_BYTES`;
-        more than all of these where steps are slow whose gradients are clipped by a norm
-        (`step_in_backward="provisional"`), and still more where they cannot be (`True`).
+        """Its cost in precision and clipping: 0 for none, then the index of the state format in
+        `STATE_BYTES`; higher if clipping by a norm makes steps slow (`step_in_backward="provisional"`),
+        and highest if clipping by a norm is impossible (`True`).
         """
         return self.rounding + len(STATE_BYTES) * self._clipping
 
     def concedes_all_of(self, other: Plan) -> bool:
-        """Whether this gives up all that *other* gives up, and perhaps more.
+        """Whether this concedes at least as much as *other* in every respect.
 
         Parameters
         ----------
@@ -330,12 +324,12 @@ class Plan:
 
     @property
     def rounding(self) -> int:
-        """The place of the state format in `STATE_BYTES`."""
+        """The index of the state format in `STATE_BYTES`."""
         return list(STATE_BYTES).index(self.strategy.state_format)
 
     @property
     def _clipping(self) -> int:
-        """1 where it is slow, 2 where it is excluded."""
+        """1 if clipping is slow, 2 if it is impossible."""
         return 1 if self.strategy.provisional else 2 * (self.strategy.updates == "in backward")
 
 
@@ -358,7 +352,7 @@ def plans(
     work : Work
         What a rank computes in a step.
     budget : int, optional
-        "host_memory" of this package's swappers in bytes, instead of what the machine has to give.
+        "host_memory" of this package's swappers in bytes, instead of the machine's available memory.
     strategies : sequence of Strategy
 
     Returns
@@ -370,25 +364,24 @@ def plans(
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """Choose the plan that is recommended.
+    """Choose the plan to recommend.
 
     Parameters
     ----------
     found : sequence of Plan
-        The simpler first.
+        The simplest first.
 
     Returns
     -------
     Plan or None
-        None where nothing fits.
+        None if nothing fits.
 
     Notes
     -----
-    Of those that fit, the ones that concede least are looked at: exact states before "split" before
-    "compact" before "compact24", and `step_in_backward`, which makes clipping slow or excludes it,
-    after all others. Of these it is the one with the fewest seconds, or where several are as fast
-    as can be told, within a tenth, the first. One whose drive's speed is not known is taken where
-    there is no other.
+    Only plans with the least concession are candidates: exact states before "split" before "compact"
+    before "compact24", and `step_in_backward`, which makes clipping slow or impossible, last. The
+    fastest candidate is chosen, or the first of those within a tenth of it. A plan whose drive has no
+    known speed is chosen only if there is no other.
     """
     every = [plan for plan in found if plan.fits]
     least = min((plan.concession for plan in every), default=0)
@@ -415,14 +408,14 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
     Returns
     -------
     Machine
-        With its GPU of the least memory, the available host memory, and the drives of *paths*.
+        With the GPU of the least memory, the available host memory, and the drives of *paths*.
     int
-        Ranks that would train: one for each GPU, else one.
+        Number of ranks: one for each GPU, or one.
 
     Raises
     ------
     OSError
-        A path cannot be looked at.
+        A path cannot be examined.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -433,7 +426,7 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
 
 
 def drive_at(path: str) -> Drive:
-    """Describe the drive of a directory, with what a sweep found of it.
+    """Describe the drive of a directory, with its profile.
 
     Parameters
     ----------
@@ -443,12 +436,12 @@ def drive_at(path: str) -> Drive:
     Returns
     -------
     Drive
-        Without *speeds* and *profile* where it was never swept, or its profile cannot be read.
+        Without *speeds* and *profile* if there is no readable profile.
 
     Raises
     ------
     OSError
-        *path* cannot be looked at.
+        *path* cannot be examined.
     """
     from ..hardware import profile_shelf
 
@@ -476,9 +469,8 @@ def drive_described(
     read, write : float
         GB/s.
     mixed : float, optional
-        GB/s of reads and writes of as many bytes at once. Unless given, both directions share the
-        drive's time: the harmonic mean of the two, which the drives of reports/ reach within a
-        tenth.
+        GB/s of concurrent reads and writes of as many bytes, by default the harmonic mean of *read*
+        and *write*, which agrees with the drives of reports/ within a tenth.
     free_bytes : int, optional
         Unlimited unless given.
 
@@ -500,14 +492,14 @@ def _plan(
     gpu_bytes = need.gpu_bytes + (activation_bytes(model, work) if strategy.optimizer else 0)
     plain = strategy.door == "plain"
     problems: list[str] = []
-    # not counted by DeepSpeed's estimates, so not shown as theirs
-    beside = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
-    beside = beside if strategy.optimizer else 0
+    # DeepSpeed's estimates do not contain it, so it is not shown
+    reduced = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
+    reduced = reduced if strategy.optimizer else 0
     process = PLAIN_PROCESS_BYTES if plain else PROCESS_BYTES
     host_bytes = need.host_bytes + process["gpu" if machine.gpu else "cpu"]
     host_bytes += int(min(saved, work.activation_host_bytes))
     if machine.gpu is None:
-        host_bytes, gpu_bytes = host_bytes + gpu_bytes + beside, 0
+        host_bytes, gpu_bytes = host_bytes + gpu_bytes + reduced, 0
     kept: int | None = None
     if strategy.ours:
         share = max(int((machine.host_bytes / world.ranks - host_bytes) * AUTO_SHARE), 0)
@@ -525,16 +517,16 @@ def _plan(
         else beside_budget(strategy, model, world, kept, machine.gpu is not None)
     )
     drive_bytes += int(max(saved - work.activation_host_bytes, 0))
-    if strategy.provisional:  # old states beside the new ones, and old weights
+    if strategy.provisional:  # old states and the new ones, and old weights
         drive_bytes += int(moved.written)
         replaced = int(WEIGHT_BYTES * moved.written / strategy.state_bytes)
         if machine.gpu is None:
             host_bytes += replaced
         else:
             gpu_bytes += replaced
-    if machine.gpu and gpu_bytes + beside + CONTEXT_BYTES > machine.gpu.memory_bytes:
+    if machine.gpu and gpu_bytes + reduced + CONTEXT_BYTES > machine.gpu.memory_bytes:
         problems.append(
-            f"{format_gb(gpu_bytes + beside + CONTEXT_BYTES)} of GPU memory, and a GPU has {format_gb(machine.gpu.memory_bytes)}"
+            f"{format_gb(gpu_bytes + reduced + CONTEXT_BYTES)} of GPU memory, and a GPU has {format_gb(machine.gpu.memory_bytes)}"
         )
     if host_bytes * world.ranks > machine.host_bytes:
         problems.append(
@@ -571,7 +563,7 @@ def _plan(
 def _moved(
     strategy: Strategy, model: Model, world: World, kept: int | None, on_gpu: bool
 ) -> Streamed:
-    """Bytes of a rank: of this package's swapper by its budget, of DeepSpeed's all."""
+    """Bytes that a rank transfers: with this package's swapper depending on its budget."""
     if kept is not None:
         return streamed(strategy, model, world, kept, on_gpu)
     if not strategy.uses_drive:
@@ -601,9 +593,7 @@ def _free_tokens(
 def _phases(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
 ) -> tuple[tuple[Phase, ...], bool]:
-    """The phases of a step, and whether all of them are known: not where a drive is used whose
-    speeds are not.
-    """
+    """The phases of a step, and whether they are known: not if a drive of unknown speed is used."""
     forward, backward = _passes(strategy, model, machine, world, work, moved)
     uses_drive = moved.total > 0 or saved_bytes(model, work) > work.activation_host_bytes
     known = bool(machine.speeds) or not uses_drive
@@ -627,12 +617,12 @@ def _phases(
 def _hidden(
     strategy: Strategy, model: Model, world: World, moved: Streamed
 ) -> dict[str, tuple[float, float]]:
-    """By pass, the shares of the parameters and of the bytes that are updated under it."""
+    """By pass, the shares of the parameters and of the bytes that are updated during it."""
     if strategy.updates == "in both":
         rest = 1 - FORWARD_SHARE
         return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
     whole = 1.0
-    if strategy.provisional:  # but for what host memory holds, which is updated in the step
+    if strategy.provisional:  # states in host memory are updated in the step
         whole = moved.written * world.size / (strategy.state_bytes * model.parameters)
     return {name: (whole, 1.0) for name in strategy.windows if whole}
 
@@ -641,13 +631,11 @@ def _part(moved: Streamed, share: float) -> Streamed:
     return Streamed(*(share * each for each in moved))
 
 
-_Beside = tuple[tuple[Term, ...], ...]
+_Concurrent = tuple[tuple[Term, ...], ...]
 
 
-def _together(a_pass: _Beside, update: _Beside) -> _Beside:
-    """What goes on at once in a pass that has an *update* beside it: one GPU computes both, and one
-    drive moves the bytes of both.
-    """
+def _together(a_pass: _Concurrent, update: _Concurrent) -> _Concurrent:
+    """The concurrent terms of a pass with an *update*, which share the GPU and the drive."""
     found: dict[str, tuple[Term, ...]] = {}
     for terms in (*a_pass, *update):
         by = {"Adam": "compute"}.get(terms[0].name, terms[0].name)
@@ -657,8 +645,8 @@ def _together(a_pass: _Beside, update: _Beside) -> _Beside:
 
 def _passes(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
-) -> tuple[_Beside, _Beside]:
-    """What goes on at once in a forward, and in a backward pass."""
+) -> tuple[_Concurrent, _Concurrent]:
+    """The concurrent terms of a forward and of a backward pass."""
     each, gpu = model.parameters / world.size, machine.gpu
     flops, _ = _gpu_speeds(gpu)
     found: tuple[list[Term], list[Term]] = ([], [])
@@ -696,8 +684,8 @@ def _update(
     world: World,
     moved: Streamed,
     share: float,
-) -> _Beside:
-    """What goes on at once in the update of this *share* of the parameters."""
+) -> _Concurrent:
+    """The concurrent terms of the update of this *share* of the parameters."""
     here, each = share * model.parameters / world.nodes, share * model.parameters / world.size
     gpu = machine.gpu
     _, gpu_memory = _gpu_speeds(gpu)
@@ -739,7 +727,9 @@ def _update(
 
 
 def _drive(strategy: Strategy, machine: Machine, read: float, written: float) -> Term:
-    share = DRIVE_SHARE.get(strategy.door, DRIVE_SHARE["plain"])  # save_on_nvme has ZeRO beside it
+    share = DRIVE_SHARE.get(
+        strategy.door, DRIVE_SHARE["plain"]
+    )  # door "zero" uses the drive for save_on_nvme only
     speeds = {phase: speed * share for phase, speed in machine.speeds.items()}
     seconds, bound = transfer(read, written, speeds)
     how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"

@@ -1,11 +1,10 @@
-"""What training moves between memory and a drive in a step, and the least time that a drive of
-measured speeds takes for it. Pure.
+"""Bytes between memory and a drive in a training step, and the least time that a drive takes for them.
 
-The one table of the bytes of a parameter, which `plan`, the sweep, its report and its warnings
-read. Mixed-precision Adam keeps an fp32 master and two moments for each parameter of 16 bits, which
-every step reads and writes, in as many bytes as the state format says. ZeRO-Infinity also passes
-the fp32 gradient through the drive. Parameters on the drive are read in 16 bits for the forward and
-for the backward pass, and written once after the step.
+`plan`, the sweep, its report and its warnings share this table of bytes per parameter.
+Mixed-precision Adam keeps an fp32 master and two moments for each 16-bit parameter; every step reads
+and writes them, in the bytes of the state format. ZeRO-Infinity also writes and reads the fp32
+gradient. Parameters on the drive are read in 16 bits for the forward and for the backward pass, and
+written once after the step.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from ..hardware.profile import PHASES, Profile
 
 WEIGHT_BYTES = 2  # of a parameter or a gradient in 16 bits
 WIDE_BYTES = 4  # of one in fp32
-# By state format, what is kept of a parameter that Adam updates. Source:
-# `StateFormat.element_bytes`, to which a test compares it.
+# Bytes of the states of a parameter under Adam, by state format. A test compares it with
+# `StateFormat.element_bytes`.
 STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256, "compact24": 3 + 2 / 256}
 
 
 class Load(NamedTuple):
-    """What of a training is on the drive: bytes for each parameter, in the optimizer step and in
-    the passes before it.
-    """
+    """Bytes of a parameter to and from the drive, in the optimizer step and in the passes before it."""
 
     name: str
     step_read: float
@@ -70,8 +67,7 @@ class Floor(NamedTuple):
 
 
 def floor(load: Load, parameters: float, speeds: Mapping[str, float]) -> Floor:
-    """The least time of *load* for a model of so many parameters; reads for the passes come before
-    the step's.
+    """The least time of *load* for a model with *parameters*; reads for the passes precede the step.
 
     Units: *speeds* by phase in GB/s.
     """
@@ -113,8 +109,8 @@ def stripe_speeds(profile: Profile) -> dict[str, float]:
 
 
 def rated_bytes(profile: Profile) -> float | None:
-    """What the drive is rated to write in its life, by what it says of its wear so far; None while
-    it cannot tell, which takes a few per cent.
+    """The bytes that the drive can write in its rated life, estimated from its wear; None below 3 % of
+    wear, which drives count in whole per cents.
     """
     health = profile.health_after or profile.health_before
     if health is None or not health.wear or not health.written_bytes or health.wear < 0.03:

@@ -18,6 +18,7 @@ from ..hardware.config import AioConfig
 from ..hardware.drive import describe, filesystem_space
 from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
+from ..sizes import AUTO_SHARE
 from ..store.store import TensorStore
 from ..units import format_bytes, parse_bytes
 from .residents import overflow
@@ -26,9 +27,6 @@ from .swapper import SwapperStats, TensorSwapper
 if TYPE_CHECKING:
     import torch
 
-# Share of the available memory that "auto" takes. The rest is for activations, the data loader, and
-# the page cache of a checkpoint.
-_AUTO_SHARE = 0.7
 # the smallest pool: without it the pool would grow with every small parameter
 _LEAST_BYTES = 64 << 20
 
@@ -103,7 +101,7 @@ class Tier:
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
         self.cap_bytes = (
-            int(available_bytes() * _AUTO_SHARE / local_ranks())
+            int(available_bytes() * AUTO_SHARE / local_ranks())
             if host_memory == "auto"
             else host_memory
         )
@@ -297,7 +295,7 @@ class Tier:
         available = available_bytes() // ranks
         if self._swapper is None and self._automatic:
             self.cap_bytes = max(
-                min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0
+                min(self.cap_bytes, int((available - beside_bytes) * AUTO_SHARE)), 0
             )
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes
         if held + beside_bytes > available:

@@ -8,16 +8,11 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from ..sizes import IN_MEMORY, LARGEST_SUB_GROUP
+
 if TYPE_CHECKING:
     import torch
 
-# Sub-groups that the budget should hold where parameters are small enough: one is in use, two are
-# prefetched and one is written back. The more there are besides, the less of the budget is lost to
-# a sub-group that does not fit whole.
-_IN_MEMORY = 16
-# Elements. Larger sub-groups gain nothing, and lengthen the first read and the last write of a
-# step.
-_LARGEST_SUB_GROUP = 1 << 26
 # for rounding each sub-group up to pages, and for a few small parameters
 _SLACK_BYTES = 1 << 16
 
@@ -68,16 +63,16 @@ class Footprint:
     def wanted_elements(self, nbytes: int) -> int:
         """The best size of sub-groups for *nbytes* of memory, in elements."""
         return min(
-            _LARGEST_SUB_GROUP,
+            LARGEST_SUB_GROUP,
             max(1, self.most_elements(nbytes)),
-            max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.scratch))),
+            max(1, int(nbytes / (IN_MEMORY * (self.states + self.gradient) + self.scratch))),
         )
 
     def whole_bytes(self, sizes: list[int], least: int) -> int:
         """The memory in which everything but parameters stays. *sizes* are the parameters'
         elements; the largest sub-group has at least *least*.
         """
-        largest = min(_LARGEST_SUB_GROUP, sum(sizes)) + least
+        largest = min(LARGEST_SUB_GROUP, sum(sizes)) + least
         return (
             math.ceil(sum(sizes) * (self.states + self.gradient))
             + largest * self.scratch

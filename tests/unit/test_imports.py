@@ -18,12 +18,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may
 # import besides itself.
-LEAVES = {"errors", "units"}
+LEAVES = {"errors", "sizes", "units"}
 HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "optim", "store", "swap"},
     "autoload": set(),
+    "sizes": set(),
     "units": set(),
     "errors": {"units"},
     "extension": {"_aio", "errors"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "commands": HOST | {"ds_config", "io", "optimizer_states", "planning", "zero3"},
 }
 # What needs the standard library alone, but for this package.
-PURE = sorted({"errors", "units", "files", "hardware", "ds_config", "planning"})
+PURE = sorted({"errors", "sizes", "units", "files", "hardware", "ds_config", "planning"})
 PURE_MODULES = {
     "io/extents.py",
     "swap/access_order.py",

@@ -105,7 +105,7 @@ def test_a_config_tells_the_published_number_of_parameters(tmp_path, parameters,
     [
         ("{", "is not JSON"),
         ("[]", 'no "model_type"'),
-        ('{"model_type": "llama"}', "lacks what a llama model has: 'hidden_size'"),
+        ('{"model_type": "llama"}', "lacks a key of llama models: 'hidden_size'"),
         ('{"model_type": "t5"}', "of the family 't5'.*give the number of parameters.*llama"),
     ],
 )

@@ -1,0 +1,22 @@
+"""Sizes that the optimizers decide and `nvme-offload plan` predicts with."""
+
+from __future__ import annotations
+
+# Share of the available memory that host_memory "auto" takes. The rest is for activations, the data
+# loader, and the page cache of a checkpoint.
+AUTO_SHARE = 0.7
+
+# Sub-groups of ZeRO-3, or buckets of `NVMeOptimizer`, that a budget should hold: one is in use, two
+# are prefetched and one is written back. With more of them, less of the budget is lost to one that
+# does not fit whole.
+IN_MEMORY = 16
+# Elements. Larger sub-groups gain nothing, and lengthen the first read and the last write of a step.
+LARGEST_SUB_GROUP = 1 << 26
+# Larger buckets gain nothing, and take several times as much GPU memory.
+LARGEST_BUCKET_BYTES = 128 << 20
+# One part in this many of the budget of `NVMeOptimizer` is scratch memory for updates on CPUs.
+SCRATCH_PARTS = 8
+# Share of the updates that run in the forward pass where they run in both passes. The forward pass takes
+# a third of the time of both, or a quarter with recomputation. If the drive takes longer than both
+# passes, any share will do with which it is idle in neither.
+FORWARD_SHARE = 0.3
