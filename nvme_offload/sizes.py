@@ -7,8 +7,8 @@ from __future__ import annotations
 AUTO_SHARE = 0.7
 
 # Sub-groups of ZeRO-3, or buckets of `NVMeOptimizer`, that a budget should hold: one is in use, two
-# are prefetched and one is written back. With more of them, less of the budget is lost to one that
-# does not fit whole.
+# are prefetched and one is written back. With more of them, less of the budget is lost to a
+# part that does not fit.
 IN_MEMORY = 16
 # Elements. Larger sub-groups gain nothing, and lengthen the first read and the last write of a step.
 LARGEST_SUB_GROUP = 1 << 26

@@ -1,6 +1,4 @@
-"""What `nvme-offload doctor` looks at: each check is a function that says what it found and what to
-do about it.
-"""
+"""The checks of `nvme-offload doctor`: each is a function that returns its findings with a remedy."""
 
 from __future__ import annotations
 
@@ -39,10 +37,8 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "warning", "problem": "
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one check found: "ok"; "note", which is nobody's fault; "warning", it works and could be
-    better; "problem", it does not.
-
-    remedy: what to do, "" where nothing is to be done.
+    """The result of a check: "ok"; "note", for information; "warning", it works but could be better;
+    "problem", it does not work. remedy: "" if none is needed.
     """
 
     name: str
@@ -52,8 +48,8 @@ class Finding:
 
 
 class Precisions(NamedTuple):
-    """What the processor computes by instructions of its own; *vectors* are the widest that torch
-    uses, such as "AVX2".
+    """The 16-bit precisions for which the CPU has instructions; *vectors* are the widest that torch uses,
+    such as "AVX2".
     """
 
     vectors: str
@@ -62,7 +58,9 @@ class Precisions(NamedTuple):
 
 
 def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding]:
-    """Every check, those of *paths* last; *config* is the DeepSpeed configuration to train with."""
+    """Every check, and then the checks of *paths*; *config* is the DeepSpeed configuration to train
+    with.
+    """
     yield Finding(
         "nvme_offload",
         "ok",
@@ -97,13 +95,13 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
         yield Finding(
             "drive",
             "note",
-            "not looked at",
+            "not checked",
             "give --path DIR, a directory on the drive to offload to",
         )
 
 
 def text(found: Sequence[Finding]) -> str:
-    """A line for each finding, and one for what to do."""
+    """A line for each finding, and one for its remedy."""
     width = max(len(each.name) for each in found)
     lines = []
     for each in found:
@@ -152,11 +150,11 @@ def backend(name: str) -> Finding:
 
 
 def aio_requests(most: int | None, in_use: int | None) -> Finding:
-    """Whether the kernel has room for the queues of the ranks: fs.aio-max-nr is of the whole
-    machine.
+    """Whether the kernel's limit fs.aio-max-nr, of the whole machine, suffices for the queues of the
+    ranks.
     """
     if most is None or in_use is None:
-        return Finding("aio-max-nr", "note", "the kernel does not tell")
+        return Finding("aio-max-nr", "note", "the kernel does not report it")
     free = most - in_use
     found = f"{free} of {most} requests are free"
     remedy = "sudo sysctl fs.aio-max-nr=1048576, and the same line in /etc/sysctl.d to keep it"
@@ -170,26 +168,24 @@ def aio_requests(most: int | None, in_use: int | None) -> Finding:
 
 
 def locked_memory(locked_bytes: int, limit: int) -> Finding:
-    """Whether memory can be locked; *locked_bytes* were, of as many as were tried."""
-    told = "no limit" if limit == resource.RLIM_INFINITY else f"a limit of {format_bytes(limit)}"
+    """Whether memory can be locked; a trial locked *locked_bytes*."""
+    allowed = "no limit" if limit == resource.RLIM_INFINITY else f"a limit of {format_bytes(limit)}"
     if locked_bytes >= _LOCKED_BYTES:
         small = limit != resource.RLIM_INFINITY and limit < 1 << 30 and os.geteuid() != 0
         if not small:
-            return Finding("memlock", "ok", f"memory can be locked, {told}")
+            return Finding("memlock", "ok", f"memory can be locked, {allowed}")
     return Finding(
         "memlock",
         "warning",
-        f"{format_bytes(locked_bytes)} could be locked, {told}; without a GPU what is not locked may be swapped out, and DeepSpeed's own buffers need it",
+        f"{format_bytes(locked_bytes)} could be locked, {allowed}; without a GPU unlocked memory may be swapped out, and DeepSpeed's buffers must be locked",
         "ulimit -l unlimited (in /etc/security/limits.conf: memlock unlimited); in a container --ulimit memlock=-1",
     )
 
 
 def huge_pages(enabled: str | None) -> Finding:
-    """Whether the kernel grants huge pages to who asks for them; *enabled* is its setting, "always
-    [madvise] never".
-    """
+    """Whether the kernel grants huge pages; *enabled* is its setting, "always [madvise] never"."""
     if enabled is None:
-        return Finding("huge pages", "note", "this kernel has none that it grants by itself")
+        return Finding("huge pages", "note", "this kernel has no transparent huge pages")
     if "[never]" in enabled:
         return Finding(
             "huge pages",
@@ -201,9 +197,7 @@ def huge_pages(enabled: str | None) -> Finding:
 
 
 def gpu_registration() -> Finding:
-    """Whether host memory can be registered with CUDA, without which copies have a fifth of the
-    speed.
-    """
+    """Whether host memory can be registered with CUDA: copies of other memory are five times slower."""
     count = gpu_count()
     if not count:
         return Finding(
@@ -221,33 +215,33 @@ def gpu_registration() -> Finding:
             "GPU",
             "warning",
             f"{count}x {names}; memory cannot be registered with it: {error}",
-            "see that torch is a CUDA build that suits the driver",
+            "install a CUDA build of torch that matches the driver",
         )
     if pinned != "cuda":
         return Finding(
             "GPU",
             "warning",
             f"{count}x {names}, which torch does not see",
-            "see that torch is a CUDA build that suits the driver",
+            "install a CUDA build of torch that matches the driver",
         )
     return Finding("GPU", "ok", f"{count}x {names}; host memory registers with it")
 
 
 def packing() -> Finding:
-    """Whether states are packed on the GPUs as fast as can be."""
+    """Whether states are packed by Triton on the GPUs."""
     try:
         import torch
 
         from nvme_offload.optimizer_states.on_gpu import fault
     except ImportError:
-        return Finding("packing", "note", "not looked at: torch does that, which is not installed")
+        return Finding("packing", "note", "not checked: torch is not installed")
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if not devices:
         return Finding("packing", "note", "on processors: torch sees no GPU")
     try:
         faults = sorted({why for device in devices if (why := fault(device)) is not None})
     except torch.cuda.OutOfMemoryError:
-        return Finding("packing", "note", "not looked at: a GPU has no memory left for a trial")
+        return Finding("packing", "note", "not checked: a GPU has no memory left for a trial")
     if faults:
         return Finding(
             "packing",
@@ -259,7 +253,7 @@ def packing() -> Finding:
 
 
 def torch_version(version: str | None) -> Finding:
-    """Whether torch is there."""
+    """Whether torch is installed."""
     return (
         Finding("torch", "ok", version)
         if version
@@ -270,7 +264,7 @@ def torch_version(version: str | None) -> Finding:
 
 
 def precisions() -> Precisions | None:
-    """What torch finds of the processor, as DeepSpeed asks it; None without torch.
+    """The precisions that torch reports to DeepSpeed; None without torch.
 
     Source: deepspeed/accelerator/cpu_accelerator.py (`is_fp16_supported`). ATEN_CPU_CAPABILITY and
     ONEDNN_MAX_CPU_ISA lower the answer.
@@ -288,13 +282,11 @@ def precisions() -> Precisions | None:
 
 
 def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
-    """What the processor lacks for training without a GPU; *native* is what torch finds of it,
-    *wanted* the precision of a configuration, or "".
+    """Whether the CPU suits training without a GPU; *wanted* is the precision of a configuration, or
+    "".
     """
     if native is None:
-        return Finding(
-            "processor", "note", "not looked at: torch does that, which is not installed"
-        )
+        return Finding("processor", "note", "not checked: torch is not installed")
     lacking = [name for name, there in (("bf16", native.bf16), ("fp16", native.fp16)) if not there]
     found = f"{native.vectors}, {'without' if lacking else 'with'} instructions for {' and '.join(lacking or ('bf16', 'fp16'))}"
     meant = {"bf16": "bf16 is many times slower than fp32", "fp16": "DeepSpeed refuses fp16"}
@@ -315,8 +307,8 @@ def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """The precision that a DeepSpeed configuration trains in: "bf16", "fp16", or "fp32" where
-    neither is enabled; "" where "auto" leaves it open.
+    """The precision of a DeepSpeed configuration: "bf16", "fp16", or "fp32" if neither is enabled; "" for
+    "auto".
     """
     enabled = {
         name: section.get("enabled", True)
@@ -328,7 +320,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 
 def deepspeed_version(version: str | None) -> Finding:
-    """Whether DeepSpeed is one that `zero3` is written for."""
+    """Whether this release of DeepSpeed is supported by `zero3`."""
     if version is None:
         return Finding(
             "DeepSpeed",
@@ -352,9 +344,7 @@ def deepspeed_version(version: str | None) -> Finding:
 
 
 def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) -> Finding:
-    """Whether DeepSpeed can build what it compiles at its first use, of which its CPU Adam is the
-    one that offloading needs.
-    """
+    """Whether DeepSpeed can compile its ops at their first use; offloading needs CPU Adam."""
     wanted = {
         "c++": "g++ (Debian: build-essential)",
         "ninja": "ninja (pip install ninja, on the PATH)",
@@ -374,7 +364,9 @@ def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) 
             f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)",
         )
     return Finding(
-        "compilers", "ok", f"{', '.join(wanted)} for what DeepSpeed builds at its first use"
+        "compilers",
+        "ok",
+        f"{', '.join(wanted)} for the ops that DeepSpeed builds at their first use",
     )
 
 
@@ -409,22 +401,7 @@ def drive(path: str, *, opens_files: bool = True) -> Iterator[Finding]:
 
 
 def of_profile(profile: Profile, path: str, name: str) -> Finding:
-    """What the profile of the drive of *path* says, and whether its evidence is good.
-
-    Parameters
-    ----------
-    profile : Profile
-        The one in use.
-    path : str
-        As the user gave it.
-    name : str
-        Of the finding.
-
-    Returns
-    -------
-    Finding
-        A warning where the evidence is weak or poor.
-    """
+    """The profile of the drive of *path*; a warning if its evidence is weak or poor."""
     speeds = ", ".join(
         f"{phase} {format_speed(best.gb_per_s)}" for phase, best in profile.performance.items()
     )
@@ -433,14 +410,15 @@ def of_profile(profile: Profile, path: str, name: str) -> Finding:
     if evidence.name == "good":
         return Finding(name, "ok", found)
     return Finding(
-        name, "warning", found, f"nvme-sweep {shlex.quote(path)}, while nobody else uses the drive"
+        name,
+        "warning",
+        found,
+        f"nvme-sweep {shlex.quote(path)}, while no other process uses the drive",
     )
 
 
 def direct_io(path: str, name: str) -> Finding:
-    """Whether a file in the directory *path* can be made and bypasses the page cache; leaves
-    nothing.
-    """
+    """Whether a file can be made in the directory *path* and bypasses the page cache; it is removed."""
     from nvme_offload.io.engine import Engine
 
     try:

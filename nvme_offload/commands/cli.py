@@ -1,6 +1,4 @@
-"""`nvme-offload`: the command. What it says is found by `plan` and `doctor`; here are its options,
-its exit status, and how it ends.
-"""
+"""`nvme-offload`: the command, its options and exit status."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ from nvme_offload.planning.placement import Door
 from nvme_offload.planning.traffic import STATE_BYTES
 from nvme_offload.units import parse_bytes
 
-WAYS = get_args(Door)
-NOT_SO = 3  # the exit status where the answer is no
+DOORS = get_args(Door)
+EXIT_NEGATIVE = 3
 
 
 def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    """The bytes that *value* says; no size is 0, and a bare number is taken for a forgotten unit."""
+    """Parse the size *value*; 0 and small numbers without a unit are refused."""
     if value is None:
         return None
     try:
@@ -44,17 +42,15 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     except ValueError as error:
         raise click.BadParameter(str(error), context, option) from None
     if amount < 1:
-        raise click.BadParameter(f"{value} is no size: give one above 0", context, option)
+        raise click.BadParameter(f"{value} is not a size: give one above 0", context, option)
     return amount
 
 
 def main() -> int:
-    """Run the command; returns 0 for a good answer, 3 for a bad one, 1 after a failure, 2 for what
-    was asked wrongly, 130 after Ctrl-C, 143 after SIGTERM.
-    """
+    """Run the command; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            # not at once: what is aside is removed
+            # an exception, so that temporary files are removed
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         status = command.main(
@@ -75,8 +71,8 @@ def main() -> int:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="nvme-offload")
 def command() -> None:
-    """What to know before a training starts: which way to train fits and is the fastest, and
-    whether this machine can.
+    """Before a training starts: which way to train fits and is the fastest, and whether this machine is
+    ready.
 
     To find the settings for a drive, see nvme-sweep.
     """
@@ -110,11 +106,13 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
         click.option(
             "--drive-read",
             **size,
-            help="Instead of --path: what a drive reads a second, such as 3.5GB.",
+            help="Instead of --path: read speed of a drive per second, such as 3.5GB.",
         ),
-        click.option("--drive-write", **size, help="What it writes a second."),
+        click.option("--drive-write", **size, help="Its write speed per second."),
         click.option(
-            "--drive-mixed", **size, help="Both at once, together.  [default: half the time each]"
+            "--drive-mixed",
+            **size,
+            help="Its speed at reading and writing together.  [default: half the time each]",
         ),
         click.option(
             "--drive-free", **size, help="Its free bytes, such as 1TB.  [default: enough]"
@@ -129,7 +127,7 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
             "--gpu",
             "gpu_name",
             metavar="NAME",
-            help="What they are, such as H100.  [default: as here]",
+            help="Their model, such as H100.  [default: as here]",
         ),
         click.option(
             "--gpu-memory", **size, help="Memory of each, such as 80GB.  [default: as the GPU has]"
@@ -137,12 +135,12 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
         click.option(
             "--host-memory",
             **size,
-            help="Memory of a machine that training may take.  [default: what is here]",
+            help="Memory of a machine that training may take.  [default: of this machine]",
         ),
         click.option(
             "--host-speed",
             **size,
-            help="Bytes a second that its processors copy.  [default: measured here, 50GB elsewhere]",
+            help="Bytes per second that its CPUs copy.  [default: measured here, 50GB elsewhere]",
         ),
         click.option(
             "--ranks",
@@ -156,7 +154,7 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
             type=click.IntRange(1, 100_000),
             default=1,
             show_default=True,
-            help="Machines alike.",
+            help="Identical machines.",
         ),
         click.option(
             "--seq",
@@ -185,11 +183,11 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
             type=click.Choice(ACTIVATIONS),
             default="checkpoint",
             show_default=True,
-            help="What is done with activations: all kept on the GPU, checkpointed, or either on the drive (save_on_nvme).",
+            help="Activations: all kept on the GPU, checkpointed, or either on the drive (save_on_nvme).",
         ),
         click.option(
             "--way",
-            type=click.Choice(WAYS),
+            type=click.Choice(DOORS),
             help="Only: ZeRO without a drive, DeepSpeed's own NVMe offload, nvme_offload.zero3, NVMeOptimizer (plain).  [default: any]",
         ),
         click.option(
@@ -200,7 +198,7 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
         click.option(
             "--budget",
             **size,
-            help='"host_memory" of a rank for what is offloaded.  [default: what there is]',
+            help='"host_memory" of a rank.  [default: from the available memory]',
         ),
         click.option(
             "--no-zero-init",
@@ -224,11 +222,11 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
 @command.command()
 @_plan_options
 def plan(**given: Any) -> int:
-    """Which way to train a model fits a machine, and which of those that fit is the fastest: the
-    answer in a sentence, what to paste, and a table of all ways.
+    """Which ways to train a model fit a machine, and which of them is the fastest: the answer in a
+    sentence, code or configuration to paste, and a table of all ways.
 
     ZeRO 1 to 3 on GPU and CPU, DeepSpeed's own NVMe offload, nvme_offload.zero3 and NVMeOptimizer,
-    in each state format. The speed of a drive is that of its profile: run nvme-sweep on it first.
+    in each state format. The speed of a drive is taken from its profile: run nvme-sweep on it first.
     Where --gpu, --gpu-memory, --host-memory, --host-speed or --drive-... describe a machine,
     nothing is measured on this one.
 
@@ -265,7 +263,7 @@ def plan(**given: Any) -> int:
         _print(table.text(question, found, chosen, change, width))
         if write is not None and chosen is not None:
             _print(f"\nWrote {write}: set the learning rate.")
-    return 0 if chosen else NOT_SO
+    return 0 if chosen else EXIT_NEGATIVE
 
 
 @command.command()
@@ -278,13 +276,13 @@ def plan(**given: Any) -> int:
 )
 @_json_option
 def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
-    """What of this package works on this machine, why the rest does not, and what to do about it.
+    """Which parts of this package work on this machine, why the others do not, and the remedies.
 
-    Looks at kernel interfaces, limits, processor, GPUs, DeepSpeed and its compilers and, with
-    --path, at the drives. Changes nothing.
+    Checks kernel interfaces, limits, CPU, GPUs, DeepSpeed and its compilers and, with --path, the
+    drives. Changes nothing.
 
-    Exit status: 0 it works, perhaps not as well as it could; 3 something that is needed does not; 1
-    failed, 2 wrong usage.
+    Exit status: 0 it works, possibly with warnings; 3 a necessary part does not work; 1 failed, 2
+    wrong usage.
     """
     from nvme_offload.ds_config import edit as ds_config
 
@@ -300,7 +298,7 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
         )
     else:
         _print(checks.text(found))
-    return 0 if works else NOT_SO
+    return 0 if works else EXIT_NEGATIVE
 
 
 @command.command(
@@ -310,8 +308,8 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     "started", metavar="COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
 def run(started: tuple[str, ...]) -> int:
-    """Start a launcher or a trainer with nvme_offload.zero3.enable() in effect in every Python
-    process of it that imports DeepSpeed. The script needs no line of code.
+    """Start a launcher or a trainer, and call nvme_offload.zero3.enable() in each of its Python
+    processes that imports DeepSpeed. The script is unchanged.
 
     \b
     Examples:
@@ -326,8 +324,8 @@ def run(started: tuple[str, ...]) -> int:
     COMMAND must use the Python environment that this package is installed in, and must keep
     PYTHONPATH, which this command extends.
 
-    Exit status, signals and standard streams are those of COMMAND; 127 if there is no such
-    command, 126 if it cannot be executed.
+    COMMAND keeps its exit status, signals and standard streams; 127 if there is no such command,
+    126 if it cannot be executed.
     """
     from .run import replace_process
 
@@ -337,7 +335,7 @@ def run(started: tuple[str, ...]) -> int:
 def _print(text: str) -> None:
     try:
         click.echo(text)
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

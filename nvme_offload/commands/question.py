@@ -1,4 +1,4 @@
-"""The question that the options of `nvme-offload plan` ask."""
+"""The `Question` of the options of `nvme-offload plan`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ _DESCRIBES = (
     *("gpu_name", "gpu_memory", "host_memory", "host_speed"),
     *("drive_read", "drive_write", "drive_mixed", "drive_free"),
 )
-PROBE_SECONDS = 0.2  # of copies in host memory, where this machine is asked about
+PROBE_SECONDS = 0.2  # to measure copies in host memory
 
 
 def asked(given: Mapping[str, Any]) -> Question:
     """The question of the options *given*, by name.
 
-    Where options describe a machine, what they leave out is a rule or a fact that does not change
-    (this machine's whole memory, one GPU), so that the answer is the same in every run.
+    If options describe a machine, the defaults of the others are constant (this machine's whole
+    memory, one GPU), so that the answer is the same in every run.
 
-    Raises
-    ------
-    click.UsageError
-        Where options contradict each other, or something is missing.
-    UsageError
-        Where the model cannot be sized.
+    Raises: click.UsageError when options contradict each other or are missing; UsageError when the
+    size of the model is unknown.
     """
     model = _model(given)
     described = any(given[name] is not None for name in _DESCRIBES)
@@ -84,7 +80,7 @@ def _drives(given: Mapping[str, Any], here: Machine) -> tuple[Drive, ...]:
         return here.drives
     if given["paths"]:
         raise click.UsageError(
-            "--path is a drive that is here, and --drive-… describes another: give one of them"
+            "--path is a drive of this machine, and --drive-… describes another: give one of the two"
         )
     if not (read and write):
         raise click.UsageError("a drive is described by both --drive-read and --drive-write")
@@ -116,9 +112,9 @@ def _gpu(given: Mapping[str, Any], here: Machine) -> Gpu | None:
     if memory:
         return (here.gpu or Gpu("of unknown kind", 0))._replace(memory_bytes=memory)
     if here.gpu is None and count:
-        raise click.UsageError("no GPU is seen here: give --gpu, such as --gpu H100")
+        raise click.UsageError("no GPU is visible here: give --gpu, such as --gpu H100")
     if here.gpu is None and gpu_count():
         raise click.UsageError(
-            "there are GPUs, and nvidia-smi does not tell their memory: give --gpus and --gpu-memory"
+            "there are GPUs, and nvidia-smi does not report their memory: give --gpus and --gpu-memory"
         )
     return here.gpu

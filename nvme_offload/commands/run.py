@@ -44,8 +44,8 @@ def replace_process(command: Sequence[str]) -> int:
 
 
 def _path() -> str:
-    """PATH, beginning with the directory of this Python unless that is on it: `python` is then the
-    one that this package is installed in, also where its environment is not activated.
+    """PATH, beginning with the directory of this Python unless it contains it: `python` is then this
+    interpreter even if its environment is not activated.
     """
     own, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     return path if own in path.split(os.pathsep) else os.pathsep.join((own, path))

@@ -1,4 +1,4 @@
-"""What `nvme-offload plan` prints: the answer, what to paste, how it was found, the table. Pure."""
+"""The output of `nvme-offload plan`: the answer, code to paste, formulas, the table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text(
     change: Change | None,
     width: int = 100,
 ) -> str:
-    """All of it, in lines of at most *width* columns where words allow."""
+    """The output, in lines of at most *width* columns unless a word is longer."""
     blocks = [_lines([_answer(question, chosen, change)], width)]
     if chosen is not None:
         blocks.append(list(_to_paste(question, chosen)))
@@ -48,7 +48,7 @@ def text(
 def as_json(
     question: Question, found: Sequence[Plan], chosen: Plan | None, change: Change | None
 ) -> dict[str, Any]:
-    """The same as plain values, by the schema in docs/planning.md."""
+    """The output as plain values, by the schema in docs/planning.md."""
     model, machine, work = question.model, question.machine, question.work
     drives = [
         {
@@ -108,7 +108,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
 
 
 def _lines(texts: Iterator[str] | Sequence[str], width: int) -> list[str]:
-    """Each of *texts* from a line of its own on; what is indented stays so."""
+    """Wrap each of *texts*, keeping its indentation."""
     found: list[str] = []
     for each in texts:
         indent = " " * (len(each) - len(each.lstrip()))
@@ -139,7 +139,7 @@ def _answer(question: Question, chosen: Plan | None, change: Change | None) -> s
 
 
 def _conceded(question: Question, plan: Plan) -> str:
-    """What the plan gives up without having been asked to."""
+    """The concessions of the plan that the options did not ask for."""
     said = []
     if plan.strategy.state_format == "split" and not question.state_format:
         said.append('states are in "split", which rounds last bits another way')
@@ -153,7 +153,7 @@ def _conceded(question: Question, plan: Plan) -> str:
 
 
 def _speed(question: Question, plan: Plan) -> str:
-    """Seconds of a step and tokens a second, as far as they are known."""
+    """Seconds of a step and tokens per second, if known."""
     per = "pass" if question.inference else "step"
     if plan.seconds is None:
         drives = [drive.path for drive in question.machine.drives if not drive.speeds]
@@ -196,7 +196,7 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
 
 
 def _faster(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
-    """Plans that are faster than all that concede nothing beyond what they concede."""
+    """Plans that are faster than every plan with fewer concessions."""
     better = [chosen]
     for plan in sorted(found, key=lambda plan: (plan.concession, plan.seconds or math.inf)):
         seconds = plan.seconds if plan.fits else None
@@ -280,7 +280,7 @@ def _row(plan: Plan, chosen: Plan | None) -> tuple[str, ...]:
     return ("*" if plan is chosen else "", plan.strategy.title, *sizes, seconds, tokens)
 
 
-# What it is of.
+# The inputs.
 
 
 def _given(question: Question) -> Iterator[str]:
@@ -313,7 +313,7 @@ def _given(question: Question) -> Iterator[str]:
     for drive in machine.drives:
         yield f"Drive: {_described(drive)}."
     yield (
-        "Bytes are of a rank, with DeepSpeed's own factor of 1.5 on what it keeps in host memory. "
+        "Bytes are of a rank, with DeepSpeed's own factor of 1.5 for its host memory. "
         "What a way needs of GPU memory counts CUDA's context and DeepSpeed's buckets too. "
         f"Seconds are of a step, without {', '.join(_not_modelled(question))}."
     )

@@ -1,5 +1,5 @@
-"""A module of a config.json that `model.of_config` has no formula for: built by transformers on the
-meta device, which takes no memory.
+"""A module of a config.json for which `model.of_config` has no formula, built by transformers on the
+meta device, without memory.
 """
 
 from __future__ import annotations

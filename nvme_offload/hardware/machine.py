@@ -70,8 +70,8 @@ def parse_gpus(output: str) -> list[Gpu]:
 
 
 def gpu_count(root: Path = Path("/")) -> int:
-    """The number of GPUs that training would use: the NVIDIA driver's, or those of them that
-    CUDA_VISIBLE_DEVICES names. 0 without the driver.
+    """The number of GPUs that training would use: all GPUs of the NVIDIA driver, or the ones
+    in CUDA_VISIBLE_DEVICES. 0 without the driver.
     """
     # procfs in a container may list all GPUs of the host; on a host the device nodes may not exist
     # until first use.

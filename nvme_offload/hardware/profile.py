@@ -459,7 +459,7 @@ class Profile:
                 f"{source} was damaged or edited after it was written; run nvme-sweep again"
             )
         try:
-            return require_schema(cls(**_decoded(data)))
+            return _require_schema(cls(**_decoded(data)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{source} is not a complete drive profile: {error!r}") from None
 
@@ -490,7 +490,7 @@ class Profile:
 _T = TypeVar("_T")
 
 
-def require_schema(value: _T) -> _T:
+def _require_schema(value: _T) -> _T:
     """Return *value*, a dataclass, if its fields match their declared types at every depth: whole
     numbers are not negative, other numbers are finite. Raises: TypeError with the wrong field.
     """

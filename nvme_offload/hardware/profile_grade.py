@@ -79,7 +79,7 @@ def grade(profile: Profile) -> Grade:
 
 def inconsistencies(profile: Profile) -> list[str]:
     """The speeds of *profile* that contradict each other, one clause each: mixed speed above the sum of
-    read and write speed, or a speed above that of the drive's link.
+    read and write speed, or a speed above the drive's link.
     """
     found = []
     speeds = {phase: best.gb_per_s for phase, best in profile.performance.items()}

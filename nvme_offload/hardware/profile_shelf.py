@@ -21,7 +21,7 @@ def directory() -> Path:
 
 
 def user_directory(variable: str, default: str) -> Path:
-    """The directory "nvme-offload" in the one that the environment variable *variable* names, or
+    """The directory "nvme-offload" in the directory of the environment variable *variable*, or
     else in *default*, relative to the home directory. It may not exist.
 
     Raises: UnsupportedError when there is no home directory either. Source: the XDG Base Directory
@@ -54,7 +54,7 @@ def keep(profile: Profile) -> Path:
 
 
 def better(profile: Profile) -> Profile | None:
-    """The kept profile of the same drive and engine, if its grade is better than that of *profile*; else
+    """The kept profile of the same drive and engine, if it has a better grade than *profile*; else
     None. Raises: as `keep`.
     """
     place = directory() / _name(_identity(profile), profile.engine.get("name"))

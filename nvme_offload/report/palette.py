@@ -1,5 +1,5 @@
-"""The colours of a report, for light and for dark: read is blue, write orange, both at once green,
-which colour-blind readers can tell apart too.
+"""The colours of a report, light and dark: read is blue, write orange, mixed green, which colour-blind
+readers can distinguish.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Palette:
-    """Colours by what they are for.
+    """Colours by purpose.
 
     paper, panel, code: grounds. ink, soft: text and quieter text. line: rules and grids. read,
     write, mixed: the phases. slower: worse than the defaults. on_fill, on_half: text on a full and
@@ -86,8 +86,7 @@ def _variable(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# Drawn with these, a chart has a word in place of each colour: `themed` then gives it the variables
-# of the page, light or dark as the reader's are.
+# Charts are drawn with these stand-ins; `themed` replaces them by the CSS variables of the page.
 STAND_INS = Palette(
     **{
         field.name: f"#0a0b{index:02x}"

@@ -22,8 +22,7 @@ from .charts.canvas import Chart
 if TYPE_CHECKING:
     import jinja2
 
-# What a reader wants of `drive`, in this order; `workload` and `engine` are shown whole, under
-# their own keys.
+# The keys of `drive` to show, in this order; `workload` and `engine` are shown completely.
 _DRIVE_LABELS = {
     "path": "Path",
     "model": "Model",
@@ -62,7 +61,7 @@ def html(profile: Profile) -> str:
 
 
 def environment_of_pages() -> jinja2.Environment:
-    """The templates, with what they may call."""
+    """The templates, with their filters."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -91,9 +90,7 @@ def environment_of_pages() -> jinja2.Environment:
 
 
 def page_parts(environment: jinja2.Environment) -> dict[str, Any]:
-    """What every page has: its style, its one script, and the policy that lets these through and
-    nothing else.
-    """
+    """The parts of every page: style, script, and the policy that allows nothing else."""
     from markupsafe import Markup
 
     style = environment.get_template("style.css.j2").render(
@@ -101,7 +98,7 @@ def page_parts(environment: jinja2.Environment) -> dict[str, Any]:
     )
     script = environment.get_template("copy.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Inline styles cannot be listed by their hashes: the charts have some hundred.
+    # inline styles are not listed by hash, because the charts have hundreds of them
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return {"style": Markup(style), "script": Markup(script), "policy": policy}
 
@@ -161,39 +158,36 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
 
 
 def _drive_fact(drive: dict[str, Any], key: str) -> str:
-    """The value of *key* for people, with what it means where that is not plain."""
+    """The value of *key* as text, with an explanation if needed."""
     shown = wording.shown(drive[key], key)
     return f"{shown}: {note}" if key == "rotational" and (note := rotational(drive)) else shown
 
 
 def _absent_are_none(found: dict[str, Any]) -> defaultdict[str, Any]:
-    """*found* for templates, which ask for every chart and table there might be."""
+    """*found* for templates, which look up every chart and table."""
     return defaultdict(lambda: None, found)
 
 
 def _lead(profile: Profile) -> str:
-    """What the chosen setting gains, in a sentence that claims no more than the interval allows."""
+    """The gain of the chosen setting, in a sentence that its interval supports."""
     mixed = profile.performance.get("mixed")
     if mixed is None:
-        return "The sweep ended before it had measured this setting."
+        return "The sweep ended before it measured this setting."
     if summary.is_defaults(profile.chosen):
-        return (
-            "These are DeepSpeed's defaults: on this drive, nothing that went to the last stage is better by more "
-            "than its trials can tell."
-        )
-    load = "reading and writing at once, as the optimizer step does"
+        return "These are DeepSpeed's defaults: on this drive, no setting of the last stage is significantly better."
+    load = "reading and writing together, as in the optimizer step"
     sure = f"(90 % interval {wording.interval(mixed)})"
     times = format_ratio(mixed.relative)
     if mixed.relative_low > 1:
         return f"{times} times as fast as DeepSpeed's defaults {sure} at {load}."
     if mixed.relative_high >= 1:
-        return f"The trials cannot tell it from DeepSpeed's defaults {sure} at {load}."
-    return f"{times} times the speed of DeepSpeed's defaults {sure} at {load}; see below why it was chosen all the same."
+        return f"It does not differ significantly from DeepSpeed's defaults {sure} at {load}."
+    return f"{times} times the speed of DeepSpeed's defaults {sure} at {load}; see below why it was chosen nevertheless."
 
 
 def _judgement(best: Best, chosen: Setting) -> str:
-    """How the chosen setting stands to the control: "same", "faster", "slower" or "alike" when the
-    interval cannot tell.
+    """The chosen setting compared with the control: "same", "faster", "slower" or "alike" if the
+    interval includes 1.
     """
     if summary.is_defaults(chosen):
         return "same"
@@ -203,7 +197,7 @@ def _judgement(best: Best, chosen: Setting) -> str:
 
 
 def _backends_judgement(profile: Profile) -> str:
-    """What the comparison of kernel interfaces says, in a sentence; "" where there was none."""
+    """The result of the comparison of kernel interfaces, in a sentence; "" without one."""
     other = next(
         (
             other
@@ -214,11 +208,15 @@ def _backends_judgement(profile: Profile) -> str:
     )
     if other is None:
         return ""
-    beside = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"
+    chosen = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"
     if other.relative_low > 1:
-        verdict = f"At both at once {other.name} was faster than {beside}, in these runs"
+        verdict = (
+            f"At reading and writing together {other.name} was faster than {chosen}, in these runs"
+        )
     elif other.relative_high < 1:
-        verdict = f"At both at once {other.name} was slower than {beside}, in these runs"
+        verdict = (
+            f"At reading and writing together {other.name} was slower than {chosen}, in these runs"
+        )
     else:
-        verdict = f"At both at once the runs cannot tell {other.name} from {beside}"
-    return f"{verdict}. DeepSpeed's own op knows libaio only."
+        verdict = f"At reading and writing together {other.name} does not differ significantly from {chosen}"
+    return f"{verdict}. DeepSpeed's own op supports libaio only."

@@ -1,4 +1,4 @@
-"""What the tables and charts of a report count: trials by setting, by stage, and over time."""
+"""The numbers of tables and charts: trials by setting, by stage, and over time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nvme_offload.hardware.profile import (
 
 
 class Median(NamedTuple):
-    """What a setting reached, and how many trials there were of it."""
+    """The speed of a setting, and the number of its trials."""
 
     gb_per_s: float
     relative: float
@@ -29,24 +29,23 @@ class Median(NamedTuple):
 
 
 def is_defaults(setting: Setting) -> bool:
-    """Whether *setting* is what DeepSpeed does when nothing is set, on whatever backend."""
+    """Whether *setting* is DeepSpeed's defaults, on any backend."""
     return dataclasses.replace(setting, backend=DEEPSPEED_DEFAULTS.backend) == DEEPSPEED_DEFAULTS
 
 
 def sound(trials: Iterable[Trial]) -> list[Trial]:
-    """The trials that count."""
+    """The trials without a flaw."""
     return [trial for trial in trials if not trial.flaw]
 
 
 def reached(
     profile: Profile, phase: str, trials: Iterable[Trial] | None = None
 ) -> dict[Setting, Median]:
-    """What each setting of *trials*, or of all, reached under *phase*: the one place that a report has
-    these numbers from.
+    """The speed of each setting of *trials*, by default of all, under *phase*. All parts of the report
+    use this function.
 
-    The ratio is the one that the sweep judged a finalist by, for other settings the median of its
-    sound trials; the speed is that of the control in the finals times the ratio. trials: how many
-    of the given count.
+    The ratio of a finalist is the sweep's estimate, of other settings the median of their sound
+    trials. The speed is the control's speed in the finals times the ratio.
     """
     given = profile.trials if trials is None else trials
     tried: dict[Setting, list[float]] = {}
@@ -67,29 +66,27 @@ def reached(
 
 
 def phases_tried(trials: Iterable[Trial]) -> list[str]:
-    """The phases with sound trials, the one that matters most for training first."""
+    """The phases with sound trials, the most important for training first."""
     tried = {trial.phase for trial in sound(trials)}
     return [phase for phase in ("mixed", "read", "write") if phase in tried]
 
 
 def last_stage(trials: Sequence[Trial]) -> str:
-    """The stage that decided: "final" where the search came so far, or else the last one; ""
-    without any sound trial.
+    """The deciding stage: "final" if the search reached it, otherwise the last one; "" without sound
+    trials.
     """
     stages = [trial.stage for trial in sound(trials)]
     return "final" if "final" in stages else stages[-1] if stages else ""
 
 
 def decisive(profile: Profile) -> list[Trial]:
-    """The sound trials of the stage that decided."""
+    """The sound trials of the deciding stage."""
     stage = last_stage(profile.trials)
     return [trial for trial in sound(profile.trials) if trial.stage == stage]
 
 
 def control_gb_per_s(profile: Profile, phase: str) -> float | None:
-    """The speed of the control setting: what it ran at when the chosen one was judged, or else the
-    median of all its runs.
-    """
+    """The speed of the control setting: in the finals, or otherwise the median of all its runs."""
     chosen = profile.performance.get(phase)
     if chosen is not None and chosen.relative > 0:
         return chosen.gb_per_s / chosen.relative
@@ -106,8 +103,8 @@ def interval_gb_per_s(best: Best) -> tuple[float, float]:
 
 
 def control_runs(profile: Profile, phase: str) -> list[tuple[float, float]]:
-    """(seconds since the sweep began, GB/s) of the control's runs; those around which the drive
-    jumped are what one wants to see here.
+    """(seconds since the sweep began, GB/s) of the control's runs, including the runs around which the
+    drive's speed jumped.
     """
     return sorted(
         (trial.started_seconds, trial.gb_per_s)
@@ -137,8 +134,8 @@ def slopes(
 
 
 def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
-    """By setting: the GB/s read and written at the same time, which make up what it `reached`, in the
-    shares that were moved in the deciding stage where it was there, or else in all.
+    """By setting: GB/s of reads and writes under the mixed load, which add up to `reached`. Their shares
+    are from the deciding stage, or otherwise from all trials.
     """
     mixed = [trial for trial in sound(profile.trials) if trial.phase == "mixed"]
     stage = last_stage(profile.trials)
@@ -159,7 +156,7 @@ def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
 
 
 def beside(profile: Profile, name: str) -> dict[str, Beside]:
-    """By phase: what *name* reached at the chosen setting, unless nothing moved."""
+    """By phase: the comparison *name*, unless nothing was transferred."""
     moved = [
         other
         for other in profile.beside
@@ -169,7 +166,7 @@ def beside(profile: Profile, name: str) -> dict[str, Beside]:
 
 
 def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
-    """By phase: how long the requests of *setting* took, where there were any."""
+    """By phase: the latencies of *setting*."""
     timed = [
         each
         for each in profile.latencies
@@ -179,15 +176,15 @@ def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
 
 
 class Finalist(NamedTuple):
-    """A setting of the deciding stage, with its medians there by phase."""
+    """A setting of the deciding stage, with its speeds by phase."""
 
     setting: Setting
     phases: dict[str, Median]
 
 
 def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
-    """The settings of the deciding stage, the fastest first; the chosen one and the control stay
-    when there are too many.
+    """The settings of the deciding stage, the fastest first, at most *most* and the chosen one and the
+    control.
     """
     trials = decisive(profile)
     by_phase = {phase: reached(profile, phase, trials) for phase in PHASES}

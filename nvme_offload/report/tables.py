@@ -1,4 +1,4 @@
-"""The tables of a report, the same for the page and for Markdown: every cell is text already."""
+"""The tables of a report; every cell is text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def of(profile: Profile) -> dict[str, Table]:
 
 
 def steps(profile: Profile) -> Table:
-    """What an optimizer step takes, by model, GPUs and drives."""
+    """The time of an optimizer step, by model, GPUs and drives."""
     rows = []
     for step in training.steps(profile):
         gpus = wording.plural(step.gpus, "GPU")
@@ -95,7 +95,7 @@ def _signed(seconds: float) -> str:
 
 
 def loads(profile: Profile) -> Table:
-    """The same by what of the training is on the drive, with the bytes of each parameter."""
+    """The time of a step by load, with the bytes of each parameter."""
     speeds = traffic.chosen_speeds(profile)
     rows = []
     for load in traffic.LOADS if speeds else ():
@@ -119,7 +119,7 @@ def loads(profile: Profile) -> Table:
     )
     return Table(
         "loads",
-        "What goes through the drive decides",
+        "The time depends on the data on the drive",
         columns,
         tuple(rows),
         words=frozenset({0, 3}),
@@ -127,7 +127,7 @@ def loads(profile: Profile) -> Table:
 
 
 def wear(profile: Profile) -> Table:
-    """Bytes written for each step, and the steps that a drive's life holds."""
+    """Bytes written in each step, and the number of steps in a drive's life."""
     rated = traffic.rated_bytes(profile)
     rows = []
     for each in training.wear():
@@ -148,7 +148,7 @@ def wear(profile: Profile) -> Table:
 
 
 def limits(profile: Profile) -> Table:
-    """The chosen setting beside fio and beside what the link carries."""
+    """The chosen setting compared with fio and with the link."""
     fio = summary.beside(profile, "fio")
     link = profile.drive.get("link_bytes_per_second")
     directions = summary.both_directions(profile).get(profile.chosen)
@@ -172,7 +172,7 @@ def limits(profile: Profile) -> Table:
         else:
             row.append(wording.speed(reached.gb_per_s))
         if link:
-            # Each direction has its own lanes.
+            # the lanes of the two directions are separate
             busiest = 1.0
             if phase == "mixed":
                 busiest = (
@@ -191,7 +191,7 @@ def limits(profile: Profile) -> Table:
 
 
 def latency(profile: Profile) -> Table:
-    """What a block takes with the chosen setting, and how many are done a second."""
+    """The latency of a block with the chosen setting, and blocks per second."""
     rows = []
     for phase, found in summary.latency(profile, profile.chosen).items():
         best = profile.performance.get(phase)
@@ -209,7 +209,7 @@ def latency(profile: Profile) -> Table:
 
 
 def backends(profile: Profile) -> Table:
-    """The other kernel interface at the chosen setting, interleaved with the one that was swept."""
+    """The other kernel interface at the chosen setting, interleaved with the swept one."""
     rows = []
     names = dict.fromkeys(other.name for other in profile.beside if other.name != "fio")
     for name in names:
@@ -280,7 +280,9 @@ def finalists(profile: Profile) -> Table:
         "Trials",
         "Role",
     )
-    caption = f"The last stage ({stage}): GB/s, and the ratio to the defaults; the fastest under both at once first"
+    caption = (
+        f"The last stage ({stage}): GB/s, and the ratio to the defaults; the fastest at both first"
+    )
     return Table("finalists", caption, columns, tuple(rows), frozenset(strong), frozenset({0, 8}))
 
 
@@ -316,7 +318,7 @@ def stripe(profile: Profile) -> Table:
     )
     return Table(
         "stripe",
-        "Each path alone and while all are used at once, GB/s",
+        "Each path alone and with all paths together, GB/s",
         columns,
         tuple(rows),
         strong,
@@ -329,7 +331,7 @@ def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
 
 
 def health(profile: Profile) -> Table:
-    """What the drive says of itself before and after the sweep, and what it does not report."""
+    """The health that the drive reports before and after the sweep."""
     both = [profile.health_before, profile.health_after]
 
     def celsius(value: float | None) -> str | None:
@@ -358,11 +360,11 @@ def health(profile: Profile) -> Table:
         else:
             rows.append((name, *(value or NONE for value in values)))
     if any(one and one.critical for one in both):
-        rows.append(("It warns of", *((one and one.critical) or NONE for one in both)))
+        rows.append(("Its warnings", *((one and one.critical) or NONE for one in both)))
     sources = ", ".join(dict.fromkeys(one.source for one in both if one))
     return Table(
         "health",
-        "What the drive says of itself" + (f" ({sources})" if sources else ""),
+        "Health reported by the drive" + (f" ({sources})" if sources else ""),
         ("", "Before", "After"),
         tuple(rows),
         words=frozenset({0, 1, 2}),

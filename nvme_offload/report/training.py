@@ -1,4 +1,4 @@
-"""What a drive's speeds mean for training: steps of models of three sizes, and the wear. Pure."""
+"""Training with the drive's speeds: steps of models of three sizes, and wear."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nvme_offload.planning.traffic import STATES, Load, chosen_speeds, floor
 
 from .summary import control_gb_per_s
 
-# what a report is about where it does not say otherwise, as `plan` has it for this package
+# the default load of a report
 LOAD = STATES
 MODELS = (7e9, 13e9, 70e9)
-GPUS = 8  # of a large node, beside a machine with one
-LIFE_BYTES = 100e12  # what wear is told for where a drive does not say what it is rated for
+GPUS = 8  # of a large node; the other rows are for one GPU
+LIFE_BYTES = 100e12  # for drives that do not report their rated life
 
 
 class Step(NamedTuple):
@@ -64,7 +64,7 @@ def steps(profile: Profile, load: Load = LOAD, models: Sequence[float] = MODELS)
 
 
 class Wear(NamedTuple):
-    """What a step of a model writes to one drive, and the steps until *LIFE_BYTES* are written."""
+    """The bytes that a step of a model writes to one drive, and the steps that write *LIFE_BYTES*."""
 
     parameters: float
     written_bytes: float
@@ -80,8 +80,6 @@ def wear(load: Load = LOAD, models: Sequence[float] = MODELS) -> list[Wear]:
 
 
 def life_seconds(profile: Profile, load: Load = LOAD) -> float | None:
-    """How soon *LIFE_BYTES* are written by a drive that does nothing but steps; None without all
-    three speeds.
-    """
+    """The time in which continuous steps write *LIFE_BYTES*; None without all three speeds."""
     speeds = chosen_speeds(profile)
     return floor(load, LIFE_BYTES / load.step_write, speeds).seconds if speeds else None

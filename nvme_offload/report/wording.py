@@ -1,4 +1,4 @@
-"""Numbers and values of a profile in words, for pages, Markdown and charts."""
+"""Numbers and values of a profile as text, for pages and charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES, DASH, SPACE, NONE = (
     "\N{NO-BREAK SPACE}",
     "\N{EN DASH}",
 )
-PHASE_NAMES = {"read": "read", "write": "write", "mixed": f"both{SPACE}at{SPACE}once"}
+PHASE_NAMES = {"read": "read", "write": "write", "mixed": "mixed"}
 
 _UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
 
@@ -139,7 +139,7 @@ def _number(value: float, key: str) -> str:
 
 
 def code_spans(text: str) -> Markup:
-    """A sentence as HTML, with what stands between backticks as code."""
+    """A sentence as HTML, with text between backticks as code."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

@@ -117,7 +117,7 @@ def test_every_trial_is_a_dot(made_up):
 
 def test_the_comparison_has_the_speeds_of_the_profile(made_up):
     chart = speeds.comparison(made_up.shapes["fio and io_uring"]())
-    for phase, name in (("read", "read"), ("write", "write"), ("mixed", "both at once")):
+    for phase, name in (("read", "read"), ("write", "write"), ("mixed", "mixed")):
         best = made_up.best(made_up.chosen, phase)
         rows = {row[1]: row[2] for row in chart.rows if row[0].replace("\xa0", " ") == name}
         assert rows["chosen"] == f"{best.gb_per_s:#.3g}"

@@ -110,7 +110,7 @@ def test_the_share_of_the_limit(made_up):
     ]
     # Under the mixed load each direction has half of the bytes, here, and lanes of its own.
     assert rows[2][-1] == f"{50 * made_up.best(made_up.chosen, 'mixed').gb_per_s / link:.0f} %"
-    assert [row[0] for row in rows] == ["read", "write", "both at once"]
+    assert [row[0] for row in rows] == ["read", "write", "mixed"]
 
 
 def test_tables_are_rectangles(made_up):
@@ -123,7 +123,7 @@ def test_tables_are_rectangles(made_up):
 def test_a_setting_has_one_ratio_and_one_speed_wherever_it_is_shown(made_up):
     """The median of a setting's trials is not what it was judged by; a report shows the latter."""
     profile = made_up.shapes["everything"]()
-    for phase, name in (("read", "Read"), ("write", "Write"), ("mixed", "Both at once")):
+    for phase, name in (("read", "Read"), ("write", "Write"), ("mixed", "Mixed")):
         judged = {one.setting: one for one in (profile.best[phase], profile.performance[phase])}
         trials = [
             trial.relative
@@ -197,7 +197,7 @@ def test_health_before_and_after(made_up):
         ["Slowed by heat in its life", "0 s", "12 s"],
         ["Rated life used", "5 %", "5 %"],
         ["Written in its life", "60 TB", "60 TB"],
-        ["It warns of", "\N{EN DASH}", "too hot"],
+        ["Its warnings", "\N{EN DASH}", "too hot"],
     ]
     silent = tables.health(made_up.profile())
     assert {plain(row)[1] for row in silent.rows} == {absent}

@@ -318,7 +318,7 @@ trial.Engine = faulty
 @pytest.mark.parametrize(
     ("patch", "beginning", "message"),
     [
-        (DAMAGE, "nvme-sweep: read of 4 KiB at ", "not what was written"),
+        (DAMAGE, "nvme-sweep: read of 4 KiB at ", "differ from the data written"),
         (EIO, "nvme-sweep: read of 16 MiB at ", os.strerror(errno.EIO)),
     ],
     ids=["damage", "EIO"],

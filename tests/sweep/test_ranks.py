@@ -119,7 +119,10 @@ def test_a_rank_that_dies_is_an_error_and_takes_the_others_along(disk: Path) -> 
 
 @pytest.mark.parametrize(
     ("patch", "kind", "message"),
-    [(EIO, IOFailure, os.strerror(errno.EIO)), (DAMAGE, CorruptionError, "not what was written")],
+    [
+        (EIO, IOFailure, os.strerror(errno.EIO)),
+        (DAMAGE, CorruptionError, "differ from the data written"),
+    ],
 )
 def test_an_error_in_a_rank_is_raised_here(
     disk: Path, monkeypatch: pytest.MonkeyPatch, patch: str, kind: type[Exception], message: str

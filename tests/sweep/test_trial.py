@@ -94,7 +94,7 @@ def test_a_changed_byte_is_corruption(disk: Path) -> None:
     with Rig(disk, FILE_BYTES) as rig, Engine(AioConfig.of(SETTING)) as engine:
         rig.fill(SETTING, None, lambda done: None)
         engine.write(b"\xff" * 8, rig._source, REQUEST_BYTES + 5 * 4096).wait()
-        with pytest.raises(CorruptionError, match="not what was written") as caught:
+        with pytest.raises(CorruptionError, match="differ from the data written") as caught:
             rig.run(SETTING, "read", 0.3)
         assert caught.value.offset == REQUEST_BYTES + 5 * 4096
 
@@ -225,7 +225,7 @@ def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -
         assert rig.file_bytes == FILE_BYTES
         assert rig.run(SETTING, "mixed", 0.1).write_bytes > 0
         engine.write(b"\xff" * 8, rig._source, request_bytes + 5 * 4096).wait()
-        with pytest.raises(CorruptionError, match="not what was written") as caught:
+        with pytest.raises(CorruptionError, match="differ from the data written") as caught:
             rig.run(SETTING, "read", 0.3)
         assert caught.value.offset == request_bytes + 5 * 4096
 
@@ -235,7 +235,7 @@ def test_a_stuck_drive_is_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         trial, "_counters", lambda engine: trial.Point(trial.time.monotonic(), 0, 0)
     )
-    with pytest.raises(IOFailure, match="moved nothing"):
+    with pytest.raises(IOFailure, match="completed no request"):
         rig.run(SETTING, "read", 0.05)
 
 

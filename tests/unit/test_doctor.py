@@ -414,7 +414,7 @@ def test_what_would_help_is_told_where_nothing_fits(tmp_path):
     [
         (["plan"], "give the model: --params COUNT or --model FILE"),
         (["plan", "--params", "7B", "--model", "x"], "give the model"),
-        (["plan", "--params", "seven"], "'seven' is no number of parameters"),
+        (["plan", "--params", "seven"], "'seven' is not a number of parameters"),
         (["plan", "--model", "/nowhere.json"], "/nowhere.json does not exist"),
         (["plan", "--params", "7B", "--path", "/nowhere"], "Directory '/nowhere' does not exist"),
         (["plan", "--params", "7B", "--gpu-memory", "80 fish"], "'80 fish' is not a size"),
@@ -424,8 +424,8 @@ def test_what_would_help_is_told_where_nothing_fits(tmp_path):
             "24 is 24 bytes: did you mean 24GB?",
         ),
         (["plan", "--params", "7B", "--host-memory", "1.5"], "did you mean 1.5GB?"),
-        (["plan", "--params", "7B", "--host-memory", "0GB"], "0GB is no size: give one above 0"),
-        (["plan", "--params", "-1"], "'-1' is no number of parameters"),
+        (["plan", "--params", "7B", "--host-memory", "0GB"], "0GB is not a size: give one above 0"),
+        (["plan", "--params", "-1"], "'-1' is not a number of parameters"),
         (
             ["plan", "--params", "7B", "--gpus", "1", "--gpu", "A100"],
             "A100 is sold with 40 and 80 GB of memory: give --gpu-memory 80GB",
@@ -435,9 +435,9 @@ def test_what_would_help_is_told_where_nothing_fits(tmp_path):
             "the memory of a GPU 'Abacus' is not known",
         ),
         (["plan", "--params", "7B", "--gpus", "0", "--gpu", "L4"], "trains without GPUs"),
-        (["plan", "--params", "7B", "--gpus", "2"], "no GPU is seen here: give --gpu"),
+        (["plan", "--params", "7B", "--gpus", "2"], "no GPU is visible here: give --gpu"),
         (["plan", "--params", "7B", "--drive-read", "3GB"], "both --drive-read and --drive-write"),
-        (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "--path is a drive that is here"),
+        (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "--path is a drive of this machine"),
         (["plan", "--params", "7B", "--budget", "-1"], "'-1' is not a size"),
         (["repair"], "No such command 'repair'"),
     ],
@@ -563,7 +563,7 @@ def test_a_swept_drive_is_well_and_an_unswept_one_is_not(tmp_path):
     swept = list(checks.drive(str(tmp_path)))[-1]
     assert swept.status == "warning"
     assert "mixed 4.00 GB/s; the evidence is poor (read: 0 of 2 final trials" in swept.found
-    assert swept.remedy == f"nvme-sweep {tmp_path}, while nobody else uses the drive"
+    assert swept.remedy == f"nvme-sweep {tmp_path}, while no other process uses the drive"
 
 
 def test_direct_io_is_tried_on_the_path_and_nothing_is_left(directory):
@@ -590,7 +590,7 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
     [
         (checks.aio_requests(65536, 0), "ok", "65536 of 65536 requests are free"),
         (checks.aio_requests(65536, 60000), "warning", "5536 of 65536 requests are free"),
-        (checks.aio_requests(None, None), "note", "the kernel does not tell"),
+        (checks.aio_requests(None, None), "note", "the kernel does not report it"),
         (
             checks.locked_memory(64 << 20, resource.RLIM_INFINITY),
             "ok",
@@ -606,7 +606,7 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
         (checks.huge_pages(None), "note", "this kernel has none"),
         (checks.torch_version("2.11.0"), "ok", "2.11.0"),
         (checks.torch_version(None), "warning", "not installed"),
-        (checks.processor(None, False, ""), "note", "not looked at: torch does that"),
+        (checks.processor(None, False, ""), "note", "not checked: torch is not installed"),
         (
             checks.processor(NARROW, True, "fp16"),
             "ok",

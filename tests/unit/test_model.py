@@ -360,7 +360,7 @@ def test_the_usual_shape_is_near_that_of_known_models():
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "7 billion", "7BB", "B", "1e9x"])
 def test_what_is_no_count_is_refused(text):
-    with pytest.raises(UsageError, match="no number of parameters"):
+    with pytest.raises(UsageError, match="not a number of parameters"):
         of_count(text)
 
 

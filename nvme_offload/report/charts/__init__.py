@@ -1,4 +1,4 @@
-"""The charts of a report, one idea each; a chart that the profile has nothing for is None."""
+"""The charts of a report; None for a chart without data in the profile."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What every chart is drawn on: matplotlib without its looks, turned into an element of a page or
-into a PNG file.
+"""Charts by matplotlib, as SVG elements of the page.
 
-Charts are drawn with a palette. For the page its colours stand for CSS variables, so that one
-drawing follows the reader's light or dark theme; text stays text, in the page's font. Sizes are in
-points, which are the CSS pixels of a chart at its own width.
+Colours of the palette become CSS variables, so that a drawing follows the reader's light or dark
+theme; text stays text, in the page's font. Sizes are in points, which are the CSS pixels of a chart at
+its natural width.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ DOTTED: tuple[int, tuple[float, ...]] = (0, (1, 2))
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A drawing with its words: what it shows must be there for those who do not see it.
+    """A drawing with its text, for readers who do not see it.
 
-    name: for file names and ids. finding: what it shows, in a sentence or two with numbers.
-    reading: how to read it. columns, rows: the numbers as a table. draw: makes the figure in the
-    colours of a palette.
+    name: for ids. finding: the result, in a sentence or two with numbers. reading: how to read it.
+    columns, rows: the numbers as a table. draw: makes the figure in the colours of a palette.
     """
 
     name: str
@@ -46,7 +44,7 @@ class Chart:
 
     @property
     def alt(self) -> str:
-        """The words in place of the drawing."""
+        """The text alternative of the drawing."""
         return f"{self.title}. {self.finding}"
 
     def svg(self) -> str:
@@ -103,9 +101,7 @@ def note(
     colour: str,
     **looks: Any,
 ) -> None:
-    """Small words *offset* points from *place*, which is in data unless `xycoords` says
-    otherwise.
-    """
+    """A small text *offset* points from *place*, in data coordinates unless `xycoords` is given."""
     axes.annotate(
         text,
         place,
@@ -117,7 +113,7 @@ def note(
 
 
 def frameless(axes: Axes) -> None:
-    """Only vertical grid lines: for rows with names."""
+    """Vertical grid lines only, for rows with names."""
     axes.grid(False)
     axes.grid(True, axis="x")
     axes.spines["bottom"].set_visible(False)
@@ -179,7 +175,7 @@ def _inline(svg: str, name: str, label: str) -> str:
     svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
     svg = re.sub(r" font-family: [^;\"]*;", "", svg)
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
-    # The page has this rule for its charts; here it would hold for all of the page.
+    # The page has this rule for its charts; in a chart it would apply to the whole page.
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<path d="[^"]*" style="fill: none"/>', "", svg)
     svg = re.sub(

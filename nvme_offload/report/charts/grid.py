@@ -1,6 +1,4 @@
-"""Charts over the settings: what block size, queue depth, threads and bytes in flight do for the
-speed.
-"""
+"""The chart of speed over block size and queue depth."""
 
 from __future__ import annotations
 
@@ -17,23 +15,23 @@ from .canvas import DASHED, TEXT, WIDTH, Chart, plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LOADS = {"read": "reading", "write": "writing", "mixed": "reading and writing at once"}
+_LOADS = {"read": "reading", "write": "writing", "mixed": "reading and writing"}
 _HEIGHT, _TOP, _BOTTOM, _RIGHT = 230, 12, 44, 76
 
 
 def heat_map(profile: Profile) -> Chart | None:
-    """Block size by queue depth: the best thread count of each cell, in the phase that matters
-    most, relative to the control.
+    """Block size by queue depth: the best thread count of each cell, in the most important phase,
+    relative to the control.
     """
     phases = summary.phases_tried(profile.trials)
     if not phases:
         return None
-    slowest = 1e-3  # a trial that stood still has a place in the colours too
+    slowest = 1e-3  # the lowest ratio with a separate colour
     cells: dict[tuple[int, int], tuple[float, int]] = {}
     for setting, reached in summary.reached(profile, phases[0]).items():
         place = (setting.block_size, setting.queue_depth)
         cells[place] = max(cells.get(place, (0.0, 0)), (reached.relative, setting.thread_count))
-    # of the settings that were judged, where there are any: a short trial proves little
+    # of the finalists, if there are any: a short trial is little evidence
     finals = summary.last_stage(profile.trials) == "final"
     decided = {
         (trial.block_size, trial.queue_depth)
@@ -52,7 +50,7 @@ def heat_map(profile: Profile) -> Chart | None:
         figure, axes = plot(36 * len(blocks) + 52, left=left, right=12, top=8)
         for (block, depth), (relative, threads) in cells.items():
             x, y = depths.index(depth), blocks.index(block)
-            # Pale below a quarter more or less, so that noise alone does not look like a result.
+            # pale within a quarter of 1, so that noise does not look like a result
             extreme = max(
                 math.log(1.25),
                 abs(math.log(max(cells[best if relative >= 1 else worst][0], slowest))),
@@ -91,8 +89,8 @@ def heat_map(profile: Profile) -> Chart | None:
                         **box,
                     )
                 )
-            # A half-strong fill is pale on a light page and dark on a dark one, so there the page
-            # has a colour of its own for the text.
+            # A half-strong fill is pale on a light page and dark on a dark one, so the palette has a
+            # separate text colour for it.
             colour = (
                 palette.on_fill
                 if strength > 0.88
@@ -140,7 +138,9 @@ def heat_map(profile: Profile) -> Chart | None:
             f" It had short trials only, and was not in the last stage, where {format_bytes(first[0])} at {first[1]} "
             f"came first with {wording.ratio(cells[first][0])}."
         )
-    shorter = f" {rough} of the pairs had short trials only, which tell little." if rough else ""
+    shorter = (
+        f" {rough} of the pairs had short trials only, which are little evidence." if rough else ""
+    )
     return Chart(
         "heat-map",
         f"Block size and queue depth, {_LOADS[phases[0]]}",

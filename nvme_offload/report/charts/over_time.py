@@ -20,8 +20,8 @@ _PANEL, _GAP = 74, 24
 
 
 def trials(profile: Profile) -> Chart | None:
-    """Every trial over the time of the sweep, a panel for each phase, with the control as a line:
-    what the drive did by itself.
+    """Every trial over the time of the sweep, a panel for each phase, with the control as a line, which
+    shows the drift of the drive.
     """
     runs = {
         phase: points
@@ -91,8 +91,8 @@ def trials(profile: Profile) -> Chart | None:
     return Chart(
         "trials",
         "Every trial, and the drive's own drift",
-        f"The defaults alone, run again and again, ranged over {said}: that is the drive or its neighbours, not a setting.",
-        "Line: DeepSpeed's defaults. Grey dots: the other settings. Crosses: trials left out, as the drive jumped around them or a cache answered.",
+        f"The defaults alone, run again and again, ranged over {said}: this is the drift of the drive, not an effect of settings.",
+        "Line: DeepSpeed's defaults. Grey dots: other settings. Crosses: trials left out, because the drive's speed jumped or a cache answered.",
         (
             "Load",
             "Runs of the defaults",
@@ -117,7 +117,7 @@ def trials(profile: Profile) -> Chart | None:
 
 
 def sustained(profile: Profile) -> Chart | None:
-    """Writing on and on: where a drive's cache ends, and what it has left then."""
+    """Writing without a pause: the size of a drive's cache, and its speed after that."""
     run = profile.sustained
     if run is None or not (points := summary.slopes(run.samples, 120)):
         return None
@@ -169,14 +169,14 @@ def sustained(profile: Profile) -> Chart | None:
 
     fell = f"from {wording.speed(run.first_gb_per_s)} to {wording.speed(run.steady_gb_per_s)}{wording.SPACE}GB/s"
     if run.cache_ends_bytes is not None:
-        finding = f"After {wording.decimal_bytes(run.cache_ends_bytes)} the drive fell {fell}: its fast cache ends there."
+        finding = f"After {wording.decimal_bytes(run.cache_ends_bytes)} the drive fell {fell}: its fast cache is full."
     else:
         finding = f"Over {wording.decimal_bytes(run.bytes)} the drive went {fell}: no end of a cache was seen."
     return Chart(
         "sustained",
-        "Writing on and on",
+        "Writing without a pause",
         finding,
-        f"The chosen setting, one file over and over. One step of a {wording.model(training.MODELS[0])} model writes {wording.decimal_bytes(step_bytes)}.",
+        f"The chosen setting, on one file again and again. One step of a {wording.model(training.MODELS[0])} model writes {wording.decimal_bytes(step_bytes)}.",
         ("What", "Value"),
         (
             ("Written", wording.decimal_bytes(run.bytes)),
@@ -196,7 +196,7 @@ def sustained(profile: Profile) -> Chart | None:
 
 
 def _written(samples: list[tuple[float, int]], seconds: float) -> float:
-    """Bytes written by *seconds*, between samples in a straight line."""
+    """Bytes written by *seconds*, interpolated between samples."""
     for (before, low), (after, high) in itertools.pairwise(samples):
         if before <= seconds <= after:
             return (

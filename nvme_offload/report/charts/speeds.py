@@ -1,5 +1,5 @@
-"""Charts of speeds in GB/s and of latencies: the chosen setting beside the defaults, the best, and
-what else the drive was tried with.
+"""Charts of speeds and latencies: the chosen setting compared with the defaults, the best setting and
+fio.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Bar(NamedTuple):
 
 
 def comparison(profile: Profile) -> Chart | None:
-    """GB/s of the control, the chosen setting and the best of each phase, with the 90 % intervals;
-    fio and the link where they are known.
+    """GB/s of the control, the chosen setting and the best of each phase, with 90 % intervals; fio and
+    the link if known.
     """
     groups = {
         phase: _bars(profile, phase, best)
@@ -38,8 +38,7 @@ def comparison(profile: Profile) -> Chart | None:
         return None
     link = (profile.drive.get("link_bytes_per_second") or 0) / 1e9
     fastest = max(bar.gb_per_s for bars in groups.values() for bar in bars)
-    # An interval wider than that says that nothing is known, which it also says when it runs out of
-    # the drawing.
+    # wider intervals are cut off at the edge of the drawing
     room = max(
         fastest,
         *(
@@ -169,9 +168,7 @@ def _draw_bar(axes: Axes, y: float, bar: _Bar, palette: Palette, colour: str, ro
 
 
 def latencies(profile: Profile) -> Chart | None:
-    """How long a request of one block takes while the queues are full: the chosen setting and the
-    control, by phase.
-    """
+    """The latency of a block with full queues: the chosen setting and the control, by phase."""
     control = next((trial.setting for trial in profile.trials if trial.control), None)
     rows: list[tuple[str, str, Latency]] = []
     for phase in PHASES:
@@ -282,7 +279,7 @@ def latencies(profile: Profile) -> Chart | None:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten that span *low* to *high*, as many as a chart has room for."""
+    """1, 2 and 5 times powers of ten that span *low* to *high*, as many as fit in a chart."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high / low < 40 else (1,)
     ticks = [step * 10.0**power for power in powers for step in steps]
