@@ -48,19 +48,42 @@ DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class _OfSetting:
+    """The fields of a setting.
+
+    Attributes
+    ----------
+    block_size, queue_depth, thread_count : int
+        As of `Setting`.
+    single_submit, overlap_events : bool
+        As of `Setting`.
+    backend : str
+        As of `Setting`.
+    """
+
+    block_size: int
+    queue_depth: int
+    thread_count: int
+    single_submit: bool
+    overlap_events: bool
+    backend: str
+
+    @property
+    def setting(self) -> Setting:
+        """The setting."""
+        return Setting(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial(_OfSetting):
     """One timed run of one setting in one phase. GB is 10**9 bytes.
 
     Attributes
     ----------
     phase : str
         "read", "write" or "mixed".
-    block_size, queue_depth, thread_count : int
-        Of the setting.
-    single_submit, overlap_events : bool
-        Of the setting.
-    backend : str
-        Of the setting.
     bytes : int
         Transferred in the timed window, in both directions.
     seconds : float
@@ -85,12 +108,6 @@ class Trial:
     """
 
     phase: str
-    block_size: int
-    queue_depth: int
-    thread_count: int
-    single_submit: bool
-    overlap_events: bool
-    backend: str
     bytes: int
     seconds: float
     gb_per_s: float
@@ -103,26 +120,13 @@ class Trial:
     samples: tuple[tuple[float, int], ...] = ()
     flaw: str = ""
 
-    @property
-    def setting(self) -> Setting:
-        """The setting that was tried."""
-        return Setting(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
-        )
-
 
 @dataclasses.dataclass(frozen=True)
-class Best:
+class Best(_OfSetting):
     """A setting and its speed in the finals.
 
     Attributes
     ----------
-    block_size, queue_depth, thread_count : int
-        Of the setting.
-    single_submit, overlap_events : bool
-        Of the setting.
-    backend : str
-        Of the setting.
     gb_per_s : float
         The median speed of the control in the finals times *relative*.
     relative : float
@@ -137,23 +141,10 @@ class Best:
     is the median of the setting's trials.
     """
 
-    block_size: int
-    queue_depth: int
-    thread_count: int
-    single_submit: bool
-    overlap_events: bool
-    backend: str
     gb_per_s: float
     relative: float
     relative_low: float
     relative_high: float
-
-    @property
-    def setting(self) -> Setting:
-        """The setting alone."""
-        return Setting(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +282,7 @@ class Health:
     Attributes
     ----------
     source : str
-        "SMART log" (from the kernel), "nvme-cli", "smartctl" or "sysfs".
+        "SMART log" or "sysfs"; in older profiles also "nvme-cli" or "smartctl".
     temperature_celsius : float or None
         At the time of the report.
     wear : float or None

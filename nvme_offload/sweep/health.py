@@ -1,20 +1,15 @@
-"""The health of a drive: from its SMART log, which only root can read; from nvme-cli or smartctl if one
-is installed and permitted; and its temperature from sysfs, which every user can read.
+"""The health of a drive: from its SMART log, which only root can read, and its temperature from sysfs,
+which every user can read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nvme_offload.hardware import nvme_log, sysfs
 from nvme_offload.hardware.drive import Drive
-from nvme_offload.hardware.nvme_log import UNIT_BYTES, SmartLog
+from nvme_offload.hardware.nvme_log import SmartLog
 from nvme_offload.hardware.profile import Health
 from nvme_offload.planning.traffic import STEP_BYTES_7B
 
@@ -141,15 +136,8 @@ def link_warnings(before: str | None, after: str | None) -> list[str]:
 
 
 def _of_disk(device: str) -> Health | None:
-    if (smart := nvme_log.read(device)) is not None:
-        return smart_log(smart)
-    if device.startswith("/dev/nvme") and (
-        log := _json(["nvme", "smart-log", device, "--output-format=json"])
-    ):
-        return nvme_cli(log)
-    if log := _json(["smartctl", "--json", "--all", device]):
-        return smartctl(log)
-    return None
+    log = nvme_log.read(device)
+    return None if log is None else smart_log(log)
 
 
 def smart_log(log: SmartLog) -> Health:
@@ -164,88 +152,5 @@ def smart_log(log: SmartLog) -> Health:
     )
 
 
-def nvme_cli(log: dict[str, Any]) -> Health | None:
-    """The values of `nvme smart-log`, which reports kelvin."""
-    kelvin = _number(log, "temperature")
-    throttled = [_number(log, f"thm_temp{level}_total_time") for level in (1, 2)]
-    return _worth(
-        Health(
-            source="nvme-cli",
-            temperature_celsius=None if kelvin is None else kelvin - 273,
-            wear=_share(_number(log, "percent_used", "percentage_used")),
-            written_bytes=_units(_number(log, "data_units_written")),
-            throttled_seconds=_seconds(throttled) or _seconds(_hot(log)),
-            critical=_critical(_number(log, "critical_warning")),
-        )
-    )
-
-
-def smartctl(log: dict[str, Any]) -> Health | None:
-    """The values of `smartctl --json`; fewer for drives other than NVMe."""
-    nvme = log.get("nvme_smart_health_information_log") or {}
-    passed = (log.get("smart_status") or {}).get("passed")
-    critical = _critical(_number(nvme, "critical_warning"))
-    return _worth(
-        Health(
-            source="smartctl",
-            temperature_celsius=_number(log.get("temperature") or {}, "current"),
-            wear=_share(_number(nvme, "percentage_used")),
-            written_bytes=_units(_number(nvme, "data_units_written")),
-            throttled_seconds=_seconds(_hot(nvme)),
-            critical=critical or ("its own test has failed" if passed is False else ""),
-        )
-    )
-
-
-def _worth(health: Health) -> Health | None:
-    return health if health != Health(health.source) else None
-
-
-def _json(command: Sequence[str]) -> dict[str, Any] | None:
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        # smartctl's exit status is a set of bits, some of which say that the drive is ill.
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
-        )
-        data = json.loads(ran.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def _number(log: dict[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = log.get(name)
-        # newer nvme-cli lists the bits of critical_warning in addition to "value"
-        if isinstance(value, dict):
-            value = value.get("value")
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return int(value)
-        if isinstance(value, str) and value.isdecimal():  # numbers that no double holds
-            return int(value)
-    return None
-
-
-def _hot(log: dict[str, Any]) -> list[int | None]:
-    """Seconds above the temperatures that the drive calls too warm; drives slow down there."""
-    minutes = [_number(log, name) for name in ("warning_temp_time", "critical_comp_time")]
-    return [None if value is None else 60 * value for value in minutes]
-
-
-def _seconds(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _share(percent: int | None) -> float | None:
-    return None if percent is None else percent / 100
-
-
-def _units(count: int | None) -> int | None:
-    return None if count is None else count * UNIT_BYTES
-
-
-def _critical(bits: int | None) -> str:
-    return "; ".join(text for place, text in enumerate(_CRITICAL) if (bits or 0) & 1 << place)
+def _critical(bits: int) -> str:
+    return "; ".join(text for place, text in enumerate(_CRITICAL) if bits & 1 << place)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn, cast
 
 from nvme_offload.errors import OffloadError
 from nvme_offload.hardware.machine import gpu_count as gpu_count  # which the sweep asks for here
 from nvme_offload.hardware.profile import Setting
+from nvme_offload.io.closing import Closing
 
 from .space import MAX_BYTES_IN_FLIGHT
 from .trial import REQUEST_BYTES, Load, Point, Rig, measure
@@ -44,7 +44,7 @@ def request_bytes(count: int) -> int:
     return min(REQUEST_BYTES, 1 << ((MAX_BYTES_IN_FLIGHT // count // 2).bit_length() - 1))
 
 
-class Ranks:
+class Ranks(Closing):
     """*count* processes, each with its own `Rig`, behind the interface of one `Rig`: sizes and speeds
     are sums.
 
@@ -113,17 +113,6 @@ class Ranks:
             process.wait()
             connection.close()
         self._ranks = {}
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _start(self) -> None:
         ours, theirs = Pipe()

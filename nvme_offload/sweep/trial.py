@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +29,7 @@ from nvme_offload.errors import (
 )
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
+from nvme_offload.io.closing import Closing
 from nvme_offload.io.engine import Engine, File, Ticket, allocate
 
 from .latency import RAMP_SECONDS, block_seconds
@@ -71,7 +71,7 @@ class Point(NamedTuple):
         return self.read_bytes if direction == "read" else self.write_bytes
 
 
-class Rig:
+class Rig(Closing):
     """Two unnamed files on the drive of *directory*, one to read and one to write, of *file_bytes*
     each, and the buffers of trials.
 
@@ -202,17 +202,6 @@ class Rig:
         self._sink.close()
         self._reader.close()
 
-    def __enter__(self) -> Rig:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def file(self, direction: str) -> File:
         """The file to read or to write."""
         return self._source if direction == "read" else self._sink
@@ -276,7 +265,7 @@ class Rig:
         return stamps
 
 
-class Load:
+class Load(Closing):
     """Requests with one setting on a rig's files, from the first `pump` on; its user keeps them going
     with `pump` and `turn`, and ends them with `finish`.
 
@@ -331,15 +320,8 @@ class Load:
         for lane in self._lanes:
             lane.verify()
 
-    def __enter__(self) -> Load:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Wait for pending requests and free the engine."""
         self._undo.close()
 
 
