@@ -23,8 +23,8 @@ def drawn(made_up) -> dict[str, canvas.Chart]:
     ("shape", "names"),
     [
         ("one path", ALWAYS),
-        ("everything", [*ALWAYS, "latency", "sustained"]),
-        ("latencies", [*ALWAYS, "latency"]),
+        ("everything", [*ALWAYS, "sustained"]),
+        ("latencies", ALWAYS),
         ("no trials", []),
         ("aborted", ["heat-map", "trials"]),
         ("one thread count", ALWAYS),
@@ -133,20 +133,6 @@ def test_the_noise_is_that_of_the_trials(made_up):
         str(len(runs)),
         *(f"{value:#.3g}" for value in (min(runs), statistics.median(runs), max(runs))),
     )
-
-
-def test_latencies_are_those_of_the_profile(made_up):
-    profile = made_up.shapes["latencies"]()
-    rows = speeds.latencies(profile).rows
-    assert len(rows) == len(profile.latencies)
-    for found in profile.latencies:
-        p50, p95, p99, longest = (
-            f"{value:#.3g}".rstrip(".")
-            for value in (found.p50_ms, found.p95_ms, found.p99_ms, found.max_ms)
-        )
-        p999 = "\N{EN DASH}" if found.p999_ms is None else f"{found.p999_ms:#.3g}".rstrip(".")
-        shown = (p50, p95, p99, p999, longest)
-        assert any(row[2:] == (str(found.blocks), *shown) for row in rows)
 
 
 def test_the_cache_ends_where_it_was_found(made_up):

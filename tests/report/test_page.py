@@ -222,7 +222,7 @@ def test_blocks_can_be_read_and_selected_without_scripts(made_up):
         ("fio and io_uring", "fio 3.36 ran the same block size"),
         ("fio and io_uring", "98 % of what fio reaches"),
         ("fio and io_uring", "io_uring does not differ significantly from libaio"),
-        ("latencies", "read 4.00 and 8.40; write 4.80 and 10.1; mixed 8.00 and 16.8"),
+        ("latencies", "and the latency of a block of 1 MiB with full queues"),
         ("sustained, a cache that ends", "After 72 GB the drive fell from 4.50 to 0.500 GB/s"),
         (
             "sustained, a cache that ends",

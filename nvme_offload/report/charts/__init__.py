@@ -11,7 +11,6 @@ _ALL = (
     speeds.comparison,
     grid.heat_map,
     over_time.trials,
-    speeds.latencies,
     over_time.sustained,
 )
 

@@ -1,14 +1,10 @@
-"""Charts of speeds and latencies: the chosen setting compared with the defaults, the best setting and
-fio.
-"""
+"""The chart of speeds: the chosen setting compared with the defaults, the best setting and fio."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nvme_offload.hardware.profile import PHASES, Best, Latency, Profile
-from nvme_offload.units import format_milliseconds
+from nvme_offload.hardware.profile import PHASES, Best, Profile
 
 from .. import summary, wording
 from ..palette import Palette
@@ -165,122 +161,3 @@ def _draw_bar(axes: Axes, y: float, bar: _Bar, palette: Palette, colour: str, ro
         palette.ink if bar.name == "chosen" else palette.soft,
         va="center",
     )
-
-
-def latencies(profile: Profile) -> Chart | None:
-    """The latency of a block with full queues: the chosen setting and the control, by phase."""
-    control = next((trial.setting for trial in profile.trials if trial.control), None)
-    rows: list[tuple[str, str, Latency]] = []
-    for phase in PHASES:
-        for name, setting in (("chosen", profile.chosen), ("defaults", control)):
-            if (
-                setting is not None
-                and (name == "chosen" or setting != profile.chosen)
-                and (found := summary.latency(profile, setting).get(phase))
-            ):
-                rows.append((phase, name, found))
-    if not rows:
-        return None
-
-    def draw(palette: Palette) -> Figure:
-        figure, axes = plot(30 * len(rows) + 44, left=132, right=26, top=4, bottom=40)
-        for y, (phase, name, found) in enumerate(rows):
-            colour = palette.phase(phase) if name == "chosen" else palette.soft
-            axes.plot([found.p50_ms, found.max_ms], [y, y], color=colour, linewidth=1, alpha=0.6)
-            axes.plot(
-                [found.p50_ms, found.p99_ms],
-                [y, y],
-                color=colour,
-                linewidth=5,
-                alpha=0.45,
-                solid_capstyle="butt",
-            )
-            axes.plot([found.p50_ms], [y], marker="o", markersize=7, color=colour)
-            axes.plot(
-                [found.p95_ms, found.p99_ms, found.max_ms],
-                [y] * 3,
-                linestyle="",
-                marker="|",
-                markersize=10,
-                markeredgewidth=1.4,
-                color=colour,
-            )
-            note(
-                axes,
-                format_milliseconds(found.p50_ms),
-                (found.p50_ms, y),
-                (0, 6),
-                palette.ink,
-                ha="center",
-                fontsize=9,
-            )
-            if found.p99_ms > 1.35 * found.p50_ms:
-                note(
-                    axes,
-                    format_milliseconds(found.p99_ms),
-                    (found.p99_ms, y),
-                    (0, 6),
-                    palette.soft,
-                    ha="center",
-                    fontsize=9,
-                )
-        axes.set_xscale("log")
-        values = [value for _, _, found in rows for value in (found.p50_ms, found.max_ms)]
-        ticks = _log_ticks(min(values), max(values))
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set(
-            xlim=(min(*ticks, min(values) / 1.15), max(*ticks, max(values) * 1.1)),
-            ylim=(len(rows) - 0.5, -0.7),
-        )
-        axes.set_xlabel("milliseconds from submission to completion")
-        axes.set_yticks(
-            range(len(rows)), [f"{wording.PHASE_NAMES[phase]}, {name}" for phase, name, _ in rows]
-        )
-        frameless(axes)
-        return figure
-
-    said = "; ".join(
-        f"{wording.PHASE_NAMES[phase]} {format_milliseconds(found.p50_ms)} and {format_milliseconds(found.p99_ms)}"
-        for phase, name, found in rows
-        if name == "chosen"
-    )
-    every = sorted(profile.latencies, key=lambda found: (PHASES.index(found.phase), found.p50_ms))
-    return Chart(
-        "latency",
-        "How long a block takes",
-        f"Milliseconds of the chosen setting with full queues, median and 99th percentile: {said}."
-        if said
-        else f"Latencies of {len(rows)} loads of the defaults, with full queues.",
-        "Dot: the median. Ticks: the 95th and 99th percentile and the longest. Deeper queues wait longer for the same speed.",
-        (
-            "Load",
-            "Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads",
-            "Blocks",
-            "50 %, ms",
-            "95 %, ms",
-            "99 %, ms",
-            "99.9 %, ms",
-            "Longest, ms",
-        ),
-        tuple(
-            (
-                wording.PHASE_NAMES[e.phase],
-                wording.setting(e.setting),
-                str(e.blocks),
-                *map(format_milliseconds, (e.p50_ms, e.p95_ms, e.p99_ms)),
-                format_milliseconds(e.p999_ms) if e.p999_ms is not None else wording.NONE,
-                format_milliseconds(e.max_ms),
-            )
-            for e in every
-        ),
-        draw,
-    )
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten that span *low* to *high*, as many as fit in a chart."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 40 else (1,)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    return [tick for tick in ticks if low / 2.2 <= tick <= high * 1.1] or [low, high]
