@@ -233,7 +233,7 @@ def test_blocks_can_be_read_and_selected_without_scripts(made_up):
         ("worn", "5 % of its rated life is used after 60 TB written, which makes 1.2 PB in all"),
         ("hardly worn", "does not report its rated life"),
         ("one path", "does not report its rated life"),
-        ("one path", "This looks for it: nvme-sweep /local_nvme --sustained 64GiB"),
+        ("one path", "This measures its size: nvme-sweep /local_nvme --sustained 64GiB"),
         ("8 ranks", "8 concurrent ranks"),
         ("DeepSpeed's op", "DeepSpeed's own op"),
         ("DeepSpeed's op", "Deepspeed 0.19.8"),
