@@ -329,7 +329,7 @@ def test_a_drive_is_described_by_its_speeds():
 
 def test_a_way_and_a_format_can_be_asked_for():
     names = []
-    for way in cli.WAYS:
+    for way in cli.DOORS:
         ask = ("--params", "7B", *DRIVE, "--way", way, "--state-format", "compact", "--json")
         names.append([each["name"] for each in json.loads(plan(*ask).output)["plans"]])
     zero, deepspeed, zero3, plain = names
@@ -603,7 +603,7 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
         ),
         (checks.huge_pages("always [madvise] never"), "ok", "granted (madvise)"),
         (checks.huge_pages("always madvise [never]"), "warning", "off: "),
-        (checks.huge_pages(None), "note", "this kernel has none"),
+        (checks.huge_pages(None), "note", "this kernel has no transparent huge pages"),
         (checks.torch_version("2.11.0"), "ok", "2.11.0"),
         (checks.torch_version(None), "warning", "not installed"),
         (checks.processor(None, False, ""), "note", "not checked: torch is not installed"),
