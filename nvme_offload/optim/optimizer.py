@@ -27,7 +27,7 @@ from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier, engine_config, memory_size
-from . import parts, saved
+from . import parts, resharding, saved
 from .accumulation import GradientSums
 from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy
@@ -539,8 +539,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Load what `save` wrote to *path*; load the model's weights first.
 
-        Ranks that saved together load together, as many as saved: each reads its file and compares
-        it with the checksums, and nothing is loaded unless every rank can load its part.
+        Ranks that saved together load together. Their number may be another, and so may the mesh of
+        DTensors: each rank then reads its parts out of all files. A file of one process loads into
+        DTensors, too. States of 8 bits are rounded again where their blocks are cut differently.
+        Files are compared with the checksums, and nothing is loaded unless every rank can load its
+        part.
 
         Parameters
         ----------
@@ -557,7 +560,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             The states are of other parameters, or of another rank's part of them. Nothing is
             changed.
         UnsupportedError
-            Another number of ranks saved them.
+            Another number of ranks saved them, and their parameters are plain tensors.
         CorruptionError
             A file is not as it was written. Nothing is changed.
         OffloadError
@@ -574,14 +577,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ranks = parts.ranks_of(self._weights, group)
         if ranks is None and place.is_dir():
             ranks = parts.of_group()
+
+        def fitting(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            if len(trees) == 1 and resharding.fits(trees[0], self._weights):
+                return trees[0]
+            return resharding.reshard(trees, self._weights, self._tier.paths[0])
+
         if ranks is None or not parts.all_are_directories(place, ranks):
-            self.load_state_dict(read(place))
+            tree = read(place)
+            self.load_state_dict(tree if resharding.is_cut(tree) else fitting([tree]))
             return
         refusal = f"{place} was not loaded"
-        tree: dict[str, Any] = {}
+        tree = {}
 
         def check() -> None:
-            tree.update(read(saved.verified(place, self._tier.store.engine, ranks)))
+            engine = self._tier.store.engine
+            tree.update(fitting(saved.read_together(place, engine, ranks, read, self._weights)))
             self._check_loadable(tree)
 
         ranks.together(check, refusal)

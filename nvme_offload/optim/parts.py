@@ -100,12 +100,12 @@ def part_of(weights: Sequence[Weight]) -> dict[str, Any] | None:
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    cuts = _cuts(weights)
+    cut = is_cut(weights)
     return {
         "rank": dist.get_rank(),
         "ranks": dist.get_world_size(),
-        "cuts": cuts,
-        "values": None if cuts is not None else values_of(weights),
+        "cuts": cuts_of(weights) if cut else None,
+        "values": None if cut else values_of(weights),
     }
 
 
@@ -123,7 +123,7 @@ def check_part(part: Mapping[str, Any] | None, weights: Sequence[Weight]) -> Non
             if saved != here and saved[0] == here[0]:
                 raise UsageError(
                     f"the states are of the part of a parameter of shape {list(weight.parameter.shape)} that {theirs} had, and {mine} has another part: "
-                    "load what this rank has saved; for another number or order of ranks, save and load by torch.distributed.checkpoint"
+                    "load what this rank has saved; for another number or order of ranks, let all ranks save to one path"
                 )
     elif part["rank"] != own["rank"] and part["values"] != own["values"]:
         raise UsageError(
@@ -134,12 +134,12 @@ def check_part(part: Mapping[str, Any] | None, weights: Sequence[Weight]) -> Non
 
 def is_cut(weights: Sequence[Weight]) -> bool:
     """Whether other ranks have other parts of *weights*."""
-    return _cuts(weights) is not None
+    return any(dimensions for _, dimensions in cuts_of(weights))
 
 
-def _cuts(weights: Sequence[Weight]) -> list[Any] | None:
+def cuts_of(weights: Sequence[Weight]) -> list[Any]:
+    """The "cuts" of `part_of`, also where none of *weights* is cut."""
     found: list[Any] = []
-    cut = False
     for weight in weights:
         dimensions = []
         if is_distributed(weight.parameter):
@@ -150,9 +150,24 @@ def _cuts(weights: Sequence[Weight]) -> list[Any] | None:
             ):
                 if size > 1 and not placement.is_replicate():
                     dimensions.append([int(size), int(place), str(placement)])
-        cut = cut or bool(dimensions)
         found.append([list(weight.parameter.shape), dimensions])
-    return found if cut else None
+    return found
+
+
+def is_in_order(weights: Sequence[Weight]) -> bool:
+    """Whether the ranks of all meshes ascend. Elsewhere FSDP2 cuts parameters in the order of ranks,
+    and DTensors in that of the mesh.
+    """
+    meshes = {
+        weight.parameter.device_mesh  # type: ignore[attr-defined]
+        for weight in weights
+        if is_distributed(weight.parameter)
+    }
+    return all(
+        mesh.get_local_rank(number) == place
+        for mesh in meshes
+        for number, place in enumerate(mesh.get_coordinate() or ())
+    )
 
 
 def values_of(weights: Sequence[Weight]) -> str:

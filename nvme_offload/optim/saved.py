@@ -27,6 +27,7 @@ from ..io.shared_directory import SharedDirectory
 from ..optimizer_states import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
+from . import resharding
 from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater
@@ -202,26 +203,47 @@ def write_together(
         directory.discard()
 
 
-def verified(directory: Path, engine: Engine, ranks: Ranks) -> Path:
-    """The file of this rank in *directory*, which `write_together` wrote, once it is read and
-    compared with the manifest. Raises: UsageError, UnsupportedError, CorruptionError, IOFailure.
+def read_together(
+    directory: Path,
+    engine: Engine,
+    ranks: Ranks,
+    read: Callable[[Path], Any],
+    weights: Sequence[Weight],
+) -> list[Any]:
+    """What *read* returns for the files in *directory* that this rank needs for *weights*: its own
+    if that has the same parts of them, or those of all ranks that `write_together` wrote.
+
+    Each file is compared with the manifest first: with other numbers of ranks, every rank compares
+    some files. Raises: UsageError, UnsupportedError, CorruptionError, IOFailure.
     """
     found = Manifest.read(directory)
-    name = _file_of(ranks.rank)
-    if found is None or not any(_FILE.fullmatch(entry.name) for entry in found.files):
+    files = sorted(
+        (entry for entry in (found.files if found else ()) if _FILE.fullmatch(entry.name)),
+        key=lambda entry: entry.rank,
+    )
+    if found is None or not files:
         raise UsageError(
             f"{directory} has no {manifest.NAME} of optimizer states: give the path that save() was called with"
         )
-    if found.ranks != ranks.count:
-        raise UnsupportedError(
-            f"{directory}: {found.ranks} ranks saved these states, and {ranks.count} load them: load them with as many; for another number, save by "
-            "torch.distributed.checkpoint after that"
-        )
-    for entry in found.files:
-        if entry.name == name:
+    if [entry.rank for entry in files] != list(range(found.ranks)):
+        raise manifest.corrupt(directory / manifest.NAME, "it does not have a file of each rank")
+    same = found.ranks == ranks.count
+    own = files[ranks.rank : ranks.rank + 1] if same else files[ranks.rank :: ranks.count]
+    for entry in own:
+        manifest.verify(directory, entry, engine, found.checksum)
+    if same:
+        tree = read(directory / own[0].name)
+        if resharding.fits(tree, weights):
+            return [tree]
+        for entry in files:
             manifest.verify(directory, entry, engine, found.checksum)
-            return directory / name
-    raise manifest.corrupt(directory / manifest.NAME, f"it has no file of rank {ranks.rank}")
+    trees = [read(directory / entry.name) for entry in files]
+    if not all(map(resharding.is_cut, trees)):
+        raise UnsupportedError(
+            f"{directory}: {found.ranks} ranks with plain tensors saved these states, and {ranks.count} load them: load them with as many; for another "
+            "number, save by torch.distributed.checkpoint after that"
+        )
+    return trees
 
 
 def _file_of(rank: int) -> str:

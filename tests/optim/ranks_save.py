@@ -19,11 +19,12 @@ from reference import differing, unlike
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import CASES, DEVICE, DIRECTORY, RANK, case, local, main, model, ours, sharded
 
-from nvme_offload.errors import CorruptionError, OffloadError, UnsupportedError, UsageError
+from nvme_offload.errors import CorruptionError, OffloadError, UsageError
 from nvme_offload.io import archive
 from nvme_offload.io.manifest import Manifest
 from nvme_offload.optim import NVMeOptimizer
@@ -204,22 +205,113 @@ def ranks_in_another_order() -> list[Any]:
             ]
 
 
+def whole_states_of(net: nn.Module, optimizer: NVMeOptimizer) -> list[Any]:
+    """The weights and all states of all ranks together."""
+    states = {
+        index: {
+            key: getattr(value, "full_tensor", lambda value=value: value)().clone()
+            for key, value in sorted(state.items())
+        }
+        for index, state in optimizer.state_dict()["state"].items()
+    }
+    return [[value.detach().clone() for value in whole(net)], states]
+
+
+def states_after_load(
+    path: Path, make: Callable[[], nn.Module], expected: list[Any], **options: Any
+) -> list[Any]:
+    """Differences from the *expected* weights and states, once a net of *make* has loaded them."""
+    net = make()
+    weights, states = expected
+    set_whole(net, weights)
+    with ours(net.parameters(), **options) as optimizer:
+        optimizer.load(path)
+        found = whole_states_of(net, optimizer)
+        differences = [*differing(weights, found[0]), *unlike(states, found[1])]
+        train(net, optimizer, first=3)
+        again = whole_states_of(net, optimizer)[1]
+        if not unlike(again, states):
+            differences.append("training changes nothing")
+        return differences
+
+
+def set_whole(net: nn.Module, weights: list[torch.Tensor]) -> None:
+    """Set the parameters of *net*, which may be distributed."""
+    with torch.no_grad():
+        for parameter, value in zip(net.parameters(), weights, strict=True):
+            if hasattr(parameter, "placements"):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            local(parameter).copy_(local(value))
+
+
 @case
 def another_number_of_ranks() -> list[Any]:
-    """Two ranks save and load, and the other two do nothing."""
+    """What four ranks saved is loaded by two, and by one, and the other way round."""
+    found: list[Any] = []
     meshes = [DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2, 3])]
-    with place() as path:
-        found = saved_and(path, lambda net, optimizer: [])
-        if RANK < 2:
-            with ours(sharded(mesh=meshes[0]).parameters()) as optimizer:
-                said = refusal(lambda: optimizer.load(path), UnsupportedError)
-                if "4 ranks saved these states, and 2 load them" not in said:
-                    found.append(said)
-            found += goes_on(lambda: sharded(mesh=meshes[0]), path.with_name("two"))
-        else:  # the optimizers of a rank are numbered
-            for _ in range(3):
-                ours(model().parameters()).close()
+    for dtype, state_format in ((torch.float32, "exact"), (torch.bfloat16, "split")):
+        options = {"state_format": state_format}
+
+        def make(mesh: Any = None, dtype: torch.dtype = dtype) -> nn.Module:
+            return sharded(dtype, **({} if mesh is None else {"mesh": mesh}))
+
+        with place() as path:
+            net = make()
+            with ours(net.parameters(), **options) as optimizer:
+                train(net, optimizer)
+                optimizer.save(path)
+                expected = whole_states_of(net, optimizer)
+            two = path.with_name("two")
+            if RANK < 2:
+                found += states_after_load(path, lambda: make(meshes[0]), expected, **options)
+                net = make(meshes[0])
+                set_whole(net, expected[0])
+                with ours(net.parameters(), **options) as optimizer:
+                    optimizer.load(path)
+                    optimizer.save(two)
+            else:  # the optimizers of a rank are numbered
+                for _ in range(2):
+                    ours(model().parameters()).close()
+            dist.barrier()
+            found += states_after_load(two, make, expected, **options)
+            found += states_after_load(two, lambda dtype=dtype: model(dtype), expected, **options)
     return found
+
+
+@case
+def whole_states_of_one_process() -> list[Any]:
+    """A file without parts of parameters is loaded into parts."""
+    with place() as path:
+        net = model()
+        with ours(net.parameters()) as optimizer:
+            train(net, optimizer, everywhere_the_same=True)
+            expected = whole_states_of(net, optimizer)
+            if RANK == 0:
+                optimizer.save(path)
+                tree = torch.load(path)
+                del tree["nvme_offload"]["part"]  # which says that there are other ranks
+                torch.save(tree, path)
+        dist.barrier()
+        return states_after_load(path, sharded, expected)
+
+
+@case
+def shards_of_another_mesh() -> list[Any]:
+    """Rows of four ranks become columns of two and rows of two."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def make() -> nn.Module:
+        net = model()
+        parallelize_module(net, mesh["tensor"], {"0": RowwiseParallel(), "2": RowwiseParallel()})
+        return sharded(net=net, mesh=mesh["data"])
+
+    with place() as path:
+        expected = saved_and(path, lambda net, optimizer: whole_states_of(net, optimizer))
+        net = make()
+        set_whole(net, expected[0])
+        with ours(net.parameters()) as optimizer:
+            optimizer.load(path)
+            return unlike(expected[1], whole_states_of(net, optimizer)[1])
 
 
 @case
