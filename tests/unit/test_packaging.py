@@ -168,7 +168,6 @@ except UnsupportedError as error:
     [
         "from nvme_offload import Engine",
         "from nvme_offload import NVMeOptimizer",
-        "from nvme_offload.commands.cli import main; sys.argv[1:] = ['doctor']; assert main() == 1",
         "from nvme_offload.sweep.cli import main; sys.argv[1:] = ['.']; assert main() == 1",
     ],
 )
