@@ -64,7 +64,7 @@ def enable() -> None:
     import deepspeed.runtime.zero.stage3 as stage3
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from . import checkpoint, compiling, op, overlap, precision
+    from . import checkpoint, compiling, op, overlap, precision, stages
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .settings import checked, checked_first
@@ -77,6 +77,13 @@ def enable() -> None:
     _replace(parsed, "_do_sanity_check", checked_first(parsed._do_sanity_check))
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
+    _replace(engine, "DeepSpeedZeroOptimizer", stages.class_for(engine.DeepSpeedZeroOptimizer))
+    trained = engine.DeepSpeedEngine
+    for name, wrapped in (
+        ("_configure_zero_optimizer", stages.configured),
+        ("zero_cpu_offload", stages.offloads_like_cpu),
+    ):
+        _replace(trained, name, wrapped(getattr(trained, name)))
     _replace(
         partition_parameters,
         "AsyncPartitionedParameterSwapper",

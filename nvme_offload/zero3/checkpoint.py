@@ -93,7 +93,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
     def zero_nvme_offload_optimizer(self: Any) -> bool:
         # If True, DeepSpeed copies a directory of swap files into the checkpoint.
-        if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
+        if getattr(self.optimizer, "swaps_natively", False):
             return False
         offloads: bool = before["zero_nvme_offload_optimizer"](self)
         return offloads
@@ -127,22 +127,23 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _everywhere(lambda: _refuse_swap_files(load_dir, tag))
-        if not isinstance(self.optimizer, Stage3 | Inference):
-            return before["load_checkpoint"](self, load_dir, tag, *args, **named)
-        found = _agree_on_checkpoint(self, load_dir, tag)
-        if found is None or not _loads(self):
+        found = None
+        if isinstance(self.optimizer, Stage3 | Inference) or _offloads(self):
+            found = _agree_on_checkpoint(self, load_dir, tag)
+        if found is None or not (_loads(self) or _offloads(self)):
             return before["load_checkpoint"](self, load_dir, tag, *args, **named)
         given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
         _verify(self, Path(load_dir, found).resolve())
-        self.nvme_offload_loading = _everywhere(lambda: _open(self, load_dir, found, given))
+        if _loads(self):
+            self.nvme_offload_loading = _everywhere(lambda: _open(self, load_dir, found, given))
         try:
-            if isinstance(self.optimizer, Stage3):
+            if not isinstance(self.optimizer, Inference):
                 _everywhere(self.optimizer.begin_load)
                 # the next micro-batch is the first of its step
                 self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             return before["load_checkpoint"](self, load_dir, found, *args, **named)
         finally:
-            del self.nvme_offload_loading
+            self.nvme_offload_loading = None
 
     def _load_checkpoint(self: Any, load_dir: str, tag: str, *args: Any, **named: Any) -> Any:
         opened: _Opened | None = getattr(self, "nvme_offload_loading", None)
@@ -171,20 +172,23 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         self: Any, load_dir: str, tag: str, load_optimizer_states: bool = True
     ) -> bool:
         opened: _Opened | None = getattr(self, "nvme_offload_loading", None)
-        if opened is None:
+        if opened is None and not _offloads(self):
             return bool(before["_load_zero_checkpoint"](self, load_dir, tag, load_optimizer_states))
         if isinstance(self.optimizer, Inference):
             return False  # it has no states
+
+        def load() -> None:
+            if opened is not None:
+                exactly = load_optimizer_states or bool(self.zero_load_from_fp32_weights())
+                states.load(self.optimizer, opened.values, load_optimizer_states, exactly)
+                return
+            read = functools.partial(_read_states, engine=_engine_of(self))
+            with _reading(self, read) if _streams(self) else contextlib.nullcontext():
+                before["_load_zero_checkpoint"](self, load_dir, tag, load_optimizer_states)
+
         self.optimizer.resumes = True
         try:
-            _everywhere(
-                lambda: states.load(
-                    self.optimizer,
-                    opened.values,
-                    load_optimizer_states,
-                    load_optimizer_states or bool(self.zero_load_from_fp32_weights()),
-                )
-            )
+            _everywhere(load)
         finally:
             self.optimizer.resumes = False
         return True
@@ -235,7 +239,7 @@ class _Generation:
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
         self.original = original
         self.failure: Exception | None = None
-        self._stage3: Stage3 = engine.optimizer
+        self._optimizer = engine.optimizer
         self._has_states = False
         self._step = int(engine.global_steps)
         self._io = _engine_of(engine)
@@ -270,7 +274,7 @@ class _Generation:
         def write(aside: str) -> list[archive.Piece]:
             nonlocal state_dict
             if OPTIMIZER_STATE_DICT in state_dict:
-                states.require_complete(self._stage3, state_dict)
+                self._optimizer.require_complete(state_dict)
                 state_dict = {**state_dict, _GENERATION: self.directory.generation}
                 self._has_states = True
             if archive.has_offloaded(state_dict):
@@ -288,20 +292,20 @@ class _Generation:
         wrong, on every rank.
         """
         if self.failure is None and not self._has_states:
-            self.failure = _lacking(self._stage3)
+            self.failure = _lacking(self._optimizer)
         self.directory.publish(self.failure, self._step)
         committed: bool = self.original.commit(info)
         return committed
 
 
 class _Complete:
-    """Replaces *original*, any checkpoint engine of DeepSpeed, while *stage3* is saved: a file that
-    lacks states is not written.
+    """Replaces *original*, any checkpoint engine of DeepSpeed, while *optimizer* is saved: a file
+    that lacks states is not written.
     """
 
-    def __init__(self, original: Any, stage3: Stage3) -> None:
+    def __init__(self, original: Any, optimizer: Any) -> None:
         self._original = original
-        self._stage3 = stage3
+        self._optimizer = optimizer
         self._has_states = False
 
     def __getattr__(self, name: str) -> Any:
@@ -310,21 +314,21 @@ class _Complete:
     def save(self, state_dict: Any, path: str) -> Any:
         """Write a file of the checkpoint."""
         if OPTIMIZER_STATE_DICT in state_dict:
-            states.require_complete(self._stage3, state_dict)
+            self._optimizer.require_complete(state_dict)
             self._has_states = True
         return self._original.save(state_dict, path)
 
     def commit(self, info: Any) -> Any:
         """All files are written."""
-        if not self._has_states and (failure := _lacking(self._stage3)) is not None:
+        if not self._has_states and (failure := _lacking(self._optimizer)) is not None:
             raise failure
         return self._original.commit(info)
 
 
-def _lacking(stage3: Stage3) -> OffloadError | None:
-    """The error of a checkpoint without states of *stage3*; None where it has none."""
+def _lacking(optimizer: Any) -> OffloadError | None:
+    """The error of a checkpoint without states of *optimizer*; None where it has none."""
     try:
-        states.require_complete(stage3, {})
+        optimizer.require_complete({})
     except OffloadError as failure:
         return failure
     return None
@@ -504,10 +508,15 @@ def _verify(engine: Any, place: Path) -> None:
 
 
 def _loads(engine: Any) -> bool:
-    """Whether checkpoints are loaded here, and not by DeepSpeed alone."""
+    """Whether the weights of checkpoints are loaded here, and not by DeepSpeed alone."""
     return isinstance(engine.optimizer, Inference) or (
         isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states
     )
+
+
+def _offloads(engine: Any) -> bool:
+    """Whether optimizer states, or the parameters that they belong to, are offloaded."""
+    return bool(getattr(engine.optimizer, "has_offloaded_states", False))
 
 
 def _takes_weights_alone(engine: Any, given: Mapping[str, Any]) -> bool:
@@ -698,7 +707,7 @@ def _attempt(engine: Any, save: Callable[[], None]) -> None:
 def _complete(engine: Any) -> Iterator[None]:
     """Context in which no file that lacks states is saved."""
     original = engine.checkpoint_engine
-    if isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states:
+    if _offloads(engine):
         engine.checkpoint_engine = _Complete(original, engine.optimizer)
     try:
         yield
@@ -718,7 +727,7 @@ def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
 
 def _streams(engine: Any) -> bool:
     """Whether states are offloaded, and DeepSpeed would use plain torch.save and torch.load."""
-    if not (isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states):
+    if not _offloads(engine):
         return False
     checkpoint_engine = engine.checkpoint_engine
     if compat.writes_archives(checkpoint_engine):

@@ -129,6 +129,66 @@ CONTRACT: Mapping[str, str] = {
         torch_autocast_gradscaler >=0.17.6
         trainable_param_groups
     """,
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
+        __init__(init_optimizer, param_names, timers, ...)
+        _get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements) >=0.19.5
+        _get_groups_without_padding(groups_with_padding)
+        _get_offload_gradient_dict()
+        _lazy_init_hp_params_optimizer_state()
+        _link_all_hp_params()
+        _load_global_state(sd)
+        _load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        _optimizer_step(group_no)
+        _release_ipg_buffers()
+        _restore_cpu_offload_grad_to_gpu(param) >=0.19.5
+        _restore_from_bit16_weights()
+        _use_compact_grad_partition_buffer(group_idx) >=0.19.5
+        grad_accum
+        async_accumulate_grad_in_cpu_via_gpu(param)
+        async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
+        clear_grad_attribute(param)
+        copy_grads_in_partition(param, group_idx) >=0.19.5
+        copy_grads_in_partition(param) <0.19.5
+        destroy()
+        get_param_gradient_attribute(param)
+        get_param_id(param)
+        independent_gradient_partition_epilogue()
+        initialize_optimizer_states()
+        offload_states(...) >=0.17
+        reset_cpu_buffers()
+        state_dict()
+        step(closure)
+        unscale_and_clip_grads(grad_groups_flat, total_norm)
+        update_lp_params()
+        update_offload_overflow_tracker(grad) >=0.17
+        _offload_accumulated_param_ids >=0.19.5
+        averaged_gradients
+        bit16_groups
+        device
+        dtype
+        dynamic_loss_scale
+        grad_position
+        gradient_accumulation_dtype
+        groups_padding
+        micro_step_id
+        norm_for_param_grads
+        optimizer
+        overflow
+        parallel_partitioned_bit16_groups
+        partition_size
+        real_dp_process_group
+        single_partition_of_fp32_groups
+        use_grad_accum_attribute
+    """,
+    "deepspeed.utils.mixed_precision_linkage": """
+        _hp_mapping
+    """,
+    "deepspeed.utils.tensor_fragment:tensor_fragment": """
+        get_hp_fragment(optim_state_key)
+        get_lp_grad_fragment(index_in_param_group)
+        get_optim_state_fragment(key)
+        get_optim_state_keys()
+    """,
     "deepspeed.runtime.config:DeepSpeedConfig": """
         _do_sanity_check()
         _param_dict
@@ -139,6 +199,11 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.runtime.engine:DeepSpeedEngine": """
         _configure_optimizer(...)
+        _configure_zero_optimizer(optimizer)
+        bf16_master_weights_and_gradients() >=0.18
+        fp16_master_weights_and_gradients()
+        pipeline_parallelism
+        zero_cpu_offload()
         _do_sanity_check()
         _get_all_ckpt_names(checkpoints_path, tag)
         _get_ckpt_name(checkpoints_path, tag, mp_placeholder, ...)
@@ -169,7 +234,10 @@ CONTRACT: Mapping[str, str] = {
         optimizer
         param_names
     """,
-    "deepspeed.runtime.engine": "DeepSpeedZeRoOffload",
+    "deepspeed.runtime.engine": """
+        DeepSpeedZeRoOffload
+        DeepSpeedZeroOptimizer
+    """,
     "deepspeed.runtime.config": "get_aio_config(param_dict)",
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
     "deepspeed.runtime.zero.parameter_offload": """
@@ -235,6 +303,8 @@ CONTRACT: Mapping[str, str] = {
         zipfile_serialization >=0.17
     """,
     "deepspeed.checkpoint.constants": """
+        BASE_OPTIMIZER_STATE
+        SINGLE_PARTITION_OF_FP32_GROUPS
         FP32_FLAT_GROUPS
         FROZEN_PARAM_FRAGMENTS
         FROZEN_PARAM_SHAPES
@@ -578,11 +648,15 @@ def end_backward(stage3: Any) -> None:
     """
     for bucket in stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ():
         bucket.params.clear()
+        getattr(bucket, "grads", []).clear()  # of stages 1 and 2
         bucket.elements = 0
-    if hasattr(stage3, "params_in_ipg_bucket"):
-        stage3.params_in_ipg_bucket.clear()
-    for identifier in stage3.params_already_reduced:
-        stage3.params_already_reduced[identifier] = False
+    for name in ("params_in_ipg_bucket", "grads_in_ipg_bucket"):
+        getattr(stage3, name, []).clear()
+    if hasattr(stage3, "elements_in_ipg_bucket"):
+        stage3.elements_in_ipg_bucket = 0
+    reduced = stage3.params_already_reduced  # a list in stages 1 and 2
+    for identifier in range(len(reduced)) if isinstance(reduced, list) else reduced:
+        reduced[identifier] = False
     if hasattr(stage3, "_backward_active_depth"):
         # nesting depth: otherwise the next pass would not count as the outermost
         stage3._backward_active_depth = 0
@@ -593,6 +667,16 @@ def lacks_reductions(stage3: Any) -> bool:
     buckets = stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ()
     return any(bucket.params for bucket in buckets) or bool(
         getattr(stage3, "params_in_ipg_bucket", ())
+    )
+
+
+def sums_on_accelerator(optimizer: Any, group: int) -> bool:
+    """Whether the *optimizer* of stage 1 or 2 sums the gradients of a parameter group in a buffer of
+    its own dtype on the accelerator, which newer releases do.
+    """
+    return bool(
+        hasattr(optimizer, "_use_compact_grad_partition_buffer")
+        and optimizer._use_compact_grad_partition_buffer(group)
     )
 
 

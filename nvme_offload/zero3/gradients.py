@@ -126,6 +126,10 @@ class Gradients:
         """
         return self._opened(index).narrow(0, offset, self._reduced[index][offset])
 
+    def sums(self, index: int) -> torch.Tensor:
+        """What `add` has stored for sub-group *index*, in host memory. Valid until the next call."""
+        return self._opened(index)
+
     def pause(self) -> None:
         """Nothing more is added for now: the value in use may be evicted."""
         if self._open is not None:

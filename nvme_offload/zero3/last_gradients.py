@@ -51,6 +51,10 @@ class LastGradients(Gradients):
             self._reduced.setdefault(index, {})[offset] = partition.numel()
         return totals
 
+    def sums(self, index: int) -> torch.Tensor:
+        """What `add` has stored for sub-group *index*, of whatever step."""
+        return self._made(self._names[index], index, self._dtype)
+
     def complete(self, index: int, partitions: Sequence[tuple[int, torch.Tensor]]) -> None:
         """*partitions* of sub-group *index* are the complete gradient of the step, for the
         optimizer.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import OffloadError, UnsupportedError, UsageError
 from ..hardware.config import BACKENDS, AioConfig
 from ..hardware.machine import physical_bytes
 from ..optimizer_states import FORMATS
@@ -201,9 +201,12 @@ def refuse_ineffective(ds_config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
     for name in ("offload_param", "offload_optimizer"):
         device = _value(ds_config, ("zero_optimization", name, "device"))
-        if device == "nvme" and stage in (0, 1, 2):
+        of_deepspeed = _value(ds_config, (SECTION, "swappers")) == "deepspeed"
+        stages = (3,) if name == "offload_param" or of_deepspeed else (1, 2, 3)
+        if device == "nvme" and stage in {0, 1, 2}.difference(stages):
             raise UnsupportedError(
-                f'"{name}" has "device": "nvme", and with "stage": {stage} DeepSpeed keeps everything in memory: set "stage": 3, or train without DeepSpeed, '
+                f'"{name}" has "device": "nvme", and with "stage": {stage} DeepSpeed keeps everything in memory: set "stage": {" or ".join(map(str, stages))}'
+                f"{', or leave swappers out' if of_deepspeed and stage else ''}, or train without DeepSpeed, "
                 'with nvme_offload.NVMeOptimizer; "device": "cpu" is what DeepSpeed does now'
             )
 
@@ -246,7 +249,12 @@ def checked_first(sanity_check: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(sanity_check)
     def checking(config: Any) -> None:
-        refuse_ineffective(config._param_dict)
+        try:
+            refuse_ineffective(config._param_dict)
+        except OffloadError as refusal:
+            # Launchers mix the tracebacks of all ranks, and prefix their lines.
+            _log.error("the configuration is refused", exc_info=(type(refusal), refusal, None))
+            raise
         sanity_check(config)
 
     return checking

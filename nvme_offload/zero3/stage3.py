@@ -369,7 +369,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         tier, and waits for no updates: the garbage collector may run in the middle of a call of
         another engine that has the tier's locks.
         """
-        if _is_in_del():
+        if is_in_del():
             if self.overlap is None or not self.overlap.updates.afterwards(self._drop):
                 self._drop()
             return
@@ -1027,6 +1027,10 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """Whether DeepSpeed's own save and load would not find all states in memory."""
         return self.swaps_natively or (self.native and self.params_in_nvme_and_cpu)
 
+    def require_complete(self, saved: Mapping[str, Any]) -> None:
+        """Raises: OffloadError where *saved* lacks states: see `states.require_complete`."""
+        states.require_complete(self, saved)
+
     def _rigid_state_dict(self) -> dict[str, Any]:
         if not self.has_offloaded_states:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
@@ -1071,7 +1075,7 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
     return mapping
 
 
-def _is_in_del() -> bool:
+def is_in_del() -> bool:
     """Whether this is called, by whatever calls, from a `__del__`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "__del__":

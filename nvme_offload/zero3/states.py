@@ -12,7 +12,7 @@ import contextlib
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -436,9 +436,21 @@ def _load_optimizer(stage3: Stage3, saved: CheckpointReader) -> list[dict[str, A
     """Let the optimizer load its hyperparameters. Returns the states that it makes of the saved
     ones, by saved sub-group, as `refill` takes them.
     """
-    optimizer, reference = stage3.optimizer, _reference(stage3, saved)
+    reference = _reference(stage3, saved)
     tree = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]
-    states, shapes = saved.states(reference), _sizes(saved, reference)
+    return load_options(stage3, tree, saved.states(reference), _sizes(saved, reference))
+
+
+def load_options(
+    stage3: Stage3,
+    tree: Mapping[str, Any],
+    states: Sequence[Mapping[str, Any]],
+    shapes: Sequence[torch.Size],
+) -> list[dict[str, Any]]:
+    """`_load_optimizer` for the optimizer's state dict *tree*, with the *states* of sub-groups of
+    *shapes*.
+    """
+    optimizer = stage3.optimizer
     parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in states]
     kept = optimizer.state
     groups, start = [], 0

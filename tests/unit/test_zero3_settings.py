@@ -222,13 +222,33 @@ def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {}])
-@pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])
-def test_a_stage_that_keeps_everything_in_memory_is_refused(zero, name):
-    ds_config = {"zero_optimization": {**zero, name: {"device": "nvme", "nvme_path": "/a"}}}
-    expected = f'"{name}" has "device": "nvme", and with "stage": {zero.get("stage", 0)} DeepSpeed'
+@pytest.mark.parametrize(
+    ("zero", "name", "section", "stages"),
+    [
+        ({"stage": 0}, "offload_param", {}, "3"),
+        ({"stage": 1}, "offload_param", {}, "3"),
+        ({"stage": 2}, "offload_param", {}, "3"),
+        ({}, "offload_param", {}, "3"),
+        ({"stage": 0}, "offload_optimizer", {}, "1 or 2 or 3"),
+        ({}, "offload_optimizer", {}, "1 or 2 or 3"),
+        ({"stage": 0}, "offload_optimizer", {"swappers": "deepspeed"}, "3"),
+        ({"stage": 2}, "offload_optimizer", {"swappers": "deepspeed"}, "3, or leave swappers out"),
+    ],
+)
+def test_a_stage_that_keeps_everything_in_memory_is_refused(zero, name, section, stages):
+    ds_config = {
+        "zero_optimization": {**zero, name: {"device": "nvme", "nvme_path": "/a"}},
+        "nvme_offload": section,
+    }
+    expected = f'"{name}" has "device": "nvme", and with "stage": {zero.get("stage", 0)} DeepSpeed .*: set "stage": {stages}, or train'
     with pytest.raises(UnsupportedError, match=expected):
         refuse_ineffective(ds_config)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_with_optimizer_states_is_not_refused(stage):
+    section = {"device": "nvme", "nvme_path": "/a"}
+    refuse_ineffective({"zero_optimization": {"stage": stage, "offload_optimizer": section}})
 
 
 @pytest.mark.parametrize("key", ["host_memory", "overlap_step", "state_format", "swappers"])

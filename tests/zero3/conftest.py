@@ -23,6 +23,7 @@ TRAINS = {
     "test_zero3_overlap.py",
     "test_parity.py",
     "test_recovery.py",
+    "test_stage_1_and_2.py",
 }
 
 

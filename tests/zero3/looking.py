@@ -76,7 +76,67 @@ def hook(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     return []
 
 
+def resume(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Save a checkpoint of stage 1 or 2, and load it again: in the second step with states, in the
+    third with master weights from the 16-bit ones.
+    """
+    engine.save_checkpoint("kept", tag="tag")
+    if engine.global_steps == 2:
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.zero_()
+        engine.load_checkpoint("kept", tag="tag")
+    elif engine.global_steps == 3:
+        engine.load_checkpoint("kept", tag="tag", load_optimizer_states=False)
+    elif engine.global_steps == 4:
+        engine.load_checkpoint("kept", tag="tag", load_module_only=True)
+    return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def fragments(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Read and change master weights, states and gradients of stage 1 or 2."""
+    from deepspeed import utils
+
+    # DeepSpeed looks for states before all groups have some.
+    engine.optimizer._hp_optimizer_states_linked = False
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    seen = []
+    params = [param for param in engine.module.parameters() if param.requires_grad]
+    for param in params:
+        seen += [
+            utils.safe_get_full_grad(param),
+            utils.safe_get_full_fp32_param(param),
+            utils.safe_get_full_optimizer_state(param, "exp_avg"),
+        ]
+    for param in params[::2]:
+        utils.safe_set_full_fp32_param(param, utils.safe_get_full_fp32_param(param) * 1.25)
+        moment = utils.safe_get_full_optimizer_state(param, "exp_avg_sq")
+        utils.safe_set_full_optimizer_state(param, moment * 0.5, "exp_avg_sq")
+    return seen
+
+
+def clip(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Change gradients between the backward pass and the step, which comes next."""
+    from deepspeed import utils
+
+    for micro in range(2):
+        generator = torch.Generator().manual_seed(100 * engine.global_steps + micro)
+        inputs = engine.module.inputs(generator).to(torch.bfloat16)
+        engine.backward(engine(inputs).float().square().mean())
+        if micro == 0:
+            engine.step()
+    params = [param for param in engine.module.parameters() if param.requires_grad]
+    utils.safe_set_full_grad(params[0], utils.safe_get_full_grad(params[0]) / 3)
+    utils.safe_update_full_grad_vectorized(params[1:], lambda gradient, _: gradient + 1e-3)
+    seen = [utils.safe_get_full_grad(param) for param in params]
+    engine.step()
+    return seen
+
+
 LOOPS = {
+    "resume": resume,
+    "fragments": fragments,
+    "clip": clip,
     "hook": hook,
     "gather": gather,
     "save": save,

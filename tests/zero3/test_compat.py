@@ -204,13 +204,18 @@ def test_the_requirement_is_the_oldest_that_was_tried():
 
 @pytest.mark.releases
 def test_every_override_is_in_the_contract():
-    from nvme_offload.zero3 import checkpoint, stage3
+    from nvme_offload.zero3 import checkpoint, stage3, stage_1_and_2
 
     (engine,) = [owner for owner in compat.CONTRACT if owner.endswith(":DeepSpeedEngine")]
     named = {use.name for use in USES if use.owner.endswith("_Stage3")}
     base = stage3.Stage3.__mro__[1]
     assert {
         name for name in vars(stage3.Stage3) if hasattr(base, name) and not hasattr(object, name)
+    } - {"__module__", "__annotations__"} <= named
+    named = {use.name for use in USES if use.owner.endswith(":DeepSpeedZeroOptimizer")}
+    made = stage_1_and_2.Stages1And2
+    assert {
+        name for name in vars(made) if hasattr(made.__base__, name) and not hasattr(object, name)
     } - {"__module__", "__annotations__"} <= named
     assert set(checkpoint.engine_methods(compat._owner(engine))) <= {
         use.name for use in USES if use.owner == engine

@@ -540,6 +540,12 @@ class Training:
     def _kept(engine: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """What the optimizer keeps for the sub-group of *parameter*."""
         optimizer = engine.optimizer
+        for number, params in enumerate(getattr(optimizer, "bit16_groups", ())):  # of stages 1, 2
+            if any(param is parameter for param in params):
+                first: dict[str, Any] = optimizer.optimizer.state[
+                    optimizer.optimizer.param_groups[number]["params"][0]
+                ]
+                return first
         index, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
         kept: dict[str, Any] = optimizer.optimizer.state[
             optimizer.fp32_partitioned_groups_flat[index]
@@ -563,6 +569,10 @@ class Training:
         from deepspeed import utils, zero
 
         weights, masters, states, scalars = {}, {}, {}, {}
+        if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+            # DeepSpeed's stages 1 and 2 look for states before all groups have some.
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in engine.module.named_parameters():
             with zero.GatheredParameters([parameter]):
                 weights[name] = _hash(parameter.data)

@@ -1,0 +1,678 @@
+"""`Stages1And2`: DeepSpeed's optimizer of ZeRO-1 and ZeRO-2 with master weights, optimizer states and
+reduced gradients in a tier.
+
+DeepSpeed flattens each parameter group, and every rank updates one partition of it. Here that
+partition is cut into sub-groups, as stage 3 has them, which `OptimizerSwapper` brings to memory one
+after another. The 16-bit weights stay where DeepSpeed keeps them. Losses and weights equal a run with
+`"device": "cpu"`, bit for bit.
+
+The base class treats `"device": "nvme"` like `"device": "cpu"`. It makes its flat partitions on the
+meta device here, and copies the 16-bit partition onto itself where it would copy masters to weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ..errors import OffloadError, UnsupportedError, UsageError
+from ..io import archive
+from ..io.archive import Provider
+from ..optimizer_states import FORMATS, wide_enough
+from ..swap.tier import Tier
+from ..units import format_bytes
+from . import compat, fragments, partition_states, states
+from .adam_powers import AdamPowers
+from .agreement import all_or_none, least, share_cores
+from .gradients import Gradients
+from .last_gradients import LastGradients
+from .once_per_step import OncePerStep, computed_from_values, has_hooks, warn_of_hooks
+from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
+from .reader import MASTER
+from .settings import Settings
+from .shared_tier import tier_of, trained
+from .stage3 import is_in_del
+from .step_stats import StepClock
+from .sub_groups import Footprint, is_elementwise
+from .updates import partly_applied, quiesce
+
+# Sub-groups end at multiples of it: DeepSpeed's AVX512 kernels take 16 floats, unrolled 8 times, and
+# round elements after the last whole vector differently.
+_VECTOR_ELEMENTS = 128
+_LEAST_SUB_GROUP = 4096  # elements; smaller sub-groups would cost more time than memory
+_PREFETCHED = 4  # sub-groups, before the swapper has learned their order
+
+_log = logging.getLogger(__name__)
+
+
+class Stages1And2(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
+    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Names shared with
+    `Stage3` have its meaning, so that `states` works on both.
+    """
+
+    swaps_natively = has_offloaded_states = True
+    leaves_states_offloaded = False  # True while a checkpoint streams states from the drive
+    resumes = False  # whether a load is of engine.load_checkpoint
+    # A step or a load has begun to change states: still running, or ended by an exception.
+    partly_changed = False
+    overflow: bool
+    tier: Tier
+    single_partition_of_fp32_groups: list[torch.Tensor]
+    averaged_gradients: dict[int, Any]
+    _lenders: list[Provider]  # while `state_dict` runs
+    _is_planned = False  # whether the base class has made its partitions
+    # A backward pass has stored some gradients: still running, or ended by an exception.
+    _partly_reduced = False
+    _awaits_backward = False  # a step has been applied, and no backward pass since
+
+    def __init__(
+        self, ds_config: Mapping[str, Any], init_optimizer: Any, *args: Any, **named: Any
+    ) -> None:
+        self._ds_config = ds_config
+        self._settings = Settings.of(self._ds_config)
+        self._keeps_last = self._settings.missing_gradients == "last"
+        self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
+        self._hooks: list[Any] = []  # handles of hooks of the module
+        self.powers = AdamPowers()
+        # The parameters that have earlier micro-batches of the step, by their ids.
+        self._summed: set[int] = set()
+        self._factor = torch.ones(1)  # of the gradients, in the step
+        offload = named["offload_optimizer_config"].model_copy(update={"pin_memory": False})
+        try:
+            super().__init__(
+                init_optimizer, *args, **{**named, "offload_optimizer_config": offload}
+            )
+        except BaseException:
+            for hook in getattr(self, "_grad_acc_hooks", ()):
+                hook.remove()  # autograd would keep this object for ever
+            raise
+        self.clock = StepClock(self.tier)
+
+    @property
+    def device(self) -> str:
+        """Where the base class makes partitions of master weights: while it is made, nowhere."""
+        return "cpu" if self._is_planned else "meta"
+
+    @device.setter
+    def device(self, value: str) -> None:
+        pass
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Refuse forward passes of *module* after an exception has ended a backward pass."""
+        self._hooks.append(module.register_forward_pre_hook(self._require_no_backward))
+
+    # Sub-groups and swapper.
+
+    def initialize_optimizer_states(self) -> None:
+        """Move master weights, and the states that an optimizer has before its first step, to the
+        tier. The base has made everything else.
+        """
+        self._is_planned = True
+        share_cores()
+        all_or_none(self._open_tier)
+        self.tier.cap_bytes = least(self.tier.cap_bytes)
+        all_or_none(self._plan)
+        all_or_none(self._fill)
+
+    def _open_tier(self) -> None:
+        """Plan the states, and check that memory and drives have room for them. Raises:
+        UsageError or NoSpaceError with the numbers.
+        """
+        name = type(self.optimizer).__name__
+        self.master_weights_and_grads_dtype = self.single_partition_of_fp32_groups[0].dtype
+        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
+        self.state_format = wide_enough(
+            FORMATS[self._settings.state_format], name, self.optimizer.param_groups
+        )
+        kept, unpacked = element_bytes(
+            self.state_format,
+            self._expected_states,
+            self.dtype,
+            self.master_weights_and_grads_dtype,
+            name,
+        )
+        # The gradients that the base hands over: its sums of several micro-batches.
+        sums_apart = self.use_grad_accum_attribute or any(
+            compat.sums_on_accelerator(self, number) for number in range(len(self.bit16_groups))
+        )
+        self._gradient_dtype = self.gradient_accumulation_dtype if sums_apart else self.dtype
+        masters = self.master_weights_and_grads_dtype.itemsize
+        self._footprint = Footprint(
+            states=kept,
+            gradient=self._gradient_dtype.itemsize + (masters if self._keeps_last else 0),
+            scratch=masters + unpacked,
+            parameter=0,
+        )
+        self._can_cut = is_elementwise(self.optimizer) and not computed_from_values(self.optimizer)
+        sizes = [int(size) for size in self.partition_size]
+        self._least_sub_group = min(_LEAST_SUB_GROUP, max(sizes)) if self._can_cut else max(sizes)
+        self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
+        self.tier = tier_of(self._ds_config)
+        quiesce(self.tier)
+        self.tier.require_memory(self._whole_bytes)
+        self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
+
+    def _plan(self) -> None:
+        """Cut the partitions into sub-groups. Raises: UsageError where host memory cannot hold one."""
+        cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
+        if cap < fewest:
+            raise UsageError(
+                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of a sub-group of {self._least_sub_group} elements: '
+                f"allow at least {fewest} bytes ({format_bytes(fewest)})"
+            )
+        wanted = min(self._footprint.wanted_elements(cap), self._footprint.most_elements(cap))
+        wanted = max(wanted // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS, self._least_sub_group)
+        # Of each sub-group: its parameter group, and its first element and end in the partition.
+        self.spans: list[tuple[int, int, int]] = []
+        for group, size in enumerate(map(int, self.partition_size)):
+            starts = range(0, size, wanted if self._can_cut else max(size, 1))
+            self.spans += [(group, start, min(start + starts.step, size)) for start in starts]
+
+    def _fill(self) -> None:
+        """Make the swapper, and the master weights from the 16-bit weights."""
+        self.tier.require(self._whole_bytes)
+        numels = self.fp16_partitioned_groups_flat_numel
+        kind = LastGradients if self._keeps_last else Gradients
+        self.gradients = kind(
+            self.tier,
+            numels,
+            self._gradient_dtype,
+            self.master_weights_and_grads_dtype,
+            self._wait_for_copies,
+        )
+        self.fp32_partitioned_groups_flat = [
+            torch.empty(0, dtype=self.master_weights_and_grads_dtype, requires_grad=True)
+            for _ in self.spans
+        ]
+        self._indexes = {
+            id(parameter): index
+            for index, parameter in enumerate(self.fp32_partitioned_groups_flat)
+        }
+        self.optimizer_swapper = OptimizerSwapper(
+            self.tier,
+            lambda: self.optimizer,
+            self.state_format,
+            self._expected_states,
+            max(numels),
+            Working(
+                self.dtype,
+                lambda parameter, into: _copy(self._weights(self._indexes[id(parameter)]), into),
+                lambda parameter, source: _copy(
+                    source, self._weights(self._indexes[id(parameter)])
+                ),
+            ),
+            lambda _: None,
+        )
+        for params in self.bit16_groups:
+            for param in params:
+                self.optimizer.state.pop(param, None)  # Adagrad's constructor makes some
+        for parameter, weights in zip(
+            self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat, strict=True
+        ):
+            self.optimizer_swapper.initialize_parameters([parameter], [weights])
+            if isinstance(self.optimizer, torch.optim.Adagrad):
+                self.optimizer_swapper.swap_in_optimizer_state(parameter)
+                start = self.optimizer.defaults["initial_accumulator_value"]
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(parameter, start, requires_grad=False),
+                }
+                self.optimizer_swapper.swap_out_optimizer_state(parameter)
+        self._clear_fp32_optimizer_param_groups()
+
+    @property
+    def groups_of_sub_groups(self) -> list[int]:
+        """The number of the parameter group of each sub-group."""
+        return [group for group, _, _ in self.spans]
+
+    @property
+    def fp16_partitioned_groups_flat_numel(self) -> list[int]:
+        """The elements of each sub-group."""
+        return [end - start for _, start, end in self.spans]
+
+    @property
+    def fp16_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """The 16-bit weights of each sub-group, which the model's parameters share."""
+        return [self._weights(index) for index in range(len(self.spans))]
+
+    def _weights(self, index: int) -> torch.Tensor:
+        group, start, end = self.spans[index]
+        return self._own_weights(group)[start:end]
+
+    def _own_weights(self, group: int) -> torch.Tensor:
+        """The 16-bit weights of parameter group *group* that this rank updates."""
+        rank = dist.get_rank(group=self.real_dp_process_group[group])
+        weights: torch.Tensor = self.parallel_partitioned_bit16_groups[group][rank].detach()
+        return weights
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        return True
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["params"] = self._of_group(number)
+
+    def _of_group(self, number: int) -> list[torch.Tensor]:
+        """The sub-groups' parameters of parameter group *number*."""
+        return [
+            parameter
+            for parameter, group in zip(
+                self.fp32_partitioned_groups_flat, self.groups_of_sub_groups, strict=True
+            )
+            if group == number
+        ]
+
+    def pieces(self, group: int, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of *numel* elements from *start* of this rank's partition of *group*, by
+        sub-group: its index, the first element in it, the first among the *numel*, and how many.
+        """
+        for index, (number, first, end) in enumerate(self.spans):
+            low, high = max(first, start), min(end, start + numel)
+            if number == group and low < high:
+                yield index, low - first, low - start, high - low
+
+    def read_ahead(self, index: int) -> None:
+        """Prefetch the gradients and the states of sub-group *index* and the next ones."""
+        self.tier.swapper.prefetch(
+            itertools.chain.from_iterable(
+                (
+                    self.gradients.name(number),
+                    self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number]),
+                )
+                for number in range(index, len(self.spans))[:_PREFETCHED]
+            )
+        )
+
+    def destroy(self) -> None:
+        """Drop the states, as the base drops its hooks. From a `__del__` it leaves that to the next
+        use of the tier: see `Stage3.destroy`.
+        """
+        super().destroy()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.gradients.abandon()
+        self.optimizer_swapper.abandon()
+        self.tier.abandon((), [self._whole_bytes])
+        self._whole_bytes = 0
+        if not is_in_del():
+            quiesce(self.tier)
+            self.tier.forget(())
+
+    def offload_states(self, *args: Any, **named: Any) -> None:
+        """Raises: UnsupportedError."""
+        raise UnsupportedError(
+            "offload_states() moves states that are in memory, and this engine's states are on a drive: leave the call out"
+        )
+
+    # Gradients.
+
+    def _wait_for_copies(self) -> None:
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()
+
+    def _add(self, param: Any, gradient: torch.Tensor, *, to_earlier: bool) -> None:
+        """Store *gradient*, the part of *param* that this rank updates, and write the sum to it."""
+        group, _, start, numel = self.grad_position[self.get_param_id(param)]
+        self._begin_gradients()
+        for index, offset, first, count in self.pieces(group, start, numel):
+            piece = gradient.narrow(0, first, count)
+            total = self.gradients.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
+            if to_earlier:
+                piece.copy_(total)
+        # The base may overwrite the gradient from another stream.
+        self._wait_for_copies()
+
+    def _finish(self, param: Any, gradient: torch.Tensor) -> None:
+        """*gradient*, the part of *param* that this rank updates, covers the whole step."""
+        if not self._keeps_last:
+            self._add(param, gradient, to_earlier=False)
+            return
+        group, _, start, numel = self.grad_position[self.get_param_id(param)]
+        self._begin_gradients()
+        for index, offset, first, count in self.pieces(group, start, numel):
+            self.gradients.complete(index, [(offset, gradient.narrow(0, first, count))])
+        self._wait_for_copies()
+
+    def _begin_gradients(self) -> None:
+        self._partly_reduced = True
+        quiesce(self.tier)
+        self.optimizer_swapper.give_back()
+        self.gradients.partial = not compat.at_accumulation_boundary(self)
+
+    def _own_part(self, param: Any) -> torch.Tensor:
+        """The part of the gradient of *param* that this rank updates."""
+        _, first, _, numel = self.grad_position[self.get_param_id(param)]
+        gradient: torch.Tensor = self.get_param_gradient_attribute(param)
+        return gradient.detach().view(-1).narrow(0, first, numel)
+
+    def async_accumulate_grad_in_cpu_via_gpu(self, param: Any) -> None:
+        """Add the sum of earlier micro-batches to the gradient of *param*, and store the result."""
+        identifier = self.get_param_id(param)
+        earlier = self.micro_step_id > 0 and (self._keeps_last or identifier in self._summed)
+        self._add(param, self._own_part(param), to_earlier=earlier)
+        self._summed.add(identifier)
+
+    def _restore_cpu_offload_grad_to_gpu(self, param: Any) -> None:
+        """Give *param* the sum that is stored as its gradient."""
+        group, first, start, numel = self.grad_position[self.get_param_id(param)]
+        restored = torch.zeros_like(param, dtype=self._gradient_dtype)
+        flat = restored.view(-1).narrow(0, first, numel)
+        for index, offset, begin, count in self.pieces(group, start, numel):
+            flat.narrow(0, begin, count).copy_(self.gradients.sums(index)[offset:][:count])
+        if self.use_grad_accum_attribute:
+            param.grad_accum = restored
+        else:
+            param.grad = restored
+
+    def async_inplace_copy_grad_to_fp32_buffer_from_gpu(self, param: Any) -> None:
+        """Store the gradient of *param* for the step."""
+        self._finish(param, self._own_part(param))
+        self.clear_grad_attribute(param)
+
+    def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
+        """As the base. Where that has summed gradients in a buffer on the accelerator, it would copy
+        them to a buffer in host memory.
+        """
+        number = group[0] if group else None
+        if number is None or not compat.sums_on_accelerator(self, number):
+            super().copy_grads_in_partition(param, *group)
+            return
+        identifier = self.get_param_id(param)
+        self._offload_accumulated_param_ids.add(identifier)
+        if compat.at_accumulation_boundary(self):
+            _, _, _, numel = self.grad_position[identifier]
+            rank = dist.get_rank(group=self.real_dp_process_group[number])
+            sums = self._get_compact_grad_partition_slice(number, rank, identifier, numel)
+            self.norm_for_param_grads[identifier] = sums.double().norm(2)
+            self.update_offload_overflow_tracker(sums)
+            self._finish(param, sums)
+            self.clear_grad_attribute(param)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The backward pass is over."""
+        super().independent_gradient_partition_epilogue()
+        self.gradients.pause()
+        self._awaits_backward = self._partly_reduced = False
+
+    def reset_cpu_buffers(self) -> None:
+        """Forget the norms of the finished step, as the base does; its gradients are only read from
+        now on.
+        """
+        super().reset_cpu_buffers()
+        self._summed.clear()
+        self.gradients.spend()
+
+    def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
+        """Keep the factor by which the base would multiply the gradients."""
+        self._factor = torch.ones(1)
+        super().unscale_and_clip_grads([self._factor], total_norm)
+
+    # The step.
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters, as the base does. Every steps_per_print steps, log what the step
+        spent on the drive.
+
+        Raises: OffloadError when an exception ended the previous step or load after it had changed
+        some states. Loading a checkpoint clears that.
+        """
+        quiesce(self.tier)
+        self.require_whole()
+        self._require_backward()
+        try:
+            self.clock.begin_update()
+            # A second call would count the step twice.
+            self.partly_changed = bool(self.dynamic_loss_scale)
+            with self._weights_as_masters():
+                super().step(closure)
+            if not self.overflow:
+                self.powers.count(self.optimizer, self.groups_of_sub_groups)
+                self.tier.swapper.step()
+                trained.add(self.tier)
+            stats = self.clock.end()
+            self._awaits_backward = True
+            self.partly_changed = False
+        except BaseException:
+            self.give_back()
+            raise
+        if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
+            _log.info("%s", stats)
+
+    def _optimizer_step(self, group_no: int) -> None:
+        groups = self.optimizer.param_groups
+        group, parameters = groups[group_no], self._of_group(group_no)
+        if len(parameters) > 1 and has_hooks(self.optimizer):
+            warn_of_hooks(type(self.optimizer).__name__, len(parameters))
+        self.partly_changed = True
+        self.optimizer.param_groups = [group]
+        once = OncePerStep(self.optimizer)
+        try:
+            for parameter in parameters:
+                group["params"] = [parameter]
+                index = self._indexes[id(parameter)]
+                if not self.tier.swapper.learned:
+                    self.read_ahead(index)
+                self._update(index, once)
+            once.end()
+        except BaseException:
+            once.undo()
+            raise
+        finally:
+            self.optimizer.param_groups = groups
+            self._clear_fp32_optimizer_param_groups()
+
+    def _update(self, index: int, once: OncePerStep) -> None:
+        """Update sub-group *index*, and its 16-bit weights."""
+        parameter = self.fp32_partitioned_groups_flat[index]
+        self.optimizer_swapper.give_back()
+        # before the states, so that only one value is in use at a time
+        gradient = self.gradients.widened(index, last=True)
+        if self._factor != 1.0:
+            gradient.mul_(self._factor)
+            self.gradients.used(index, self._factor)
+        self.optimizer_swapper.swap_in_optimizer_state(parameter)
+        parameter.grad = gradient
+        with once.sub_group(0):
+            self.optimizer.step()
+        if once.conflict:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} computes {once.conflict!r} from all parameters together, and stages 1 and 2 on a drive update them "
+                'one sub-group after another: use another optimizer, or set "device": "cpu"'
+            )
+        if self.state_format.in_place:
+            self._weights(index).copy_(parameter.data)
+        self.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
+
+    @contextlib.contextmanager
+    def _weights_as_masters(self) -> Iterator[None]:
+        """Context in which the base finds this rank's 16-bit weights in place of master weights, so
+        that it copies them onto themselves.
+        """
+        weights = [self._own_weights(group) for group in range(len(self.bit16_groups))]
+        kept = self.single_partition_of_fp32_groups
+        self.single_partition_of_fp32_groups = weights
+        self.param_buffer_of_bit16_for_cpu_offload_groups = weights
+        try:
+            yield
+        finally:
+            self.single_partition_of_fp32_groups = kept
+            self.param_buffer_of_bit16_for_cpu_offload_groups = []
+
+    def update_lp_params(self) -> None:
+        """Set the 16-bit weights of all ranks from the master weights."""
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if self.state_format.in_place:
+                with self.in_memory(index):
+                    self._weights(index).copy_(parameter.data)
+        self._gather()
+
+    def _gather(self) -> None:
+        """Give every rank the 16-bit weights that the others have updated."""
+        with self._weights_as_masters():
+            super().update_lp_params()
+
+    def _require_backward(self) -> None:
+        """Raises: OffloadError unless a backward pass has ended since the last step."""
+        if self._awaits_backward:
+            raise OffloadError(
+                "no backward pass has ended since the last step, which is only partly applied if an exception ended engine.step(): "
+                "run a backward pass, or, after an exception, call load_checkpoint()"
+            )
+        self._require_no_backward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _require_no_backward(self, *_: Any) -> None:
+        """Raises: OffloadError when an exception ended a backward pass after it had reduced some
+        gradients.
+        """
+        if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
+            raise partly_applied()
+
+    def require_whole(self) -> None:
+        """Raises: OffloadError when a step or a load has changed only some of the states."""
+        if self.partly_changed:
+            raise partly_applied()
+
+    def give_back(self) -> None:
+        """Release everything that an interrupted call left in use."""
+        self.gradients.give_back()
+        self.optimizer_swapper.give_back()
+
+    # Fragments: what DeepSpeed's safe_get_* and safe_set_* find.
+
+    def _get_offload_gradient_dict(self) -> None:
+        """The base would make views of gradients in memory here."""
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """The base would make views of states in memory here."""
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()
+        fragments.link(self)
+
+    def note_gradients(self) -> None:
+        """The user has set gradients, which a step may use."""
+        self._awaits_backward = False
+
+    @contextlib.contextmanager
+    def in_memory(self, index: int, *, changed: bool = False) -> Iterator[dict[str, Any]]:
+        """Context in which sub-group *index* is in memory: its master weights, whose key is "", and
+        its states, which are kept where *changed*.
+        """
+        quiesce(self.tier)
+        self.give_back()
+        parameter = self.fp32_partitioned_groups_flat[index]
+        try:
+            self.optimizer_swapper.swap_in_optimizer_state(parameter)
+            yield {**self.optimizer.state.get(parameter, {}), MASTER: parameter.data}
+        except BaseException:
+            self.optimizer_swapper.give_back()
+            raise
+        if changed:
+            self.optimizer_swapper.swap_out_optimizer_state(parameter)
+        else:
+            self.optimizer_swapper.release_swap_buffers(parameter)
+
+    # Checkpoints.
+
+    def _get_groups_without_padding(self, groups_with_padding: Any) -> list[torch.Tensor]:
+        return partition_states.masters(self, self._lenders)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base: one flat parameter for each parameter group. Tensors are `archive.offloaded`
+        while a checkpoint is saved, and in memory otherwise.
+        """
+        quiesce(self.tier)
+        self.require_whole()
+        self.give_back()
+        every = self.optimizer.state
+        self._lenders = partition_states.providers(self)
+        shown: dict[torch.Tensor, dict[str, Any]] = {}
+        try:
+            for number, group in enumerate(self.optimizer.param_groups):
+                flat = torch.empty(0, device="meta")
+                if kept := partition_states.state(self, number, self._lenders):
+                    shown[flat] = kept
+                group["params"] = [flat]
+            self.optimizer.state = shown
+            tree: dict[str, Any] = super().state_dict()
+        finally:
+            self.optimizer.state = every
+            self._clear_fp32_optimizer_param_groups()
+            del self._lenders
+        if powers := self.powers.state(self.optimizer):
+            tree[states.POWERS] = powers
+        return tree if self.leaves_states_offloaded else archive.gather(tree)
+
+    def require_complete(self, saved: Mapping[str, Any]) -> None:
+        """Raises: OffloadError where *saved* lacks states."""
+        partition_states.require_complete(self, saved)
+
+    def begin_load(self) -> None:
+        """Release what an interrupted call left in use, and forget all gradients: they are of
+        weights that are about to be replaced.
+        """
+        quiesce(self.tier)
+        if self.tier.interrupted:
+            self._reset_tier()
+        self.give_back()
+        for param in itertools.chain.from_iterable(self.bit16_groups):
+            param.grad = param.grad_accum = None
+        compat.end_backward(self)
+        self._release_ipg_buffers()
+        self.micro_step_id = -1
+        self.averaged_gradients = dict.fromkeys(self.averaged_gradients)
+        self._partly_reduced = self._awaits_backward = False
+        self.reset_cpu_buffers()
+        self.gradients.forget_all()
+        if self.partly_changed or self.tier.swapper.lacks_writes():
+            # Otherwise failed writes would be raised in the middle of the load.
+            self.tier.swapper.flush()
+
+    def _reset_tier(self) -> None:
+        """Delete all values, after an exception has ended a call of the tier in the middle. The load
+        makes them again.
+        """
+        self.partly_changed = True
+        self.tier.reset()
+        for parameter in self.fp32_partitioned_groups_flat:
+            self.optimizer.state.pop(parameter, None)
+            self.optimizer_swapper.renew(parameter, {})
+            self.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+    def _load_legacy_checkpoint(
+        self,
+        state_dict_list: Sequence[Mapping[str, Any]],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+    ) -> None:
+        saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
+        partition_states.load(self, saved, load_optimizer_states)
+        if not load_from_fp32_weights:
+            self._restore_from_bit16_weights()
+        if not self.state_format.in_place:
+            self._gather()  # this rank may round its weights differently from the saved ones
+        self.partly_changed = False
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """A checkpoint has the 16-bit weights, too, which DeepSpeed has loaded."""
+
+    def _restore_from_bit16_weights(self) -> None:
+        quiesce(self.tier)
+        self.give_back()
+        self.partly_changed = True
+        states.take_masters_from_parameters(self)
+        self.partly_changed = False
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
+    into.copy_(source)

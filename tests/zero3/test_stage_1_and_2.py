@@ -1,0 +1,122 @@
+"""Stages 1 and 2 with optimizer states on a drive give what the same run on stock DeepSpeed with
+`device: "cpu"` gives, to the bit.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import Case, differences, train
+
+SMALLEST = {"host_memory": "smallest"}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+OVERFLOWING = Case(
+    dtype="fp16",
+    overflow_step=2,
+    steps=5,
+    accumulation=2,
+    clipping=0.5,
+    groups=2,
+    model="blocks",
+    section=SMALLEST,
+)
+ACCUMULATING = Case(accumulation=3, clipping=0.3, groups=2, model="blocks", section=SMALLEST)
+IN_EITHER = {
+    "fp32": Case(dtype="fp32", clipping=1.0, evaluate=True, section=SMALLEST),
+    "overflow": OVERFLOWING,
+    "accumulation": ACCUMULATING,
+    "accumulation-in-fp32": ACCUMULATING.but(groups=1, top=FP32_SUMS),
+    "everything-fits": ACCUMULATING.but(section={"host_memory": 64_000_000}),
+    "fragments": Case(loop="fragments", groups=2, model="blocks", section=SMALLEST),
+    "gradients-set": Case(loop="clip", accumulation=2, model="blocks", section=SMALLEST),
+    "resumed": Case(loop="resume", groups=2, model="blocks", steps=6, section=SMALLEST),
+    "missing-gradients-last": ACCUMULATING.but(section={**SMALLEST, "missing_gradients": "last"}),
+}
+IN_STAGE_2 = {
+    "sgd": Case(optimizer="sgd", section=SMALLEST),
+    "momentum": Case(optimizer="momentum", groups=2, section=SMALLEST),
+    "adagrad": Case(optimizer="adagrad", model="blocks", section=SMALLEST),
+    "several-kinds-of-states": Case(
+        optimizer="sign", model="blocks", section={"host_memory": "double"}
+    ),
+    "nadam": Case(optimizer="nadam", groups=2, model="blocks", section=SMALLEST),
+    "round-robin": Case(model="blocks", section=SMALLEST, zero={"round_robin_gradients": True}),
+    "overlapped": Case(model="blocks", section=SMALLEST, zero={"overlap_comm": True}),
+    "frozen": Case(model="frozen", section=SMALLEST),
+    "tied": Case(model="tied", section=SMALLEST),
+    "checkpointed": Case(model="checkpointed", accumulation=2, section=SMALLEST),
+}
+
+
+def in_stage(stage: int, cases: dict[str, Case]) -> list[Case]:
+    return [
+        case.but(name=f"{name} in stage {stage}", zero={**case.zero, "stage": stage})
+        for name, case in cases.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    cases = [*in_stage(1, IN_EITHER), *in_stage(2, IN_EITHER | IN_STAGE_2)]
+    ours, stock = (
+        train(cases, tmp_path_factory.mktemp(name), ours=name == "ours", ranks=2)
+        for name in ("ours", "stock")
+    )
+    return {case.name: (one, other) for case, one, other in zip(cases, ours, stock, strict=True)}
+
+
+NAMES = [case.name for case in (*in_stage(1, IN_EITHER), *in_stage(2, IN_EITHER | IN_STAGE_2))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_train_as_with_states_in_memory(results, name):
+    ours, stock = results[name]
+    assert "error" not in ours, ours
+    assert "error" not in stock, stock
+    assert not differences(ours, stock)
+
+
+def test_less_memory_than_states_have_uses_the_drive_and_enough_does_not(results):
+    for stage in (1, 2):
+        moved, _ = results[f"accumulation in stage {stage}"]
+        stayed, _ = results[f"everything-fits in stage {stage}"]
+        assert moved["traffic"]["bytes_read"] > 0
+        assert stayed["traffic"]["bytes_read"] == stayed["traffic"]["bytes_written"] == 0
+        assert moved["stats"]["step"] == 3
+
+
+REFUSED = {
+    "overlap_step": ({"section": {"overlap_step": True}}, "overlap_step"),
+    "elastic_checkpoint": ({"zero": {"elastic_checkpoint": True}}, "elastic_checkpoint"),
+    "universal": ({"top": {"checkpoint": {"load_universal": True}}}, "load_universal"),
+    "autocast": ({"dtype": "autocast"}, "torch_autocast"),
+    "too little": ({"section": {"host_memory": 1000}}, "at least"),
+    "parameters": ({"parameters": "nvme"}, "offload_param"),
+}
+
+
+def test_what_does_not_work_is_refused_before_training(tmp_path: Path):
+    cases = [
+        Case(name=name, **{**changes, "zero": {"stage": 2, **changes.get("zero", {})}})
+        for name, (changes, _) in REFUSED.items()
+    ]
+    for result, (_, named) in zip(train(cases, tmp_path), REFUSED.values(), strict=True):
+        assert result["error"] in ("UnsupportedError", "UsageError"), result
+        assert re.search(named, result["message"]), result
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path: Path):
+    case = Case(
+        zero={"stage": stage},
+        loop="fragments",
+        model="blocks",
+        section={**SMALLEST, "state_format": "split"},
+    )
+    (ours,) = train([case], tmp_path, ranks=2)
+    assert "error" not in ours, ours
+    (other,) = ours["ranks"]
+    assert ours["weights"] == other["weights"]
