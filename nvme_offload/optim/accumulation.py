@@ -23,6 +23,7 @@ from .modes import fixed_modes
 
 # of copies that are under way between a GPU and the host: beyond it, backward() waits
 _IN_FLIGHT = 64
+_UNTIGHT = 8  # values that may be in use together: of buckets on their way to a GPU and back
 _IN_FLIGHT_BYTES = 128 << 20
 
 
@@ -81,7 +82,6 @@ class GradientSums:
         self._stored: set[Bucket] = set()  # that have a value
         self._taken: dict[Bucket, None] = {}
         self._sums: dict[Weight, Sum] = {}  # whose bytes are here
-        self._hooks: list[Any] = []
 
     @staticmethod
     def check(parameter: torch.Tensor) -> None:
@@ -100,29 +100,16 @@ class GradientSums:
                 "since each rank has only its part of the gradients there"
             )
 
-    def watch(self, weights: Sequence[Weight]) -> None:
-        """Move the gradients of *weights* from now on."""
-        for weight in weights:
-            if weight.parameter.requires_grad and weight.fragments:
-                parameter: Any = weight.parameter
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(weight)))
-
-    def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
-        source, reference = weakref.ref(self), weakref.ref(weight)
-
-        def move(_: torch.Tensor) -> None:
-            sums, weight = source(), reference()
-            if sums is not None and weight is not None:
-                sums._move(weight)
-
-        compiler: Any = torch.compiler
-        eager: Callable[[torch.Tensor], None] = compiler.disable(move)
-        return eager
+    def limit(self, buckets: Sequence[Bucket]) -> None:
+        """The values in use are those of *buckets*."""
+        largest = max((max(one.room_bytes, one.gradient_bytes) for one in buckets), default=0)
+        self.tight = self._tier.cap_bytes < _UNTIGHT * largest
 
     # What backward() does.
 
     @fixed_modes()
-    def _move(self, weight: Weight) -> None:
+    def move(self, weight: Weight) -> None:
+        """Move the gradient that backward() has made of *weight*. Raises: as `add`."""
         gradient = weight.parameter.grad
         bucket = weight.fragments[0].bucket
         # what is not plain stays where it is: a gradient with a graph, a sparse one, one of another
@@ -318,11 +305,23 @@ class GradientSums:
         self._copies.clear()
         self._under_way_bytes = 0
 
+    def release(self, weights: Sequence[Weight]) -> None:
+        """Let *weights*, whose buckets will be no more, have their gradients in `.grad`. Raises: as
+        `TensorSwapper.swap_in`.
+        """
+        for weight in weights:
+            one = self._sum_of(weight)
+            if one is not None and not one.lost:
+                parameter = weight.parameter
+                parameter.grad = self.load(one).to(parameter.device, parameter.dtype)
+                one.lost = "was replaced by another"
+            self._sums.pop(weight, None)
+        self.settle()
+        for bucket in {fragment.bucket for weight in weights for fragment in weight.fragments}:
+            self._discard(bucket)
+
     def close(self, weights: Sequence[Weight]) -> None:
-        """Move no more gradients, and leave none of *weights*."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Leave no gradients of *weights*."""
         for weight in weights:
             if self._sum_of(weight) is not None:
                 weight.parameter.grad = None

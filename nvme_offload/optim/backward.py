@@ -5,8 +5,6 @@ are complete.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +15,19 @@ from .placeholders import SpentGradient
 
 
 class BackwardUpdates:
-    """Tells *owner*, which this does not keep alive, of each gradient that is complete, and whose
-    buckets can be updated then; and lets gradients go.
+    """Tells which buckets can be updated as gradients get complete, and lets gradients go.
 
     *updated*: the buckets of this step that are done, the owner's own set. *assume_final*:
     gradients that are complete are whole, whoever else there is. Attributes: *accumulating*, while
     gradients are to be left alone.
     """
 
-    def __init__(self, owner: Any, updated: set[Bucket], *, assume_final: bool) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self, updated: set[Bucket], *, assume_final: bool) -> None:
         self._assume_final = assume_final
         self._updated = updated
+        self._norms: dict[Weight, torch.Tensor] = {}  # of gradients that are about to be used up
         self._spent: dict[Weight, None] = {}  # since `zero_grad`
         self._waiting: dict[Bucket, set[Weight]] = {}  # whose gradients are not complete
-        self._hooks: list[Any] = []
         # backward passes that have begun to update parameters, and not ended
         self._passes: set[int] = set()
         self.accumulating = False
@@ -62,13 +58,6 @@ class BackwardUpdates:
                 'replicates; say step_in_backward="local" where nothing but autograd and FSDP2 works on gradients; or leave it out'
             )
 
-    def watch(self, weights: Sequence[Weight]) -> None:
-        """Have a say in what happens after the gradients of *weights* are complete."""
-        for weight in weights:
-            if weight.parameter.requires_grad:
-                parameter: Any = weight.parameter
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(weight)))
-
     def begin_updates(self) -> None:
         """This backward pass is about to update parameters."""
         number = torch._C._current_graph_task_id()
@@ -94,16 +83,15 @@ class BackwardUpdates:
         backward() begins with no gradients.
         """
         self._waiting.clear()
+        self._norms.clear()
         for weight in self._spent:
             gradient = weight.parameter.grad
             if gradient is not None and isinstance(local_as_it_is(gradient), SpentGradient):
                 weight.parameter.grad = None
 
-    def close(self) -> None:
-        """Say no more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+    def forget(self) -> None:
+        """Buckets were replaced by others."""
+        self._waiting.clear()
 
     def complete(self, weight: Weight) -> list[Bucket]:
         """The gradient of *weight* is complete: the buckets that waited for nothing else."""
@@ -126,6 +114,13 @@ class BackwardUpdates:
                 ready.append(bucket)
         return ready
 
+    def note_norms(self, bucket: Bucket) -> None:
+        """Compute the norms of the gradients of *bucket*, which an update is about to use up."""
+        for weight in {fragment.weight for fragment in bucket.fragments} - self._norms.keys():
+            gradient = weight.parameter.grad
+            if gradient is not None:
+                self._norms[weight] = torch.linalg.vector_norm(local(gradient))
+
     def spend(self, bucket: Bucket) -> None:
         """Let the gradients go that *bucket*, which has been updated, was the last to need."""
         for fragment in bucket.fragments:
@@ -134,7 +129,8 @@ class BackwardUpdates:
                 all(other.bucket in self._updated for other in fragment.weight.fragments)
                 and parameter.grad is not None
             ):
-                parameter.grad = like(parameter, SpentGradient(local_as_it_is(parameter)))
+                norm = self._norms.pop(fragment.weight)
+                parameter.grad = like(parameter, SpentGradient(local_as_it_is(parameter), norm))
                 self._spent[fragment.weight] = None
 
     def zero(self, *, set_to_none: bool) -> None:
@@ -148,19 +144,6 @@ class BackwardUpdates:
                 part = local_as_it_is(parameter)
                 zeros = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
                 parameter.grad = like(parameter, zeros)
-
-    def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
-        owner = self._owner
-
-        def ready(_: torch.Tensor) -> None:
-            optimizer = owner()
-            if optimizer is not None:
-                optimizer._gradient_is_complete(weight)
-
-        compiler: Any = torch.compiler
-        # compiled autograd would compile the update, which rounds otherwise then
-        eager: Callable[[torch.Tensor], None] = compiler.disable(ready)
-        return eager
 
 
 def await_copy(parameter: torch.Tensor) -> None:

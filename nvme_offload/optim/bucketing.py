@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ import torch
 from ..errors import UnsupportedError, UsageError
 from ..optimizer_states import BLOCK, StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
-from ..optimizer_states.traits import Traits, examine, lasting_keys
+from ..optimizer_states.traits import Traits, examine, lasting_keys, raw_step
+from ..optimizer_states.tree import is_for_each, tensors
 from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 from .update import MASTER
@@ -22,6 +23,9 @@ from .update import MASTER
 # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch
 # aligns all tensors so
 _ALIGNED = 16
+
+_CPU = torch.device("cpu")
+_NOTHING = Traits({}, eager=False, separable=True, elementwise=True, why="")
 
 _log = logging.getLogger(__name__)
 
@@ -57,26 +61,34 @@ class Bucketing:
         self._gradients = gradients
         self._found: dict[Any, Traits] = {}
         self._told: set[str] = set()
-        # of all parameters, where they cannot be updated apart
-        self._together: Bucket | None = None
+        self._numbers = itertools.count()  # of buckets
+        # whether the optimizer cannot update parameters apart
+        self.together = False
+
+    def try_out(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Find out how the optimizer treats parameters like these, wherever they will be. Raises:
+        UnsupportedError where it cannot be used.
+        """
+        for dtype in {one.dtype for one in parameters if _has_gradients(one.dtype)}:
+            self._examine(options, _dimensions(parameters), self._format.update_dtype(dtype), _CPU)
 
     def admit(
         self,
         index: int,
         parameters: Sequence[torch.Tensor],
         options: Mapping[str, Any],
-        number: int,
+        before: Mapping[int, Weight],
+        updated: Container[Weight],
     ) -> tuple[list[Weight], list[Bucket]]:
-        """The *parameters* of the group of *index*, and their buckets, numbered from
-        *number* on.
+        """The *parameters* of the group of *index*, and their buckets. Parameters that were bound
+        *before*, by their ids, keep their `Weight`; those that were *updated* in this step share
+        no bucket with others.
         """
-        if len(set(parameters)) < len(parameters):
-            raise UsageError("a parameter is more than once in a group: each may be there once")
         for parameter in parameters:
             _check(parameter)
         weights: list[Weight] = []
         buckets: list[Bucket] = []
-        for kind, most in self._kinds(parameters, options):
+        for kind, most in self._kinds(index, parameters, options, before, updated):
             tensors = [local(weight.parameter) for weight in kind]
             divisible = [
                 tensor.is_contiguous() and weight.traits.elementwise
@@ -88,9 +100,9 @@ class Bucketing:
             for parts in (
                 cut([tensor.numel() for tensor in tensors], most, divisible, unit) if most else ()
             ):
-                own, dtype = number + len(buckets), tensors[0].dtype
+                dtype = tensors[0].dtype
                 bucket = Bucket(
-                    f"{self._prefix}/{own}",
+                    f"{self._prefix}/{next(self._numbers)}",
                     dtype,
                     self._format.update_dtype(dtype),
                     tensors[0].device,
@@ -99,7 +111,7 @@ class Bucketing:
                     unit,
                 )
                 for which, start, stop in parts:
-                    bucket.add(kind[which], index, start, stop)
+                    bucket.add(kind[which], start, stop)
                 buckets.append(bucket)
             weights += kind
         return weights, buckets
@@ -125,7 +137,7 @@ class Bucketing:
         try:
             return self._budget.divide(values, beside, max(most, default=0)) + sum(gradients)
         except UsageError as error:
-            if self._together is None:
+            if not self.together:
                 raise
             raise UsageError(
                 f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}"
@@ -141,32 +153,69 @@ class Bucketing:
         states, rest_bytes = bucket.foreseen()
         return wide.layout(bucket.numel, states, bucket.dtype, self._name).nbytes + rest_bytes
 
-    def joined(self, buckets: list[Bucket], *, alone: bool) -> list[Bucket]:
-        """*buckets*, or one of all that is trained, where parameters cannot be updated apart.
-        *alone*: there are no others.
+    def goes_on_with(
+        self,
+        bucket: Bucket,
+        states: Mapping[Weight, Mapping[Any, Any]],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> bool:
+        """Whether the optimizer updates the parameters of *bucket* by *states* of another dtype, as
+        torch's do, some of them, after a model was cast. It is tried.
         """
-        if self._together is None and all(bucket.traits.separable for bucket in buckets):
-            return buckets
+        if self._format.eight_bit or bucket.dtype != bucket.update_dtype:
+            return False
+        weights = {fragment.weight: fragment.group for fragment in bucket.fragments}
+        found = {
+            (group, value.dtype)
+            for weight, group in weights.items()
+            for value in tensors(states.get(weight, {})).values()
+            if value.is_floating_point() and is_for_each(value, weight.parameter.shape)
+        }
+        return all(
+            self._steps_over(groups[group], dtype, bucket.update_dtype)
+            for group, dtype in found
+            if dtype != bucket.update_dtype
+        )
+
+    def _steps_over(self, group: Mapping[str, Any], before: torch.dtype, now: torch.dtype) -> bool:
+        sample = torch.nn.Parameter(torch.ones(2, 2, dtype=before))
+        options = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+        with torch.random.fork_rng(devices=()):
+            try:
+                optimizer = self._make([{**copy.deepcopy(options), "params": [sample]}])
+                for dtype in (before, now):
+                    sample.grad = None
+                    sample.data = sample.data.to(dtype)
+                    sample.grad = torch.ones_like(sample)
+                    raw_step(optimizer)(optimizer)
+            except Exception:
+                return False
+        return True
+
+    def joined(self, buckets: list[Bucket]) -> list[Bucket]:
+        """*buckets*, or one of all that is trained, where parameters cannot be updated apart."""
         trained = [bucket for bucket in buckets if bucket.trained]
-        if not trained:
+        if all(bucket.traits.separable for bucket in trained):
             return buckets
-        if not alone or len({(bucket.dtype, bucket.home, bucket.device) for bucket in trained}) > 1:
+        if len({(bucket.dtype, bucket.home, bucket.device) for bucket in trained}) > 1:
             raise UnsupportedError(
-                f"{self._name} looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype on one device, all of them given when "
-                "it is made. Use an optimizer that treats every parameter by itself, such as AdamW"
+                f"{self._name} looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype on one device. Use an optimizer that "
+                "treats every parameter by itself, such as AdamW"
             )
+        self.together = True
         first, *others = trained
         for other in others:
             first.join(other)
-        self._together = first
         return [bucket for bucket in buckets if bucket not in others]
 
     def check(self, due: Sequence[Bucket]) -> None:
         """See that the buckets that are *due* can be updated. Raises: UnsupportedError."""
-        if self._together is not None and any(bucket is not self._together for bucket in due):
+        if self.together and not all(bucket.trained for bucket in due):
             raise UnsupportedError(
-                f"{self._name} looks at all parameters at once, and some that were frozen when NVMeOptimizer was made have gradients: make it after they "
-                "are thawed"
+                f"{self._name} looks at all parameters at once, and some that are frozen have gradients: call requires_grad_() on them, or set their gradients "
+                "to None"
             )
 
     def check_keys(
@@ -204,36 +253,43 @@ class Bucketing:
                 )
 
     def _kinds(
-        self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]
+        self,
+        index: int,
+        parameters: Sequence[torch.Tensor],
+        options: Mapping[str, Any],
+        before: Mapping[int, Weight],
+        updated: Container[Weight],
     ) -> Iterator[tuple[list[Weight], int]]:
         """Consecutive *parameters* of one kind, with the most elements that a bucket of such should
         have.
         """
-        dimensions = sorted({max(parameter.dim(), 1) for parameter in parameters})
-        for (dtype, _, device, _), run in itertools.groupby(
+
+        def weight(parameter: torch.Tensor, traits: Traits) -> Weight:
+            made = Weight.of(parameter, traits, index)
+            known = before.get(id(parameter))
+            if known is None:
+                return made
+            known.traits, known.form, known.trained = traits, made.form, made.trained
+            known.group = index
+            return known
+
+        dimensions = _dimensions(parameters)
+        for (dtype, _, device, *_), run in itertools.groupby(
             parameters,
             lambda parameter: (
                 parameter.dtype,
                 local(parameter).device,
                 self._place_updates(parameter),
                 parameter.requires_grad,
+                before.get(id(parameter)) in updated,
             ),
         ):
-            # what is quantized has no gradients, ever
-            if not dtype.is_floating_point and not dtype.is_complex:
-                yield (
-                    [
-                        Weight(
-                            parameter,
-                            Traits({}, eager=False, separable=True, elementwise=True, why=""),
-                        )
-                        for parameter in run
-                    ],
-                    0,
-                )
+            # what is quantized has no gradients, ever, and what is on meta not yet
+            if not _has_gradients(dtype) or device.type == "meta":
+                yield [weight(parameter, _NOTHING) for parameter in run], 0
                 continue
             found = self._examine(options, dimensions, self._format.update_dtype(dtype), device)
-            weights = [Weight(parameter, found) for parameter in run]
+            weights = [weight(parameter, found) for parameter in run]
             if not found.elementwise and any(is_cut(weight.parameter) for weight in weights):
                 raise UnsupportedError(
                     f"{self._name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
@@ -290,6 +346,14 @@ class Bucketing:
             _log.info("%s updates %s (%s)", self._name, what, traits.why)
 
 
+def _dimensions(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return sorted({max(parameter.dim(), 1) for parameter in parameters})
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def _listed(keys: Iterable[Any]) -> str:
     return ", ".join(sorted(map(repr, keys)))
 
@@ -317,9 +381,9 @@ def is_cut(parameter: torch.Tensor) -> bool:
 
 def _check(parameter: torch.Tensor) -> None:
     device = local(parameter).device
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedError(
-            f"parameters must be on the CPU or on a CUDA device, not on {device}: move the model before the optimizer is made"
+            f"parameters must be on the CPU or on a CUDA device, not on {device}: move the model there before the first step"
         )
     if parameter.layout is not torch.strided:
         raise UnsupportedError(f"parameters must be dense, not {parameter.layout}")

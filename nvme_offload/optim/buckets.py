@@ -25,6 +25,24 @@ _marks = itertools.count()
 SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 
 
+class Form(NamedTuple):
+    """What a binding depends on: the part of a parameter on this rank, and how a DTensor lies over
+    the ranks.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    placements: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Form:
+        """The form of *parameter*. It does not wait for an update that is queued."""
+        part = local_as_it_is(parameter)
+        placements: Any = parameter.placements if is_distributed(parameter) else ()  # type: ignore[attr-defined]
+        return cls(part.shape, part.dtype, part.device, placements)
+
+
 @dataclasses.dataclass(eq=False)
 class Weight:
     """One parameter. *seen* is what its data was like after the last update; *changes* counts how
@@ -33,12 +51,18 @@ class Weight:
     *traits*: of the optimizer's class with parameters like this one. *number*: among all of the
     optimizer's. *offset*: of the part on this rank within all of the parameter, in elements.
 
+    *form* and *group*: those of the parameter when it was bound, and *trained*, whether it required
+    gradients then.
+
     *awaited*: the update that is queued, and *taken* the mark of the gradient of the last that was,
     with its version. No weak reference, with which torch.utils.swap_tensors takes no gradient.
     """
 
     parameter: torch.Tensor
     traits: Traits
+    form: Form
+    group: int
+    trained: bool = True
     fragments: list[Fragment] = dataclasses.field(default_factory=list)
     seen: tuple[int, int] | None = None
     changes: int = 0
@@ -49,6 +73,21 @@ class Weight:
     placeholders: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
     awaited: Awaited | None = None
     taken: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, traits: Traits, group: int) -> Weight:
+        """Bind *parameter*, of the group with the index *group*, as it is now."""
+        return cls(parameter, traits, Form.of(parameter), group, parameter.requires_grad)
+
+    @property
+    def is_as_bound(self) -> bool:
+        """Whether the parameter was neither moved nor cast nor unfrozen since it was bound."""
+        parameter = self.parameter
+        return Form.of(parameter) == self.form and (self.trained or not parameter.requires_grad)
+
+    def release(self) -> None:
+        """Leave the buckets. What was shown of the states stays, for the next binding."""
+        self.fragments, self.placeholders, self.seen = [], {}, None
 
     @property
     def states(self) -> dict[Any, Any]:
@@ -153,7 +192,7 @@ class Place(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class Fragment:
     """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first
-    of them in the bucket. *group*: the parameter's.
+    of them in the bucket.
 
     *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for
     it. *leaves* are those of its tensors that travel, which are empty but while the bucket is
@@ -165,7 +204,6 @@ class Fragment:
 
     weight: Weight
     bucket: Bucket
-    group: int
     start: int
     stop: int
     place: int
@@ -179,6 +217,11 @@ class Fragment:
     stepped: bool = False
     changes: int = 0
     summed: torch.Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """The index of the parameter's group."""
+        return self.weight.group
 
     @property
     def numel(self) -> int:
@@ -444,22 +487,22 @@ class Bucket:
             fragment.bucket, fragment.place = self, self._next_place
             self.fragments.append(fragment)
 
-    def add(self, weight: Weight, group: int, start: int, stop: int) -> None:
-        """Take in a part of *weight*, which is of *group*."""
+    def add(self, weight: Weight, start: int, stop: int) -> None:
+        """Take in a part of *weight*."""
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
         # Its data is put there for the time of each step. There are optimizers that skip what is
         # frozen, and that take nothing but Parameters.
         shadow = torch.nn.Parameter(torch.empty(0, dtype=self.update_dtype, device=self.device))
-        fragment = Fragment(weight, self, group, start, stop, self._next_place, shape, shadow)
+        fragment = Fragment(weight, self, start, stop, self._next_place, shape, shadow)
         self.fragments.append(fragment)
         weight.fragments.append(fragment)
         fragment.look_at_strides()
 
     @property
     def trained(self) -> bool:
-        """Whether its parameters are not frozen; all are or none is."""
-        return self.fragments[0].weight.parameter.requires_grad
+        """Whether its parameters required gradients when they were bound; all did or none."""
+        return self.fragments[0].weight.trained
 
     @property
     def has_gradient(self) -> bool:

@@ -46,6 +46,10 @@ def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 
+class DividedOtherwiseError(Exception):
+    """The buckets that there are leave too little for others, where all together would fit."""
+
+
 class Budget:
     """The division of *cap_bytes*: what values may take, and what is kept for what is beside them.
     Attributes: *values_bytes*, of the former.
@@ -56,23 +60,29 @@ class Budget:
         self.values_bytes = cap_bytes
         self._divided = False
 
+    def forget(self) -> None:
+        """Undo the division, once there are no buckets."""
+        self.values_bytes, self._divided = self.cap_bytes, False
+
     def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
         """Make room for buckets with values of such sizes, and for the largest of what is *beside*
         them on the host; the bytes of all values.
 
         *most*: the bytes that one may come to have.
-        Raises: UsageError with what would do.
+        Raises: UsageError with what would do; DividedOtherwiseError where there are buckets already, and
+        the cap would do if all were made together.
         """
         largest = max((_rounded(value) for value in [*values, most]), default=0) + _PAGE
         aside = max(beside, default=0)
         kept = self.cap_bytes - self.values_bytes
         if not self._divided and beside and largest + aside <= self.cap_bytes:
             kept = max(aside, min(self.cap_bytes // SCRATCH_PARTS, self.cap_bytes - largest))
-        elif self._divided and aside > kept:
-            raise UsageError(
-                f"the new group needs {format_bytes(aside)} of host_memory beside its states, and {format_bytes(kept)} were kept for such: "
-                "give the optimizer its parameters when it is made, or allow more"
-            )
+        elif (
+            self._divided
+            and largest + aside <= self.cap_bytes
+            and (aside > kept or largest > self.values_bytes)
+        ):
+            raise DividedOtherwiseError
         if largest + max(aside, kept) > self.cap_bytes:
             raise UsageError(
                 f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bucket of states, {format_bytes(largest)}, and "

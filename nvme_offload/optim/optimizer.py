@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -24,31 +24,32 @@ from ..errors import UnsupportedError, UsageError, known
 from ..hardware.config import AioConfig
 from ..optimizer_states import state_format as format_called
 from ..optimizer_states import wide_enough
-from ..optimizer_states.tree import Key, replaced, top
+from ..optimizer_states.tree import Key, replaced, tensors, top
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier, engine_config, memory_size
 from . import parts, resharding, saved
 from .accumulation import GradientSums
 from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy
+from .binding import Binding, Plan, check_resized, may_be_replaced, parameters_of
 from .bucketing import Bucketing
-from .buckets import Bucket, Weight, like, local, offset_of
-from .budget import Budget
+from .buckets import Bucket, Form, Weight, like, local
+from .budget import Budget, DividedOtherwiseError
+from .gradient_hooks import GradientHooks
 from .host_gradient import HostGradient
 from .modes import callers, fixed_modes
 from .options import StepOptions, differences, materialised, same, samples_of
-from .placeholders import StateOnDrive
+from .placeholders import StateOnDrive, is_on_drive
 from .progress import Progress
 from .provisional import Before, ProvisionalUpdates
 from .shown_state import ShownState, ShownStates
 from .stats import UpdateClock, UpdateStats
-from .update import Options, Updater
+from .update import MASTER, Options, Updater
 from .update_device import UpdateDevice
 from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
 
 _log = logging.getLogger(__name__)
 _serials = itertools.count()
-_UNTIGHT = 8  # values that may be in use together: of buckets on their way to a GPU and back
 
 
 class NVMeOptimizer(torch.optim.Optimizer):
@@ -131,6 +132,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     Notes
     -----
+    As in torch, a model may be sharded, moved or cast after its optimizer was made, and `param_groups`
+    may get other parameters at any time. States belong to the parameter that `state` has them of.
+
     Memory and space on the drives are given back by `close`, at the end of a ``with``, or when the
     optimizer is garbage.
 
@@ -177,12 +181,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         given = materialised(params)
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        self._weights: list[Weight] = []
-        self._buckets: list[Bucket] = []
         self._updated: set[Bucket] = set()  # in the step that goes on
         self._options = StepOptions()
         self._backward = (
-            BackwardUpdates(self, self._updated, assume_final=step_in_backward == "local")
+            BackwardUpdates(self._updated, assume_final=step_in_backward == "local")
             if step_in_backward
             else None
         )
@@ -191,6 +193,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._overlap = bool(overlap_step)
         self._queue: UpdateQueue | None = None
         self._open_step: Step | None = None  # some of whose updates are queued
+        self._gradient_hooks = (
+            GradientHooks(self) if step_in_backward or accumulate is not None else None
+        )
+        self._bound_in_task = -1  # the backward pass in which the binding was last looked at
         self._hooks: dict[Weight, Any] = {}  # for the first gradient of a backward pass
         self._state_was_asked_for = False  # since it was looked at last
         self._has_begun = False  # the step that goes on, in a backward pass
@@ -244,16 +250,25 @@ class NVMeOptimizer(torch.optim.Optimizer):
         try:
             self._format = wide_enough(self._format, self._class_name, self.param_groups)
             self._updater = Updater(self._tier, self._format, self._maker, self._class_name)
-            self._budget = Budget(self._tier.cap_bytes)
+            budget = Budget(self._tier.cap_bytes)
             self._bucketing = Bucketing(
                 self._class_name,
                 self._maker,
                 self._format,
-                self._budget,
+                budget,
                 f"optimizer{self._serial}",
                 declared=elementwise,
                 gradients=accumulate is not None,
                 place_updates=place_updates,
+            )
+            self._binding = Binding(
+                self._bucketing,
+                budget,
+                self._tier,
+                self._updater,
+                backwards=bool(step_in_backward),
+                twice=step_in_backward == "provisional",
+                has_gradients=accumulate is not None,
             )
             if accumulate is not None:
                 self._sums = GradientSums(
@@ -263,10 +278,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._provisional = ProvisionalUpdates(self._tier, self, self._overlap)
             if self._overlap:
                 self._queue = UpdateQueue(self._source)
-            self._admit(range(len(self.param_groups)))
-            if any(bucket.device.type == "cpu" for bucket in self._buckets):
-                use_share_of_cores()
-            self._clock = UpdateClock(self._tier)
+            if may_be_replaced(self.param_groups):
+                for index, group in enumerate(self.param_groups):
+                    self._bucketing.try_out(group["params"], self._options.of(index, group))
+                self._options.forget()
+                self._watch_gradients()
+            else:
+                self._bind()
         except BaseException:
             self._tier.close()
             raise
@@ -321,6 +339,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _make_step(self, *, tried_again: bool) -> None:
         """As `step`, which was *tried_again* where a queued update has failed."""
+        self._bind()
+        self._binding.check_trains()
         if self._open_step is None:
             self.synchronize()
             tried_again = tried_again or bool(self._ended)
@@ -435,6 +455,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return
         self._settle()
         self._recover()
+        if self._weights:
+            self._bind()  # what this raises is not about the new group
         if isinstance(param_group, dict):  # torch refuses anything else
             materialised([param_group])
         [sample] = samples_of([param_group])
@@ -445,7 +467,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._template.add_param_group(sample)
             _follow(groups[-1:], samples[before:])
             self._maker.add(groups[-1])
-            self._admit([len(groups) - 1])
+            if self._weights or not may_be_replaced(groups):
+                self._bind()
+            else:
+                self._watch_gradients()
         except BaseException:
             groups.pop()
             del samples[before:]
@@ -517,6 +542,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             Another rank failed; the message gives its error.
         """
         self._check_open()
+        self._bind(lazily=True)
         place, engine = Path(path), self._tier.store.engine
 
         def states() -> contextlib.AbstractContextManager[dict[str, Any]]:
@@ -569,6 +595,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self._give_up_what_fails()
+        self._bind()
         place = Path(path)
 
         def read(file: Path) -> Any:
@@ -609,10 +636,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._settle()
         self._recover()
         self._check_usable()
-        self._check_parameters()
-        for weight in self._weights:
-            if weight.fragments:
-                _check_unchanged(weight, anywhere=True)
+        if self._weights or any(dict.values(self._state)):
+            self._bind(lazily=True)
+        check_resized(self._weights, self._state, self.param_groups)
         with self._lock, fixed_modes():
             self._progress.running = True
             self._drain()
@@ -696,7 +722,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         with self._lock:
             self._check_open()
-            self._check_parameters()
+            if self._weights or state_dict.get("state"):
+                self._bind()
             hooks = [
                 self.register_load_state_dict_pre_hook(take),
                 self.register_load_state_dict_post_hook(put, prepend=True),
@@ -807,7 +834,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             The norm before, of one element.
         """
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
-            [weight.parameter for weight in self._weights], max_norm, norm_type, error_if_nonfinite
+            [parameter for _, parameter in parameters_of(self.param_groups)],
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
         )
         return norm
 
@@ -830,8 +860,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         self._queue = None
                     for hook in self._hooks.values():
                         hook.remove()
-                    if self._backward is not None:
-                        self._backward.close()
+                    if self._gradient_hooks is not None:
+                        self._gradient_hooks.close()
                     if not self._broken:
                         self._drain()
                         if self._provisional is not None:
@@ -904,7 +934,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._recover()
         with self._lock:
             self._check_usable()
-            self._check_parameters()
+            self._bind()
             self._progress.running = True
             self._drain()
             self._take_up_states()
@@ -919,7 +949,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 results.append(self if result is one else result)
 
             for bucket in self._buckets:
-                if bucket.trained:
+                if bucket.trained or bucket.layout is not None:
                     try:
                         memory = self._updater.open(bucket)
                         for fragment in bucket.fragments:
@@ -952,83 +982,179 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     # Inside.
 
-    def _admit(self, indices: Sequence[int]) -> None:
-        """Make buckets of the groups of these *indices*, and see that memory and drives have room
-        for them.
+    @property
+    def _weights(self) -> list[Weight]:
+        return self._binding.weights
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return self._binding.buckets
+
+    def _bind(self, *, lazily: bool = False) -> None:
+        """Follow what was done to the parameters since the last time: those that are new in
+        `param_groups` get buckets, those that were moved, cast or unfrozen other ones, with their
+        states. As in torch, states belong to the parameter that `state` has them of, also while that
+        is in no group.
+
+        *lazily*: what was only moved, cast or unfrozen can wait. Raises: UsageError and
+        UnsupportedError for what cannot be bound, which stays unbound with its states in `state`;
+        NoSpaceError.
         """
-        weights: list[Weight] = []
-        buckets: list[Bucket] = []
-        for index in indices:
-            group = self.param_groups[index]
-            if self._backward is not None:
-                for parameter in group["params"]:
-                    self._backward.check(parameter)
-            if self._overlap:
-                for parameter in group["params"]:
-                    _check_class(parameter)
-            if self._sums is not None:
-                for parameter in group["params"]:
-                    self._sums.check(parameter)
-            made = self._bucketing.admit(
-                index,
-                group["params"],
-                self._options.of(index, group),
-                len(self._buckets) + len(buckets),
+        if not self._binding.differs(self.param_groups, forms=not lazily):
+            return
+        with self._lock, fixed_modes():
+            self._settle()
+            self._recover()
+            self._check_usable()
+            plan = self._binding.plan(self.param_groups)
+            check_resized(plan.bound_again, self._state, self.param_groups)
+            updated = self._updated_of(plan)
+            for _, parameter in parameters_of(self.param_groups):
+                self._check_parameter(parameter)
+            self._progress.running = True
+            self._drain()
+            try:
+                made, buckets = self._replace(plan, updated)
+            except DividedOtherwiseError:
+                plan = self._binding.plan_of_all(plan)
+                updated |= self._updated_of(plan)
+                made, buckets = self._replace(plan, updated)
+            given = self._given_to(made)
+            self._binding.commit(self.param_groups, made, buckets)
+            self._updated.update(
+                bucket
+                for bucket in buckets
+                if all(fragment.weight in updated for fragment in bucket.fragments)
             )
-            weights += made[0]
-            buckets += made[1]
-        for number, weight in enumerate(weights, len(self._weights)):
-            weight.number, weight.offset = number, offset_of(weight.parameter)
-        buckets = self._bucketing.joined(buckets, alone=not self._buckets)
-        trained = [bucket for bucket in buckets if bucket.trained]
-        nbytes = self._bucketing.required_bytes(trained)
-        self._tier.cap_bytes = self._budget.values_bytes
-        self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
-        self._tier.require_memory(nbytes)
-        twice = 0 if self._provisional is None else max(nbytes - self._tier.cap_bytes, 0)
-        # where nothing else is kept, and all sizes are known
-        foretold = (
-            not self._buckets
-            and self._sums is None
-            and not any(bucket.traits.rest for bucket in trained)
-        )
-        sizes = {
-            bucket.name: bucket.room_bytes
-            for bucket in (trained if self._backward is None else reversed(trained))
-            if bucket.room_bytes
-        }
-        largest = max(sizes.values(), default=0)
-        self._tier.require_space(
-            nbytes,
-            largest=largest if foretold else None,
-            twice=twice,
-            growth=self._bucketing.growth_bytes(trained),
-        )
-        self._tier.require(nbytes)
-        if foretold:
-            self._tier.foretell(sizes, at_once=self._updater.at_once(trained))
-        self._progress.running = True
-        self._drain()
-        with torch.no_grad():
-            for bucket in trained:
-                if bucket.traits.eager:
+            if not self._updated:
+                self._options.forget()  # a step may have begun with other groups
+            if len(buckets) == len(self._buckets):  # a tier that has started over
+                self._clock = UpdateClock(self._tier)
+            if any(bucket.device.type == "cpu" for bucket in self._buckets):
+                use_share_of_cores()
+            for bucket in buckets:
+                if bucket.trained and bucket.traits.eager:
                     self._updater.start(
                         bucket, self._updater.open(bucket), self._options_of(bucket)
                     )
                     self._show(bucket)
-        self._drain()
-        self._progress.running = False
-        self._options.forget(indices)  # a step may have begun with the other groups
-        self._weights += weights
-        self._buckets += buckets
+            self._drain()
+            self._watch_gradients()
+            if self._sums is not None:
+                self._sums.limit(self._buckets)
+            if given:
+                self._restore(given, bound_again=True)
+            self._progress.running = False
+
+    def _updated_of(self, plan: Plan) -> set[Weight]:
+        """The weights of *plan* that are updated already, in the step that goes on. Raises:
+        UsageError.
+        """
+        updated = set()
+        for weight in plan.bound_again:
+            made = [fragment.bucket in self._updated for fragment in weight.fragments]
+            if any(made):
+                updated.add(weight)
+            if any(made) and not all(made):
+                raise UsageError(
+                    "a parameter was moved, cast or replaced when a step that failed had updated a part of it: undo that and call step() again, or load "
+                    "a checkpoint"
+                )
+        return updated
+
+    def _check_parameter(self, parameter: torch.Tensor) -> None:
         if self._backward is not None:
-            self._backward.watch(weights)
+            self._backward.check(parameter)
+        if self._overlap:
+            _check_class(parameter)
         if self._sums is not None:
-            self._sums.watch(weights)
-            largest = max(
-                (max(one.room_bytes, one.gradient_bytes) for one in self._buckets), default=0
+            self._sums.check(parameter)
+
+    def _bring_states(self, plan: Plan) -> None:
+        """Let `state` have tensors in place of the placeholders for what is in the buckets of
+        *plan*. They are mapped from a file without a name on the first drive.
+        """
+        states = {key: state for key, state in dict.items(self._state) if isinstance(state, dict)}
+        shown = {
+            id(leaf): local(leaf)
+            for state in states.values()
+            for leaf in tensors(state).values()
+            if is_on_drive(leaf)
+        }
+        needed = {one.weight for one in shown.values() if isinstance(one, StateOnDrive)}
+        buckets = [
+            bucket
+            for bucket in plan.buckets
+            if any(fragment.weight in needed for fragment in bucket.fragments)
+        ]
+        weights = list(
+            dict.fromkeys(fragment.weight for bucket in buckets for fragment in bucket.fragments)
+        )
+        found = dict(
+            zip(
+                weights,
+                saved.collect(self._updater, buckets, weights, self._tier.paths[0]),
+                strict=True,
             )
-            self._sums.tight = self._budget.values_bytes < _UNTIGHT * largest
+        )
+        brought: dict[int, torch.Tensor] = {}
+        for key, one in shown.items():
+            if isinstance(one, StateOnDrive) and one.weight in found and one.is_current:
+                whole = tensors(found[one.weight]).get(one.key)
+                if whole is not None:
+                    brought[key] = one.of(local(whole)) if one.ways else whole
+        for parameter, state in states.items():
+            if any(id(leaf) in brought for leaf in tensors(state).values()):
+                dict.__setitem__(self._state, parameter, replaced(dict.copy(state), brought))
+
+    def _replace(
+        self, plan: Plan, updated: Collection[Weight]
+    ) -> tuple[list[Weight], list[Bucket]]:
+        """Replace the buckets of *plan*; what is to be bound instead."""
+        self._bring_states(plan)
+        if self._sums is not None:
+            self._sums.release(plan.weights)
+        self._release(plan)
+        return self._binding.admit(self.param_groups, self._options.of, plan, updated)
+
+    def _release(self, plan: Plan) -> None:
+        before, self._broken = self._broken, "parameters were being bound anew"
+        for weight in plan.weights:
+            state = dict.get(self._state, weight.parameter)
+            if state is not None and state is weight.shown:
+                state = dict.copy(state)
+                dict.__setitem__(self._state, weight.parameter, state)
+            hook = self._hooks.pop(weight, None)
+            if hook is not None:
+                hook.remove()
+            self._uses.pop(weight, None)
+            if state and Form.of(weight.parameter).dtype != weight.form.dtype:
+                # the parameter is what the cast made of it
+                state.pop(MASTER, None)
+        if self._queue is not None:
+            self._queue.uses.clear()
+        if self._backward is not None:
+            self._backward.forget()
+        if self._provisional is not None:
+            self._provisional.forget_order(plan.buckets)
+        self._updated.difference_update(plan.buckets)
+        self._binding.release(plan)
+        self._broken = before
+
+    def _given_to(self, weights: Sequence[Weight]) -> dict[Weight, dict[str, Any]]:
+        """What `state` has for *weights*, which are not bound yet. Raises: UsageError."""
+        given = {}
+        for weight in weights:
+            state = dict.get(self._state, weight.parameter)
+            if state and weight.fragments:
+                saved.check(state, weight)
+                given[weight] = dict(state)
+        self._bucketing.check_keys(given, self.param_groups)
+        return given
+
+    def _watch_gradients(self) -> None:
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.watch(one for _, one in parameters_of(self.param_groups))
 
     def _drain(self) -> None:
         """Return when nothing of the tier is in use."""
@@ -1307,6 +1433,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         given = {}
         for weight in self._weights:
             state = dict.get(self._state, weight.parameter, {})
+            if not weight.fragments:
+                continue
             if bool(state) if weight.shown is None else weight.shown.differs_from(state):
                 saved.check(state, weight)
                 given[weight] = dict(state)
@@ -1396,28 +1524,58 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 {weight: replaced(dict(weight.shown), {id(weight.placeholders[key]): values})}
             )
 
-    def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
+    def _restore(
+        self, given: Mapping[Weight, dict[str, Any]], *, bound_again: bool = False
+    ) -> None:
+        """Let the drive have the states *given*. Where they are those of parameters that are *bound
+        again*, dtypes stay as torch has them, and masters follow the parameters.
+        """
         self._drain()
         self._broken = "states were being loaded"
-        for weight in given:
+        for weight, state in given.items():
             dict.pop(self._state, weight.parameter, None)
+            if state and not weight.fragments:  # until the parameter is somewhere
+                dict.__setitem__(self._state, weight.parameter, state)
             weight.updates += 1
         for bucket in self._buckets:
             if any(fragment.weight in given for fragment in bucket.fragments):
-                saved.restore(self._updater, bucket, given, self.param_groups)
+                keeps = bound_again and self._bucketing.goes_on_with(
+                    bucket, given, self.param_groups
+                )
+                saved.restore(self._updater, bucket, given, self.param_groups, keep_dtypes=keeps)
                 self._show(bucket)
+        if bound_again:
+            for weight in given:
+                weight.changes += 1
         self._broken = ""
 
     @fixed_modes()
-    def _gradient_is_complete(self, weight: Weight) -> None:
+    def gradient_came(self, parameter: torch.Tensor) -> None:
         """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to
         `step`, since here other ranks would wait for this one.
+
+        Parameters
+        ----------
+        parameter : torch.Tensor
+            Whose gradient is whole.
+
+        Raises
+        ------
+        OffloadError
+            The drive failed, with *accumulate*; or the parameter is one that cannot be updated here.
         """
-        backward = known(self._backward)
-        if backward.accumulating or self._broken:
+        backward = self._backward
+        if backward is not None:
+            if backward.accumulating or self._broken:
+                return
+            # once more: there may be more processes than when the optimizer was made
+            backward.check(parameter)
+        weight = self._bound(parameter)
+        if weight is None or not weight.fragments:
             return
-        # once more: there may be more processes than when the optimizer was made
-        backward.check(weight.parameter)
+        if backward is None:
+            known(self._sums).move(weight)
+            return
         self._begin_backward()
         weight.settle_gradient()
         if self._provisional is not None or not weight.visits_device:
@@ -1428,6 +1586,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             self._note(error)
             raise
+
+    def _bound(self, parameter: torch.Tensor) -> Weight | None:
+        """In backward(): *parameter* as it is bound; None where it is in no group, or cannot be
+        bound, which `step` will say.
+        """
+        weight = self._binding.of(parameter)
+        task = torch._C._current_graph_task_id()
+        if task != self._bound_in_task or (weight is not None and not weight.is_as_bound):
+            self._bound_in_task = task
+            try:
+                self._bind()
+            except Exception as error:
+                self._note(error)
+                _log.warning("parameters are not bound in backward(): %s", error)
+            weight = self._binding.of(parameter)
+        return weight if weight is not None and weight.is_as_bound else None
 
     def _update_complete(self, weight: Weight) -> None:
         """Update the buckets that waited for the gradient of *weight* alone."""
@@ -1458,6 +1632,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if not self._has_begun:
             self._take_up_states()
             self._has_begun = True
+        if not all(fragment.weight.is_as_bound for fragment in bucket.fragments):
+            return
         for fragment in bucket.fragments:
             _check_gradient(fragment.weight)
         if self._provisional is not None:
@@ -1468,6 +1644,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 with self._clock.running():
                     self._update_provisionally(bucket)  # which `zero_grad` undoes
             return
+        known(self._backward).note_norms(bucket)
         known(self._backward).begin_updates()
         if self._can_queue([bucket]):
             self._queue_updates([bucket])
@@ -1524,7 +1701,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _due(self) -> list[Bucket]:
         """Buckets whose gradients are there, and which are not updated in this step yet."""
-        self._check_parameters()
         if self._open_step is None or self._state_was_asked_for:
             self.synchronize()
             self._take_up_states()
@@ -1718,21 +1894,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._queue is not None:
                 self._queue.abandon()
 
-    def _check_parameters(self) -> None:
-        """Whoever puts other parameters into the groups, as some do after sharding a model, must be
-        told that their states are not here.
-        """
-        there = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        if any(
-            one is not other
-            for one, other in itertools.zip_longest(
-                there, (weight.parameter for weight in self._weights)
-            )
-        ):
-            raise UsageError(
-                "param_groups have other parameters than the optimizer was made with: make it after the model is sharded, or use add_param_group"
-            )
-
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the optimizer is closed")
@@ -1772,24 +1933,6 @@ def _check_gradient(weight: Weight) -> None:
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError(
             "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"
-        )
-    _check_unchanged(weight)
-
-
-def _check_unchanged(weight: Weight, *, anywhere: bool = False) -> None:
-    """Check that *weight* is as the optimizer was made with it, but for its device if it may be
-    *anywhere*. Raises: UsageError.
-    """
-    part, bucket = local(weight.parameter), weight.fragments[0].bucket
-    if (part.dtype, bucket.home if anywhere else part.device, part.numel()) != (
-        bucket.dtype,
-        bucket.home,
-        weight.fragments[-1].stop,
-    ):
-        was = f"{weight.fragments[-1].stop} elements, {bucket.dtype} on {bucket.home}"
-        now = f"{part.numel()}, {part.dtype} on {part.device}"
-        raise UsageError(
-            f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays"
         )
 
 

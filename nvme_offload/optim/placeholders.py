@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,24 +20,44 @@ from .without_memory import WithoutMemory, changes_form, written
 if TYPE_CHECKING:
     from .buckets import Weight
 
-_MOVE = torch.ops.aten._to_copy.default
+_ATEN = torch.ops.aten
+_MOVE = _ATEN._to_copy.default
+_NORM = _ATEN.linalg_vector_norm.default
+_NORMS = _ATEN._foreach_norm.Scalar
+_PRODUCTS = _ATEN.mul_.Tensor, _ATEN._foreach_mul_.Tensor, _ATEN._foreach_mul_.Scalar
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_clipping() -> None:
+    _log.warning(
+        "the norm is that of gradients which step_in_backward has used up: clipping that would change them raises an error. Turn it off, as by "
+        'max_grad_norm=0, or use step_in_backward="provisional"'
+    )
 
 
 class SpentGradient(WithoutMemory):
-    """What `step_in_backward` leaves of a gradient: every use of it says what contradicts that."""
+    """What `step_in_backward` leaves of a gradient: its norm. Every other use is refused, but for a
+    product with 1, as of clipping by a norm that is not reached.
+    """
+
+    kept_norm: torch.Tensor
 
     @staticmethod
-    def __new__(cls: Any, parameter: torch.Tensor) -> Any:
-        """Stand for the gradient of *parameter*, or of a part of one."""
+    def __new__(cls: Any, parameter: torch.Tensor, norm: torch.Tensor) -> Any:
+        """Stand for the gradient of *parameter*, or of a part of one, which had this *norm*."""
         # from nothing that would wait for a pending update of the parameter
         strides = torch.empty(parameter.shape, device="meta").stride()
-        return cls.make(parameter.shape, strides, parameter.dtype, parameter.device)
+        made = cls.make(parameter.shape, strides, parameter.dtype, parameter.device)
+        made.kept_norm = norm
+        return made
 
     def refuse(self, use: str) -> NoReturn:
         """See `WithoutMemory`."""
         raise UsageError(
             f"{use} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
-            "run all but the last backward() under optimizer.no_sync(), and call optimizer.step() or zero_grad() before the next. Clipping by a norm, "
+            'run all but the last backward() under optimizer.no_sync(), or use accumulate="host" in its place. Clipping by a norm, '
             "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; for clipping there is "
             '"provisional". Where it has come to this, the parameters have moved by gradients without it, so begin again from a checkpoint'
         )
@@ -47,9 +69,25 @@ class SpentGradient(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse. Raises: UsageError."""
-        spent = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
-        spent[0].refuse(str(function))
+        """Give norms; refuse everything else. Raises: UsageError."""
+        found = None
+        if function is _NORM and set(args[1:]) <= {2.0} and not kwargs:
+            _warn_of_clipping()
+            found = args[0].kept_norm.clone()
+        elif function is _NORMS and set(args[1:]) <= {2.0} and not kwargs:
+            found = [torch.linalg.vector_norm(one) for one in args[0]]
+        elif function in _PRODUCTS and _is_one(args[1]):
+            found = args[0] if function is _PRODUCTS[0] else None
+        else:
+            spent = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            spent[0].refuse(str(function))
+        return found
+
+
+def _is_one(factor: Any) -> bool:
+    if torch.is_tensor(factor):
+        return type(factor) is torch.Tensor and factor.numel() == 1 and factor.item() == 1
+    return bool(factor == 1)
 
 
 class StateOnDrive(WithoutMemory):
@@ -132,10 +170,14 @@ class StateOnDrive(WithoutMemory):
             raise UsageError(
                 f"the state {self.key!r} was moved before an update, and its values are no longer what they were: clone() keeps them"
             )
-        whole = part = source.read_state(self.weight, self.key)
+        whole = source.read_state(self.weight, self.key)
+        return whole, self.of(whole)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this is of the *whole* state."""
         for way in self.ways:
-            part = way(part)
-        return whole, part
+            whole = way(whole)
+        return whole
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

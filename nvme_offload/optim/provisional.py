@@ -20,7 +20,7 @@ from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
 from ..sizes import FORWARD_SHARE
 from ..swap.tier import Tier
-from .buckets import Bucket, Fragment, Weight, local
+from .buckets import Bucket, Form, Fragment, Weight, local
 from .options import StepOptions
 from .update import Options
 
@@ -327,6 +327,12 @@ class ProvisionalUpdates:
                 bucket.is_retained = False
         self._clear()
 
+    def forget_order(self, buckets: Iterable[Bucket]) -> None:
+        """These *buckets*, none of which is updated now, are no more."""
+        for bucket in buckets:
+            self._order.pop(bucket, None)
+        self._sample = None
+
     def step_made(self) -> None:
         """The updates of a step are made, or are to be queued."""
         self._idle_steps = 0 if self.made_count else self._idle_steps + 1
@@ -338,7 +344,12 @@ class ProvisionalUpdates:
 
     def _changed_by_others(self) -> set[Weight]:
         weights = {changes.weight for before in self._made.values() for changes in before.changes}
-        return {weight for weight in weights if weight.was_changed}
+        # what was only moved or cast gets its old values, too
+        return {
+            weight
+            for weight in weights
+            if weight.was_changed and Form.of(weight.parameter) == weight.form
+        }
 
     def _clear(self) -> None:
         self._made.clear()

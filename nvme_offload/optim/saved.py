@@ -306,8 +306,11 @@ def restore(
     bucket: Bucket,
     given: Mapping[Weight, State],
     groups: Sequence[Mapping[str, Any]],
+    *,
+    keep_dtypes: bool = False,
 ) -> None:
-    """Give *bucket* the states *given*, whose tensors may be mapped from a file.
+    """Give *bucket* the states *given*, whose tensors may be mapped from a file; in the dtypes that
+    the optimizer makes them in, or with *keep_dtypes* as they are.
 
     A weight that is not among them keeps its own states, and one that is, those that the drive has
     already.
@@ -332,7 +335,11 @@ def restore(
         sources[fragment] = kept.get(fragment, {})
         if fragment.weight in given:
             sources[fragment] = _given(
-                fragment, given[fragment.weight], kept.get(fragment, {}), groups[fragment.group]
+                fragment,
+                given[fragment.weight],
+                kept.get(fragment, {}),
+                groups[fragment.group],
+                keep_dtypes,
             )
     bucket.inner = None
     if not any(sources.values()):
@@ -360,7 +367,11 @@ def restore(
 
 
 def _given(
-    fragment: Fragment, state: State, kept: Mapping[Key, torch.Tensor], group: Mapping[str, Any]
+    fragment: Fragment,
+    state: State,
+    kept: Mapping[Key, torch.Tensor],
+    group: Mapping[str, Any],
+    keep_dtypes: bool,
 ) -> dict[Key, torch.Tensor]:
     """Let *fragment* have its part of *state*; the values of what travels, some of which the drive
     has *kept*.
@@ -388,8 +399,9 @@ def _given(
                 else part
             )
             if key != MASTER:
+                dtype = part.dtype if keep_dtypes else _kept_dtype(key, part, fragment)
                 fragment.leaves[key] = others[id(value)] = torch.empty(
-                    0, dtype=_kept_dtype(key, part, fragment), device=fragment.shadow.device
+                    0, dtype=dtype, device=fragment.shadow.device
                 )
         else:
             others[id(value)] = _small(key, value, fragment, group)
@@ -487,14 +499,12 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
     layout = fragment.bucket.layout
     if layout is None:
         return {}
-    part = local(fragment.weight.parameter)
+    shape = fragment.weight.form.shape
     # cut only where the parameter was contiguous, whose strides may be others now
-    contiguous = torch.empty(part.shape, device="meta").stride()
+    contiguous = torch.empty(shape, device="meta").stride()
     strides = fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, contiguous)
     found = {
-        key: torch.empty_strided(
-            part.shape, strides[key], dtype=layout.states[key].dtype, device="meta"
-        )
+        key: torch.empty_strided(shape, strides[key], dtype=layout.states[key].dtype, device="meta")
         for key in fragment.keys
     }
     for key, place in fragment.rest.items():
@@ -504,7 +514,7 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
     if layout.master is not None and fragment.stepped:
         whole = fragment.strides if fragment.is_whole else contiguous
         found[MASTER] = torch.empty_strided(
-            part.shape, whole, dtype=fragment.bucket.update_dtype, device="meta"
+            shape, whole, dtype=fragment.bucket.update_dtype, device="meta"
         )
     return found
 

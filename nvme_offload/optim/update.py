@@ -582,6 +582,6 @@ def _finder(
 
 def _host_copies(bucket: Bucket) -> list[torch.Tensor]:
     return [
-        fragment.in_memory_order(fragment.of_weight()).to("cpu", copy=True)
+        fragment.in_memory_order(fragment.of_weight()).to("cpu", bucket.dtype, copy=True)
         for fragment in bucket.fragments
     ]

@@ -41,6 +41,8 @@ class UpdateDevice:
     def of(self, parameter: torch.Tensor) -> torch.device:
         """The device on which *parameter* is updated. Raises: UsageError."""
         home = local(parameter).device
+        if home.type == "meta":  # it will be somewhere else
+            return home
         if home.type != "cpu":
             if self._choice == "cpu":
                 raise UsageError(

@@ -87,9 +87,9 @@ class Tier:
         self.paths = tuple(paths)
         for path in paths:
             _check_directory(path)
-        self.store = TensorStore(list(paths), aio, weights=list(weights) or None, checksum=checksum)
+        self._weights, self._checksum = list(weights) or None, checksum
         self._resources = contextlib.ExitStack()
-        self._resources.callback(self.store.close)
+        self.store = self._open_store()
         self._swapper: TensorSwapper | None = None
         self._pool: PinnedPool | None = None
         # of owners that are gone: names, and bytes that they announced
@@ -160,6 +160,27 @@ class Tier:
         if self._foretold is not None:
             sizes, at_once = self._foretold
             self.foretell(sizes, at_once=at_once)
+
+    def start_over(self) -> None:
+        """Delete every value, and give back memory and space on the drives, as if nothing had been
+        required yet. No value may be in use. Raises: as `TensorSwapper.close`.
+        """
+        try:
+            self._resources.pop_all().close()
+        finally:
+            self._swapper, self._pool = None, None
+            self._abandoned.clear()
+            self._scratch.clear()
+            self._needed_bytes = self._reserved_bytes = self._exceeded_bytes = 0
+            self._foretold = None
+            self.store = self._open_store()
+
+    def _open_store(self) -> TensorStore:
+        store = TensorStore(
+            list(self.paths), self.aio, weights=self._weights, checksum=self._checksum
+        )
+        self._resources.callback(store.close)
+        return store
 
     def end_uses(self) -> None:
         """End every use of a value except uses of `make_scratch`, after an exception has ended a call

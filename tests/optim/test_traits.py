@@ -4,12 +4,22 @@ updated apart.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 
 import pytest
 import torch
-from reference import OPTIMIZERS, Lion, Reference, differing, parameters, smallest, train
+from reference import (
+    OPTIMIZERS,
+    Lion,
+    Reference,
+    differing,
+    parameters,
+    set_gradients,
+    smallest,
+    train,
+)
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
@@ -274,12 +284,31 @@ def test_what_looks_at_all_parameters_is_refused_where_it_cannot_be(tmp_path):
         NVMeOptimizer([*params, *parameters(torch.float64)], Distance, paths=tmp_path)
     frozen = parameters(shapes=[(5, 5)])[0].requires_grad_(False)
     with NVMeOptimizer([*params, frozen], Distance, paths=tmp_path) as optimizer:
-        with pytest.raises(UnsupportedError, match="all of them given when"):
-            optimizer.add_param_group({"params": parameters()})
-        train(params, optimizer, steps=1)
-        frozen.requires_grad_(True)
-        with pytest.raises(UnsupportedError, match="some that were frozen"):
-            train([*params, frozen], optimizer, steps=1, first=1)
+        set_gradients([*params, frozen], 0)
+        with pytest.raises(UnsupportedError, match="some that are frozen have gradients"):
+            optimizer.step()
+
+
+def test_what_looks_at_all_parameters_has_those_that_come_later_too(tmp_path):
+    """Another group, and a parameter that is unfrozen."""
+
+    def run(make):
+        params, more = parameters(shapes=SHAPES), parameters(shapes=[(5, 5), (70, 3)])
+        more[0].requires_grad_(False)
+        optimizer = make([*params, more[0]])
+        descend(params, optimizer, steps=3)
+        optimizer.add_param_group({"params": more[1:], "lr": 2.0})
+        descend([*params, more[1]], optimizer, steps=3)
+        more[0].requires_grad_(True)
+        descend([*params, *more], optimizer, steps=3)
+        return [*params, *more]
+
+    plain = run(Distance)
+    with contextlib.ExitStack() as stack:
+        ours = run(
+            lambda params: stack.enter_context(NVMeOptimizer(params, Distance, paths=tmp_path))
+        )
+    assert differing(ours, plain) == []
 
 
 def test_what_the_user_declares_is_not_tried(tmp_path, caplog):

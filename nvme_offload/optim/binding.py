@@ -1,0 +1,273 @@
+"""`Binding`: the parameters that an `NVMeOptimizer` is bound to, and their buckets.
+
+`torch.optim` looks at `param_groups` at every step, so that a model may be sharded, moved or cast
+after its optimizer was made. So does this: `differs` tells whether anything has changed since,
+`plan` what that concerns, and `release` and `admit` replace the buckets of exactly that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError, UsageError
+from ..swap.tier import Tier
+from .bucketing import Bucketing
+from .buckets import Bucket, Form, Weight, is_distributed, local_as_it_is, offset_of
+from .budget import Budget
+from .update import Updater
+
+Groups = Sequence[Mapping[str, Any]]
+Options = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a new binding replaces: the *weights* and the *buckets* that share parameters with them.
+
+    *places*: of every parameter, by its id, the index of its group.
+    """
+
+    places: Mapping[int, int]
+    weights: Sequence[Weight]
+    buckets: Sequence[Bucket]
+
+    @property
+    def bound_again(self) -> list[Weight]:
+        """Those of the weights whose parameters are still in the groups."""
+        return [weight for weight in self.weights if id(weight.parameter) in self.places]
+
+
+class Binding:
+    """Makes buckets by *bucketing* and has *budget* and *tier* hold them. *updater*: that updates
+    them. *backwards*: whether they are updated in the order of backward(). *twice*: whether the
+    drive keeps two versions of what does not stay in memory. *has_gradients*: whether gradients
+    share the tier.
+
+    Attributes: *weights*, in the order of the groups; *buckets*.
+    """
+
+    def __init__(
+        self,
+        bucketing: Bucketing,
+        budget: Budget,
+        tier: Tier,
+        updater: Updater,
+        *,
+        backwards: bool,
+        twice: bool,
+        has_gradients: bool,
+    ) -> None:
+        self._bucketing = bucketing
+        self._budget = budget
+        self._tier = tier
+        self._updater = updater
+        self._backwards = backwards
+        self._twice = twice
+        self._has_gradients = has_gradients
+        self._by_id: dict[int, Weight] = {}
+        self._is_made = False
+        self.weights: list[Weight] = []
+        self.buckets: list[Bucket] = []
+
+    def of(self, parameter: torch.Tensor) -> Weight | None:
+        """The weight of *parameter*, None where it is not bound."""
+        return self._by_id.get(id(parameter))
+
+    def differs(self, groups: Groups, *, forms: bool) -> bool:
+        """Whether *groups* have other parameters than are bound, or in another order; with *forms*
+        also whether a parameter was moved, cast or unfrozen.
+        """
+        return not self._is_made or any(
+            there is None
+            or weight is None
+            or there[1] is not weight.parameter
+            or there[0] != weight.group
+            or (forms and not weight.is_as_bound)
+            for there, weight in itertools.zip_longest(parameters_of(groups), self.weights)
+        )
+
+    def plan(self, groups: Groups) -> Plan:
+        """What has to be replaced to be bound to *groups*. Raises: UsageError."""
+        places: dict[int, int] = {}
+        for index, parameter in parameters_of(groups):
+            if id(parameter) in places:
+                raise UsageError("a parameter is more than once in a group: each may be there once")
+            places[id(parameter)] = index
+        stale = {
+            weight
+            for weight in self.weights
+            if id(weight.parameter) not in places or not weight.is_as_bound
+        }
+        for bucket in self.buckets:
+            now = {
+                fragment.weight: places.get(id(fragment.weight.parameter))
+                for fragment in bucket.fragments
+            }
+            if len(set(now.values())) > 1 or len(bucket.groups) > 1:
+                stale.update(weight for weight, index in now.items() if index != weight.group)
+        if self._bucketing.together and (stale or places.keys() - self._by_id.keys()):
+            stale.update(self.weights)
+        while True:
+            buckets = {fragment.bucket for weight in stale for fragment in weight.fragments}
+            sharing = {fragment.weight for bucket in buckets for fragment in bucket.fragments}
+            if sharing <= stale:
+                break
+            stale |= sharing
+        return Plan(
+            places,
+            [weight for weight in self.weights if weight in stale],
+            [bucket for bucket in self.buckets if bucket in buckets],
+        )
+
+    def plan_of_all(self, plan: Plan) -> Plan:
+        """The same with all that is still bound, after *plan* was released."""
+        return Plan(plan.places, [*plan.weights, *self.weights], list(self.buckets))
+
+    def release(self, plan: Plan) -> None:
+        """Discard the buckets of *plan* and their states. If none is left, the tier starts over."""
+        gone, dissolved = set(plan.weights), set(plan.buckets)
+        self.buckets = [bucket for bucket in self.buckets if bucket not in dissolved]
+        self.weights = [weight for weight in self.weights if weight not in gone]
+        self._by_id = {id(weight.parameter): weight for weight in self.weights}
+        for weight in plan.weights:
+            weight.release()
+        for weight in self.weights:
+            weight.group = plan.places[id(weight.parameter)]
+        if not self.buckets:
+            self._bucketing.together = False
+            self._budget.forget()
+            self._tier.cap_bytes = self._budget.cap_bytes
+            if self._tier.counters() is not None:
+                self._tier.start_over()
+        elif plan.buckets:
+            self._tier.forget([bucket.name for bucket in plan.buckets])
+            self._tier.give_back(_room_bytes(plan.buckets))
+
+    def admit(
+        self, groups: Groups, options: Options, plan: Plan, updated: Collection[Weight]
+    ) -> tuple[list[Weight], list[Bucket]]:
+        """Make buckets of the parameters of *groups* that are not bound, after `release` of *plan*,
+        and see that memory and drives have room for them; `commit` binds them. Those that were
+        *updated* in this step share no bucket with others.
+
+        Raises: UsageError, UnsupportedError, NoSpaceError; nothing more is bound then.
+        """
+        before = {id(weight.parameter): weight for weight in plan.bound_again}
+        weights: list[Weight] = []
+        buckets: list[Bucket] = []
+        for index, group in enumerate(groups):
+            new = [one for one in group["params"] if id(one) not in self._by_id]
+            if new:
+                made = self._bucketing.admit(index, new, options(index, group), before, updated)
+                weights += made[0]
+                buckets += made[1]
+        buckets = self._bucketing.joined(buckets)
+        self._make_room(buckets, _room_bytes(plan.buckets) if self.buckets else 0)
+        return weights, buckets
+
+    def commit(self, groups: Groups, weights: Sequence[Weight], buckets: Sequence[Bucket]) -> None:
+        """Bind what `admit` has made for *groups*."""
+        self._by_id.update({id(weight.parameter): weight for weight in weights})
+        self.weights = [self._by_id[id(parameter)] for _, parameter in parameters_of(groups)]
+        self.buckets += buckets
+        self._is_made = True
+        for weight in weights:
+            weight.offset = offset_of(weight.parameter)
+        for number, weight in enumerate(self.weights):
+            weight.number = number
+
+    def check_trains(self) -> None:
+        """See that there is something to update. Raises: UnsupportedError."""
+        if not self.buckets and any(weight.form.device.type == "meta" for weight in self.weights):
+            raise UnsupportedError(
+                "all parameters of the optimizer are on the meta device, and to_empty() makes others in their place: put those into param_groups before the "
+                "first step, or make the optimizer of them"
+            )
+
+    def _make_room(self, buckets: Sequence[Bucket], freed_bytes: int) -> None:
+        trained = [bucket for bucket in buckets if bucket.trained]
+        nbytes = self._bucketing.required_bytes(trained)
+        self._tier.cap_bytes = self._budget.values_bytes
+        self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
+        self._tier.require_memory(nbytes)
+        # where nothing else is kept, and all sizes are known
+        foretold = (
+            not self.buckets
+            and not self._has_gradients
+            and not any(bucket.traits.rest for bucket in trained)
+        )
+        sizes = {
+            bucket.name: bucket.room_bytes
+            for bucket in (reversed(trained) if self._backwards else trained)
+            if bucket.room_bytes
+        }
+        largest = max(sizes.values(), default=0)
+        self._tier.require_space(
+            max(nbytes - freed_bytes, 0),
+            largest=largest if foretold else None,
+            twice=max(nbytes - self._tier.cap_bytes, 0) if self._twice else 0,
+            growth=self._bucketing.growth_bytes(trained),
+        )
+        self._tier.require(nbytes)
+        if foretold:
+            self._tier.foretell(sizes, at_once=self._updater.at_once(trained))
+
+
+def parameters_of(groups: Groups) -> Iterator[tuple[int, torch.Tensor]]:
+    """All parameters of *groups*, each with the index of its group."""
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            yield index, parameter
+
+
+def may_be_replaced(groups: Groups) -> bool:
+    """Whether the parameters of *groups* are probably not yet those that are trained: on the meta
+    device, or plain tensors of one of several ranks, which FSDP2 may replace by DTensors. Until
+    then nothing holds them but the groups.
+    """
+    dist = torch.distributed
+    ranks = dist.is_available() and dist.is_initialized()
+    return any(
+        local_as_it_is(parameter).device.type == "meta"
+        or (
+            ranks
+            and not is_distributed(parameter)
+            and not getattr(parameter, "_fsdp_flattened", False)  # by FSDP1 it was already
+        )
+        for _, parameter in parameters_of(groups)
+    )
+
+
+def check_resized(
+    weights: Sequence[Weight], states: dict[Any, Any], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """See that none of *weights* has *states* of another shape. Raises: UsageError."""
+    for weight in weights:
+        now, before = Form.of(weight.parameter).shape, weight.form.shape
+        if weight.fragments and now != before and dict.get(states, weight.parameter):
+            raise UsageError(
+                f"{_name_of(weight.parameter, groups)} has become one of shape {list(now)}, and its states are of shape {list(before)}: take them out, "
+                "as by optimizer.state.pop(parameter), and it begins with new ones"
+            )
+
+
+def _name_of(parameter: torch.Tensor, groups: Groups) -> str:
+    for index, group in enumerate(groups):
+        for place, one in enumerate(group["params"]):
+            if one is parameter:
+                names = group.get("param_names", ())
+                return (
+                    f"parameter {names[place]!r}"
+                    if place < len(names)
+                    else f"parameter {place} of group {index}"
+                )
+    return "a parameter"
+
+
+def _room_bytes(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.room_bytes for bucket in buckets)
