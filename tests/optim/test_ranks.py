@@ -1,6 +1,6 @@
 """`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism,
 distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.py`,
-`ranks_accumulate.py`.
+`ranks_accumulate.py`, `ranks_accelerate.py`.
 """
 
 from __future__ import annotations
@@ -151,6 +151,15 @@ def test_overlapped_steps_on_two_ranks(told_overlapped, case):
 @pytest.mark.parametrize("case", ACCUMULATED)
 def test_accumulation_on_two_ranks(told_accumulated, case):
     assert told_accumulated[case] == []
+
+
+@pytest.mark.slow
+def test_accelerate_and_the_trainer_on_two_ranks(tmp_path):
+    """Programs that replace the parameters of an optimizer that was made before."""
+    (tmp_path / "drive").mkdir()
+    told = told_by_two_ranks("ranks_accelerate.py", "cpu", tmp_path / "drive")
+    assert {case: found for case, found in told.items() if found} == {}
+    assert len(told) == 5
 
 
 @pytest.mark.slow

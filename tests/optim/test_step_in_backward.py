@@ -154,7 +154,7 @@ def accumulate(net, optimizer):
 
 
 def clip(net, optimizer):
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-6)
 
 
 def scale(net, optimizer):
@@ -164,7 +164,7 @@ def scale(net, optimizer):
 
 
 def look(net, optimizer):
-    sum(parameter.grad.norm() for parameter in net.parameters())
+    sum(parameter.grad.sum() for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("contradict", [accumulate, clip, scale, look])
@@ -177,6 +177,31 @@ def test_contradictions_are_errors_that_say_so(tmp_path, contradict):
         optimizer.zero_grad()
         loss_of(net, 1).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_used_gradients_is_known(tmp_path, dtype, overlaps):
+    """The Trainer asks for it where nothing is clipped, as any other program may by a large norm."""
+    norms = []
+    for in_backward in (False, True):
+        net = model(dtype)
+        with NVMeOptimizer(
+            net.parameters(),
+            paths=tmp_path,
+            step_in_backward=in_backward,
+            overlap_step=overlaps and in_backward,
+            host_memory=300_000,
+        ) as optimizer:
+            for step in range(3):
+                loss_of(net, step).backward()
+                for limit in (float("inf"), 1e6):
+                    norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), limit).item())
+                norms += [parameter.grad.norm().item() for parameter in net.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
+    assert min(norms) > 0
 
 
 def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog):
