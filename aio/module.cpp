@@ -10,6 +10,7 @@
 #include <system_error>
 #include <vector>
 
+#include "adam.h"
 #include "buffer.h"
 #include "checksum.h"
 #include "codec.h"
@@ -593,4 +594,66 @@ PYBIND11_MODULE(_aio, module) {
         });
       },
       "values"_a, "first"_a, "far"_a, "count"_a, "eps"_a, "threads"_a);
+  py::enum_<AdamFormula>(module, "AdamFormula")
+      .value("TORCH", AdamFormula::kTorch)
+      .value("DEEPSPEED", AdamFormula::kDeepSpeed);
+  py::enum_<Element>(module, "Element")
+      .value("FLOAT32", Element::kFloat32)
+      .value("BFLOAT16", Element::kBFloat16)
+      .value("FLOAT16", Element::kFloat16);
+  py::class_<AdamStep>(module, "AdamStep")
+      .def(py::init([](AdamFormula formula, std::size_t tail, double weight, double beta1,
+                       double beta2, double square_weight, bool decays, bool decoupled,
+                       double decay, bool maximize, double correction, double eps, double step_size,
+                       std::uintptr_t square_roots) {
+             const auto rounded = [](double value) { return static_cast<float>(value); };
+             return AdamStep{formula,
+                             tail,
+                             rounded(weight),
+                             rounded(beta1),
+                             rounded(beta2),
+                             rounded(square_weight),
+                             decays,
+                             decoupled,
+                             rounded(decay),
+                             maximize,
+                             rounded(correction),
+                             rounded(eps),
+                             rounded(step_size),
+                             reinterpret_cast<decltype(AdamStep::square_roots)>(square_roots)};
+           }),
+           py::kw_only(), "formula"_a, "tail"_a, "weight"_a, "beta1"_a, "beta2"_a,
+           "square_weight"_a, "decays"_a, "decoupled"_a, "decay"_a, "maximize"_a, "correction"_a,
+           "eps"_a, "step_size"_a, "square_roots"_a);
+  py::class_<Moment>(module, "Moment")
+      .def(py::init([](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t exponents,
+                       std::int64_t seed) {
+             return Moment{at<float>(values), at<std::uint8_t>(codes), at<std::uint8_t>(exponents),
+                           seed};
+           }),
+           py::kw_only(), "values"_a = 0, "codes"_a = 0, "exponents"_a = 0, "seed"_a = 0);
+  module.def(
+      "adam",
+      [](std::size_t count, std::uintptr_t gradient, Element gradient_element,
+         std::uintptr_t master, std::uintptr_t working, Element working_element, std::uintptr_t low,
+         unsigned low_bytes, std::int64_t master_seed, const Moment& first, const Moment& second,
+         std::uintptr_t table, std::int64_t first_block, const AdamStep& step, unsigned threads) {
+        const AdamParameters parameters{count,
+                                        at<void>(gradient),
+                                        gradient_element,
+                                        at<float>(master),
+                                        at<std::uint16_t>(working),
+                                        working_element,
+                                        at<void>(low),
+                                        low_bytes,
+                                        master_seed,
+                                        first,
+                                        second,
+                                        at<std::uint32_t>(table),
+                                        first_block};
+        return without_gil([&] { return adam(parameters, step, threads); });
+      },
+      py::kw_only(), "count"_a, "gradient"_a, "gradient_element"_a, "master"_a, "working"_a,
+      "working_element"_a, "low"_a, "low_bytes"_a, "master_seed"_a, "first"_a, "second"_a,
+      "table"_a, "first_block"_a, "step"_a, "threads"_a);
 }

@@ -123,3 +123,56 @@ def decode(
     codes: int, exponents: int, values: int, count: int, signed: bool, threads: int
 ) -> None: ...
 def mark_far(values: int, first: int, far: int, count: int, eps: float, threads: int) -> None: ...
+
+class AdamFormula(enum.Enum):
+    TORCH = 0
+    DEEPSPEED = 1
+
+class Element(enum.Enum):
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+class AdamStep:
+    def __init__(
+        self,
+        *,
+        formula: AdamFormula,
+        tail: int,
+        weight: float,
+        beta1: float,
+        beta2: float,
+        square_weight: float,
+        decays: bool,
+        decoupled: bool,
+        decay: float,
+        maximize: bool,
+        correction: float,
+        eps: float,
+        step_size: float,
+        square_roots: int,
+    ) -> None: ...
+
+class Moment:
+    def __init__(
+        self, *, values: int = ..., codes: int = ..., exponents: int = ..., seed: int = ...
+    ) -> None: ...
+
+def adam(
+    *,
+    count: int,
+    gradient: int,
+    gradient_element: Element,
+    master: int,
+    working: int,
+    working_element: Element,
+    low: int,
+    low_bytes: int,
+    master_seed: int,
+    first: Moment,
+    second: Moment,
+    table: int,
+    first_block: int,
+    step: AdamStep,
+    threads: int,
+) -> bool: ...

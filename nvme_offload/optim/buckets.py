@@ -229,6 +229,11 @@ class Fragment:
         return self.stop - self.start
 
     @property
+    def first_block(self) -> int:
+        """The name of its first block: see `Bucket.block_names`."""
+        return (self.weight.number << 40) + (self.weight.offset + self.start) // BLOCK
+
+    @property
     def is_whole(self) -> bool:
         """Whether nothing of the parameter is in another fragment."""
         return len(self.weight.fragments) == 1
@@ -472,11 +477,7 @@ class Bucket:
         # there, so that nothing is copied to a GPU, which would wait for it
         made_on = self.device if device is None else device
         names = [
-            block_names(
-                (fragment.weight.number << 40) * BLOCK + fragment.weight.offset + fragment.start,
-                fragment.numel,
-                made_on,
-            )
+            block_names(fragment.first_block * BLOCK, fragment.numel, made_on)
             for fragment in self.fragments
         ]
         return torch.cat(names)

@@ -27,6 +27,7 @@ from ..optimizer_states import (
     wide_enough,
     widened,
 )
+from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
@@ -131,9 +132,11 @@ class Updater:
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
         with self._on_stream(bucket):
-            inner, memory = self._bound(
-                bucket, memory, options, seed, raw_step, progress, steps=True
-            )
+            inner = self._stepped_in_one_pass(bucket, memory, options, seed, progress)
+            if inner is None:
+                inner, _ = self._bound(
+                    bucket, memory, options, seed, raw_step, progress, steps=True
+                )
             self._stager(bucket).give_back(changed=True)
         if bucket.device.type == "cpu":
             # At first of the states that the inner optimizer has made, whose bytes are in the
@@ -303,6 +306,70 @@ class Updater:
                 else DeviceStager(self._tier, bucket.device)
             )
         return stager
+
+    def _stepped_in_one_pass(
+        self,
+        bucket: Bucket,
+        memory: torch.Tensor,
+        options: Options,
+        seed: int,
+        progress: Progress,
+    ) -> torch.optim.Optimizer | None:
+        """The inner optimizer, after the extension has made its step; None, with nothing changed,
+        if the optimizer has to make it.
+        """
+        layout = known(bucket.layout)
+        if (
+            bucket.inner is None
+            or bucket.device.type != "cpu"
+            or self._is_too_narrow(layout)
+            or looks_at(self._format, seed + 1)
+            or not is_packed_adam(bucket.inner, layout)
+        ):
+            return None
+        parts: list[Part] = []
+        put_back: list[tuple[Fragment, torch.Tensor]] = []
+        inner = self._inner(bucket, options)
+        groups = dict(zip(bucket.groups, inner.param_groups, strict=True))
+        for fragment in bucket.fragments:
+            gradient = fragment.of_gradient()
+            if gradient is None:
+                continue
+            if (
+                fragment.keys.keys() != layout.states.keys()
+                or gradient.layout is not torch.strided
+                or any(strides != fragment.strides for strides in fragment.keys.values())
+            ):
+                return None
+            weight = fragment.of_weight()
+            flat = fragment.in_memory_order(weight)
+            if flat.data_ptr() != weight.data_ptr() or fragment.is_scattered:
+                put_back.append((fragment, flat.as_strided(fragment.shape, fragment.strides)))
+            parts.append(
+                Part(
+                    fragment.shadow,
+                    groups[fragment.group],
+                    flat,
+                    fragment.in_memory_order(gradient.resolve_neg()),
+                    fragment.place,
+                    fragment.first_block,
+                )
+            )
+
+        def begin() -> None:
+            progress.begin_change()
+            if layout.master is not None and self._format.in_place:
+                master = layout.master.of(memory).view(torch.float32)
+                for fragment, weight in zip(bucket.fragments, bucket.weights(), strict=True):
+                    self._follow(fragment, weight, fragment.within(master))
+
+        if not step_in_one_pass(inner, self._format, layout, memory, parts, seed, begin):
+            return None
+        for fragment, flat in put_back:
+            fragment.put_weight(flat)
+        for fragment in bucket.fragments:
+            fragment.changes = fragment.weight.changes
+        return inner
 
     def _bound(
         self,

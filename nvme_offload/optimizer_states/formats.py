@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 _MANY = 1 << 20  # parameters, beside which alignment does not count
-_MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
+MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +374,7 @@ class StateFormat:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 if self.master_bytes == 1:
-                    round_to_24(master, seed=(seed, _MASTER_INDEX), blocks=blocks)
+                    round_to_24(master, seed=(seed, MASTER_INDEX), blocks=blocks)
                 together = _together(layout, working)
                 for weight, low, whole in _fragments(
                     layout, together, kept.view(layout.master_dtype), master

@@ -25,7 +25,7 @@ class AdamPowers:
 
     def __init__(self) -> None:
         self._betas: tuple[float, float] | None = None  # of the last update
-        self._multiplied = 0  # in this many steps since the last `pow`
+        self.multiplied = 0  # in this many steps since the last `pow`
 
     def count(self, optimizer: Any, groups: Sequence[int]) -> None:
         """The optimizer has made a step, or will. *groups*: the parameter group of each sub-group,
@@ -35,17 +35,17 @@ class AdamPowers:
             return
         betas = [tuple(optimizer.param_groups[group]["betas"]) for group in groups]
         same = set(betas) <= {self._betas or betas[-1]}
-        self._betas, self._multiplied = betas[-1], self._multiplied + 1 if same else 0
+        self._betas, self.multiplied = betas[-1], self.multiplied + 1 if same else 0
 
     def jump(self) -> None:
         """The next step does not follow the last one: the powers will be taken by `pow`."""
-        self._multiplied = -1
+        self.multiplied = -1
 
     def state(self, optimizer: Any) -> dict[str, Any]:
         """For `restore`; empty where there are no powers."""
         if not _keeps_powers(optimizer):
             return {}
-        return {"betas": self._betas, "multiplied": self._multiplied}
+        return {"betas": self._betas, "multiplied": self.multiplied}
 
     def restore(
         self, optimizer: Any, saved: Mapping[str, Any], step: int, groups: Sequence[int]
@@ -56,7 +56,7 @@ class AdamPowers:
         if not _keeps_powers(optimizer):
             return
         betas = tuple(saved.get("betas") or optimizer.param_groups[groups[-1]]["betas"])
-        self._betas, self._multiplied = betas, min(saved.get("multiplied", step), step)
+        self._betas, self.multiplied = betas, min(saved.get("multiplied", step), step)
         empty = [torch.empty(0) for _ in range(4)]
 
         def update(at: int, by: tuple[float, ...]) -> None:
@@ -64,7 +64,7 @@ class AdamPowers:
                 optimizer.opt_id, at, 0.0, *by, 1e-8, 0.0, True, *empty
             )
 
-        first = step - self._multiplied
+        first = step - self.multiplied
         if max(betas) ** step < _NEGLIGIBLE:
             first = step
         update(0, _NO_BETAS)

@@ -29,6 +29,7 @@ import torch
 
 from ..errors import UnsupportedError, UsageError, known
 from ..optimizer_states import (
+    BLOCK,
     Layout,
     StateFormat,
     block_names,
@@ -37,8 +38,11 @@ from ..optimizer_states import (
     looks_at,
     put_in_place,
 )
+from ..optimizer_states.one_pass import Part, has_packed_moments, step_in_one_pass, update
 from ..optimizer_states.tree import drop_memory, is_for_each
 from ..swap.tier import Tier
+from .cpu_adam import CPUAdam, is_cpu_adam
+from .once_per_step import has_hooks, replaces_step
 
 _MASTER = ""  # the key of the master weights in a layout of "exact", which keeps them as a state
 _serial = itertools.count()
@@ -84,6 +88,9 @@ class OptimizerSwapper:
     for *states*, the expected states by key, and for *largest*, the elements of the largest
     sub-group. One sub-group is in use at a time: taking another gives back what a call left in use
     when an exception ended it.
+
+    While *leaves_packed* is True, `swap_in_optimizer_state` leaves the states packed for `step`.
+    The parameter has undefined contents until then.
     """
 
     def __init__(
@@ -116,6 +123,9 @@ class OptimizerSwapper:
         self._names: list[str] = []
         # the parameter whose sub-group is in use, or is about to be
         self._taken: torch.Tensor | None = None
+        self.leaves_packed = False
+        self._is_packed = False  # `step` unpacks its states, if it has to
+        self._cpu_adam = CPUAdam()
         self._unpacked_name, self._working_name = (
             f"{self._prefix}/unpacked",
             f"{self._prefix}/working",
@@ -181,14 +191,74 @@ class OptimizerSwapper:
         for weights in self._working_of(sub_group):
             self._working.load(parameter, weights)
         sub_group.buffer = self.tier.swapper.swap_in(sub_group.name)
+        if self.leaves_packed and not self._in_place:
+            # of the right shape, for the gradient to be assigned
+            scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
+            parameter.data = scratch[: sub_group.numel]
+            self._is_packed = True
+        else:
+            self._bind(parameter, sub_group)
+
+    def step(
+        self,
+        parameter: torch.Tensor,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        multiplied: int | None,
+    ) -> bool:
+        """Make the step of *optimizer* over *parameter*, if its states were left packed, by
+        the options of *group*. *multiplied*: see `CPUAdam.constants`.
+
+        Returns: False, with the states unpacked, if the optimizer has to make the step.
+        """
+        if not self._is_packed:
+            return False
+        sub_group = self._sub_groups[id(parameter)]
+        if self._step_in_one_pass(parameter, sub_group, optimizer, group, multiplied):
+            sub_group.pack_count += 1
+            return True
+        self._is_packed = False
         self._bind(parameter, sub_group)
+        return False
+
+    def _step_in_one_pass(
+        self,
+        parameter: torch.Tensor,
+        sub_group: SubGroup,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        multiplied: int | None,
+    ) -> bool:
+        state, gradient = optimizer.state.get(parameter, {}), parameter.grad
+        if "step" not in state or gradient is None or not gradient.is_contiguous():
+            return False
+        layout, buffer, (weights,) = (
+            sub_group.layout,
+            known(sub_group.buffer),
+            self._working_of(sub_group),
+        )
+        step = int(state["step"]) + 1
+        if looks_at(self._format, step):
+            return False
+        part = Part(parameter, group, weights, gradient, 0, sub_group.start // BLOCK)
+        if not is_cpu_adam(optimizer):
+            return step_in_one_pass(optimizer, self._format, layout, buffer, [part], step)
+        if not has_packed_moments(layout) or gradient.dtype != torch.float32:
+            return False
+        constants = self._cpu_adam.constants(optimizer, group, step, sub_group.numel, multiplied)
+        if constants is None:
+            return False
+        update(self._format, layout, buffer, part, constants, step)
+        state["step"] = step
+        return True
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
         """Give back what `swap_in_optimizer_state` brought, with its changes and with states that
         the optimizer has added. The write goes on in the background.
         """
         sub_group = self._sub_groups[id(parameter)]
-        self._pack(parameter, sub_group)
+        if not self._is_packed:
+            self._pack(parameter, sub_group)
         self._give_back(parameter, changed=True)
         for weights in self._working_of(sub_group):
             self._working.store(parameter, weights)
@@ -200,6 +270,7 @@ class OptimizerSwapper:
     def give_back(self) -> None:
         """Give back what an interrupted call left in use, as it is now; otherwise do nothing."""
         parameter, self._taken = self._taken, None
+        self._is_packed = False
         if parameter is not None:
             self._empty(parameter)
             self._sub_groups[id(parameter)].buffer = None
@@ -389,6 +460,7 @@ class OptimizerSwapper:
         sub_group.buffer = None
         self.tier.swapper.release(sub_group.name, changed=changed, nbytes=sub_group.layout.nbytes)
         self._taken = None
+        self._is_packed = False
 
     def _warn_of_far_blocks(self, layout: Layout, values: Mapping[str, torch.Tensor]) -> None:
         """Warn once. One rank cannot change to 16 bits by itself: other ranks have other states."""
@@ -403,6 +475,17 @@ class OptimizerSwapper:
             'gradients take smaller steps than they should. Use "split"',
             self._format.name,
         )
+
+
+def updates_packed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `OptimizerSwapper.step` may make the steps of *optimizer*, without a call of its method
+    step.
+    """
+    return (
+        (type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) or is_cpu_adam(optimizer))
+        and not has_hooks(optimizer)
+        and not replaces_step(optimizer)
+    )
 
 
 def element_bytes(

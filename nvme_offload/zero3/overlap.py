@@ -117,6 +117,8 @@ class Overlap:
     def step_optimizer(self, index: int) -> None:
         """Let the optimizer update the master weights of sub-group *index*, which is in memory."""
         stage3 = self._stage3
+        if stage3.step_packed(index, self._optimizer):
+            return
         group = self._optimizer.param_groups[stage3.sub_group_to_group_id[index]]
         group["params"] = [stage3.fp32_partitioned_groups_flat[index]]
         try:

@@ -42,7 +42,13 @@ from .once_per_step import (
     update_scale,
     warn_of_hooks,
 )
-from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
+from .optimizer_swapper import (
+    OptimizerSwapper,
+    Working,
+    element_bytes,
+    states_of,
+    updates_packed,
+)
 from .overlap import Overlap, tell_left_out
 from .param_swapper import (
     has_value,
@@ -680,16 +686,31 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if self._once is None:
-            super()._optimizer_step(sub_group_id)
+            self._update_sub_group(sub_group_id)
             return
         if self._scaler is not None:
             if self._found_inf:
                 return
             self._multiply_gradient(sub_group_id, 1.0 / self._scaler.get_scale())
         with self._once.sub_group(self.sub_group_to_group_id[sub_group_id]):
-            super()._optimizer_step(sub_group_id)
+            self._update_sub_group(sub_group_id)
         if self._once.conflict:
             raise depends_on_values(self.optimizer, self._once.conflict)
+
+    def _update_sub_group(self, sub_group_id: int) -> None:
+        if not self.step_packed(sub_group_id, self.optimizer):
+            super()._optimizer_step(sub_group_id)
+
+    def step_packed(self, sub_group_id: int, optimizer: Any) -> bool:
+        """Let *optimizer* update sub-group *sub_group_id*, which is in memory, without unpacking its
+        states. Returns: False if the optimizer has to make the step.
+        """
+        return self.swaps_natively and self.optimizer_swapper.step(
+            self.fp32_partitioned_groups_flat[sub_group_id],
+            optimizer,
+            optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]],
+            self.powers.multiplied if compat.keeps_powers_for_a_step() else None,
+        )
 
     def _update_waits(self) -> tuple[float, float]:
         """Seconds since the last call: that the program waited for updates, and these for the drive."""
@@ -863,7 +884,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.read_ahead(sub_group_id)
         # before the states, so that only one value is in use at a time
         gradient = self._gradients.widened(sub_group_id, last=steps)
-        super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        self.optimizer_swapper.leaves_packed = steps and updates_packed(self.optimizer)
+        try:
+            super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        finally:
+            self.optimizer_swapper.leaves_packed = False
         parameter.grad = gradient
 
     def read_ahead(self, index: int) -> None:

@@ -28,6 +28,7 @@ ROW, BLOCK = 1 << 16, 256
 NUMEL = 2 * ROW + 5 * BLOCK + 77
 
 SHIM = """
+#include "adam.h"
 #include "codec.h"
 using namespace nvme_offload;
 extern "C" void c_split(const std::uint32_t* m, std::uint16_t* w, std::uint16_t* l, std::size_t n) { split(m, w, l, n, 1); }
@@ -41,6 +42,12 @@ extern "C" void c_encode(const float* v, std::uint8_t* c, std::uint8_t* e, std::
                          const std::uint32_t* a) { encode(v, c, e, n, s, {t, f, a}, 1); }
 extern "C" void c_decode(const std::uint8_t* c, const std::uint8_t* e, float* v, std::size_t n, bool s) { decode(c, e, v, n, s, 1); }
 extern "C" void c_mark_far(const float* v, const float* m, std::uint8_t* f, std::size_t n) { mark_far(v, m, f, n, 1e-8, 1); }
+extern "C" void c_adam(bool torch, bool short_low, std::uint16_t* g, std::uint16_t* w, void* l, std::uint8_t* c, std::uint8_t* e, float* v, std::size_t n,
+                       std::uint32_t* t) {
+  const AdamStep step{torch ? AdamFormula::kTorch : AdamFormula::kDeepSpeed, n % 16, 0.1F, 0.9F, 0.999F, 0.001F, true, true, 0.999F, false, 0.07F, 1e-8F,
+                      -0.01F, nullptr};
+  adam({n, g, Element::kBFloat16, nullptr, w, Element::kBFloat16, l, short_low ? 1U : 2U, 5, {nullptr, c, e, 7}, {v, nullptr, nullptr, 0}, t, 11}, step, 1);
+}
 """
 
 
@@ -78,6 +85,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "-std=c++17",
         "-O3",
         "-ffp-contract=off",
+        "-fno-math-errno",
         "-fPIC",
         "-shared",
         "-DNVME_OFFLOAD_SANITIZED",
@@ -86,6 +94,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     command = [
         compiler,
         *options,
+        ROOT / "aio" / "adam.cpp",
         ROOT / "aio" / "codec.cpp",
         place / "shim.cpp",
         "-o",
@@ -178,3 +187,61 @@ def test_far_blocks(codec: Codec, has_first: bool) -> None:
         told.append(far.tolist())
     assert told[0] == told[1]
     assert set(told[0]) == {0, 1}
+
+
+@pytest.mark.parametrize("short_low", [False, True])
+@pytest.mark.parametrize("formula", ["TORCH", "DEEPSPEED"])
+def test_adam(codec: Codec, formula: str, short_low: bool) -> None:
+    told = []
+    for is_package in (False, True):
+        generator = np.random.default_rng(3)
+        gradient, working = (
+            generator.standard_normal(NUMEL, np.float32).view(np.uint32) >> np.uint32(16)
+            for _ in range(2)
+        )
+        gradient, working = gradient.astype(np.uint16), working.astype(np.uint16)
+        low = generator.integers(0, 1 << 8, NUMEL * (1 if short_low else 2), dtype=np.uint8)
+        codes = generator.integers(0, 1 << 8, NUMEL, dtype=np.uint8)
+        exponents = generator.integers(100, 130, -(-NUMEL // BLOCK), dtype=np.uint8)
+        second = np.square(generator.standard_normal(NUMEL, np.float32))
+        table = randoms()[0]
+        places = gradient, working, low, codes, exponents, second
+        if is_package:
+            step = _aio.AdamStep(
+                formula=getattr(_aio.AdamFormula, formula),
+                tail=NUMEL % 16,
+                weight=0.1,
+                beta1=0.9,
+                beta2=0.999,
+                square_weight=0.001,
+                decays=True,
+                decoupled=True,
+                decay=0.999,
+                maximize=False,
+                correction=0.07,
+                eps=1e-8,
+                step_size=-0.01,
+                square_roots=0,
+            )
+            _aio.adam(
+                count=NUMEL,
+                gradient=gradient.ctypes.data,
+                gradient_element=_aio.Element.BFLOAT16,
+                master=0,
+                working=working.ctypes.data,
+                working_element=_aio.Element.BFLOAT16,
+                low=low.ctypes.data,
+                low_bytes=1 if short_low else 2,
+                master_seed=5,
+                first=_aio.Moment(codes=codes.ctypes.data, exponents=exponents.ctypes.data, seed=7),
+                second=_aio.Moment(values=second.ctypes.data),
+                table=table.ctypes.data,
+                first_block=11,
+                step=step,
+                threads=2,
+            )
+        else:
+            codec.call("adam", formula == "TORCH", short_low, *places, NUMEL, table)
+        told.append([place.copy() for place in places])
+    for one, other in zip(*told, strict=True):
+        assert np.array_equal(one, other)

@@ -61,6 +61,7 @@ _ZERO3 = (
     "adam_powers",
     "agreement",
     "checkpoint",
+    "cpu_adam",
     "fragments",
     "gradients",
     "last_gradients",

@@ -1,0 +1,147 @@
+"""`CPUAdam`: the constants of a step of DeepSpeedCPUAdam, for updates in one pass
+(`optimizer_states.one_pass`).
+
+DeepSpeed computes them in fp32, and keeps powers of the betas from step to step (`adam_powers`), so
+they depend on the steps before. Here they are computed again and tried: in every update DeepSpeed
+and the extension update the same small sample. DeepSpeed makes the step if any bit differs.
+
+Source: DeepSpeed, csrc/includes/cpu_adam.h, `IncrementStep` and `update_state`;
+csrc/adam/cpu_adam_impl.cpp.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..optimizer_states import FORMATS
+from ..optimizer_states.one_pass import VECTORS, Part, deepspeed_step, update
+
+# whole vectors, and elements after the last of them
+_SAMPLE = 128 + 15
+_STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
+
+
+def is_cpu_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether *optimizer* makes the steps of DeepSpeedCPUAdam."""
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return False
+    kind: Any = importlib.import_module("deepspeed.ops.adam.cpu_adam").DeepSpeedCPUAdam
+    return isinstance(optimizer, kind) and type(optimizer).step is kind.step
+
+
+class CPUAdam:
+    """The constants of the steps of one DeepSpeedCPUAdam."""
+
+    def __init__(self) -> None:
+        self._vectors: tuple[int, ...] = VECTORS  # the elements of a vector, as far as known
+        self._given_up = False
+
+    def constants(
+        self,
+        optimizer: Any,
+        group: Mapping[str, Any],
+        step: int,
+        numel: int,
+        multiplied: int | None,
+    ) -> Any:
+        """The constants of step number *step* for *numel* elements, for `one_pass.update`; None if
+        DeepSpeed has to make the step.
+
+        *multiplied*: the steps since DeepSpeed last computed the powers of the betas by `pow`, with
+        or without this one; None if this release computes other powers in each update of a step.
+        """
+        if self._given_up or multiplied is None:
+            return None
+        expected = _stepped_sample(optimizer, group, step)
+        for vector in self._vectors:
+            for count in dict.fromkeys((multiplied + 1, multiplied, step, 0)):
+                powers = [
+                    _power(beta, step - min(count, step), min(count, step))
+                    for beta in group["betas"]
+                ]
+                constants = _constants(optimizer, group, powers, _SAMPLE % vector)
+                if _same_bits(constants, expected):
+                    self._vectors = (vector,)
+                    return _constants(optimizer, group, powers, numel % vector)
+        self._given_up = True
+        return None
+
+
+def _power(beta: float, exponent: int, multiplications: int) -> np.float32:
+    factors = np.full(multiplications + 1, beta, np.float32)
+    factors[0] = float(np.float32(beta)) ** exponent
+    power: np.float32 = np.multiply.accumulate(factors)[-1]
+    return power
+
+
+def _constants(
+    optimizer: Any, group: Mapping[str, Any], powers: list[np.float32], tail: int
+) -> Any:
+    one = np.float32(1)
+    rate, decay = np.float32(group["lr"]), np.float32(group["weight_decay"])
+    beta1, beta2 = map(np.float32, group["betas"])
+    correction1 = correction2 = one
+    if group["bias_correction"]:
+        correction1, correction2 = one - powers[0], one / np.sqrt(one - powers[1])
+    return deepspeed_step(
+        tail=tail,
+        weight=float(one - beta1),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        square_weight=float(one - beta2),
+        decays=bool(decay > 0),
+        decoupled=bool(optimizer.adam_w_mode),
+        decay=float(-rate * decay if optimizer.adam_w_mode else decay),
+        correction=float(correction2),
+        eps=group["eps"],
+        step_size=float(-rate / correction1),
+    )
+
+
+def _stepped_sample(
+    optimizer: Any, group: Mapping[str, Any], step: int
+) -> tuple[torch.Tensor, ...]:
+    """The sample after DeepSpeed's step, which also advances DeepSpeed's powers of the betas."""
+    weight, gradient, first, second = _sample()
+    optimizer.ds_opt_adam.adam_update(
+        optimizer.opt_id,
+        step,
+        group["lr"],
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        group["bias_correction"],
+        weight,
+        gradient,
+        first,
+        second,
+    )
+    return weight, first, second
+
+
+def _same_bits(constants: Any, expected: tuple[torch.Tensor, ...]) -> bool:
+    exact = FORMATS["exact"]
+    layout = exact.layout(_SAMPLE, _STATES, torch.float32)
+    weight, gradient, *moments = _sample()
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    places = [slot.values.of(buffer).view(torch.float32) for slot in layout.states.values()]
+    for place, moment in zip(places, moments, strict=True):
+        place.copy_(moment)
+    update(exact, layout, buffer, Part(weight, {}, weight, gradient, 0, 0), constants, 0)
+    return all(
+        torch.equal(one.view(torch.int32), other.view(torch.int32))
+        for one, other in zip((weight, *places), expected, strict=True)
+    )
+
+
+def _sample() -> tuple[torch.Tensor, ...]:
+    """A weight, a gradient and the moments."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(5, _SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
+    scale = torch.exp(2 * drawn[4])
+    return drawn[0] * scale, drawn[1] * scale, drawn[2] * scale, (drawn[3] * scale).square()
