@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -93,6 +94,33 @@ def resume(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     return [param.detach().clone() for param in engine.module.parameters()]
 
 
+def interrupt(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Save a checkpoint, end a step of stage 1 or 2 in its midst, and go on from the checkpoint."""
+    engine.save_checkpoint("kept", tag="tag")
+    if hasattr(engine.optimizer, "optimizer_swapper"):
+        from nvme_offload import OffloadError
+
+        optimizer, calls = engine.optimizer.optimizer, itertools.count()
+
+        def step() -> None:
+            if next(calls):
+                raise KeyboardInterrupt
+            type(optimizer).step(optimizer)
+
+        optimizer.step = step
+        inputs = engine.module.inputs(torch.Generator()).to(torch.bfloat16)
+        engine.backward(engine(inputs).float().square().mean())
+        for error in (KeyboardInterrupt, OffloadError):
+            try:
+                engine.step()
+            except error:
+                continue
+            raise AssertionError(f"no {error.__name__}")
+        del optimizer.step
+    engine.load_checkpoint("kept", tag="tag")
+    return [param.detach().clone() for param in engine.module.parameters()]
+
+
 def fragments(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     """Read and change master weights, states and gradients of stage 1 or 2."""
     from deepspeed import utils
@@ -135,6 +163,7 @@ def clip(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
 
 LOOPS = {
     "resume": resume,
+    "interrupt": interrupt,
     "fragments": fragments,
     "clip": clip,
     "hook": hook,

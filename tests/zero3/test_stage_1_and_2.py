@@ -33,6 +33,7 @@ IN_EITHER = {
     "fragments": Case(loop="fragments", groups=2, model="blocks", section=SMALLEST),
     "gradients-set": Case(loop="clip", accumulation=2, model="blocks", section=SMALLEST),
     "resumed": Case(loop="resume", groups=2, model="blocks", steps=6, section=SMALLEST),
+    "interrupted": Case(loop="interrupt", groups=2, model="blocks", section=SMALLEST),
     "missing-gradients-last": ACCUMULATING.but(section={**SMALLEST, "missing_gradients": "last"}),
 }
 IN_STAGE_2 = {
