@@ -101,7 +101,7 @@ class GradientSums:
             )
 
     def limit(self, buckets: Sequence[Bucket]) -> None:
-        """The values in use are those of *buckets*."""
+        """Decide from the sizes of all *buckets* whether several values in use may not fit."""
         largest = max((max(one.room_bytes, one.gradient_bytes) for one in buckets), default=0)
         self.tight = self._tier.cap_bytes < _UNTIGHT * largest
 
@@ -306,8 +306,8 @@ class GradientSums:
         self._under_way_bytes = 0
 
     def release(self, weights: Sequence[Weight]) -> None:
-        """Let *weights*, whose buckets will be no more, have their gradients in `.grad`. Raises: as
-        `TensorSwapper.swap_in`.
+        """Bring the gradients of *weights* back to `.grad` before their buckets are discarded. Raises:
+        as `TensorSwapper.swap_in`.
         """
         for weight in weights:
             one = self._sum_of(weight)

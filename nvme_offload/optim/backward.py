@@ -15,7 +15,7 @@ from .placeholders import SpentGradient
 
 
 class BackwardUpdates:
-    """Tells which buckets can be updated as gradients get complete, and lets gradients go.
+    """Finds the buckets whose gradients are complete, and drops gradients after their update.
 
     *updated*: the buckets of this step that are done, the owner's own set. *assume_final*:
     gradients that are complete are whole, whoever else there is. Attributes: *accumulating*, while

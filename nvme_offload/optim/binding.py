@@ -1,8 +1,8 @@
 """`Binding`: the parameters that an `NVMeOptimizer` is bound to, and their buckets.
 
 `torch.optim` looks at `param_groups` at every step, so that a model may be sharded, moved or cast
-after its optimizer was made. So does this: `differs` tells whether anything has changed since,
-`plan` what that concerns, and `release` and `admit` replace the buckets of exactly that.
+after its optimizer was made. `Binding` works the same way: `differs` detects a change, `plan` finds
+the buckets that share a changed parameter, and `release`, `admit` and `commit` replace these buckets.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Plan:
 
     @property
     def bound_again(self) -> list[Weight]:
-        """Those of the weights whose parameters are still in the groups."""
+        """The weights whose parameters are still in the groups."""
         return [weight for weight in self.weights if id(weight.parameter) in self.places]
 
 
 class Binding:
     """Makes buckets by *bucketing* and has *budget* and *tier* hold them. *updater*: that updates
     them. *backwards*: whether they are updated in the order of backward(). *twice*: whether the
-    drive keeps two versions of what does not stay in memory. *has_gradients*: whether gradients
+    drive keeps two versions of each value that does not stay in memory. *has_gradients*: whether gradients
     share the tier.
 
     Attributes: *weights*, in the order of the groups; *buckets*.
@@ -92,7 +92,7 @@ class Binding:
         )
 
     def plan(self, groups: Groups) -> Plan:
-        """What has to be replaced to be bound to *groups*. Raises: UsageError."""
+        """Find the weights and buckets to replace for *groups*. Raises: UsageError."""
         places: dict[int, int] = {}
         for index, parameter in parameters_of(groups):
             if id(parameter) in places:
@@ -125,7 +125,7 @@ class Binding:
         )
 
     def plan_of_all(self, plan: Plan) -> Plan:
-        """The same with all that is still bound, after *plan* was released."""
+        """*plan*, which was released, and all weights and buckets that are still bound."""
         return Plan(plan.places, [*plan.weights, *self.weights], list(self.buckets))
 
     def release(self, plan: Plan) -> None:

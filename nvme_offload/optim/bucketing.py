@@ -195,7 +195,7 @@ class Bucketing:
         return True
 
     def joined(self, buckets: list[Bucket]) -> list[Bucket]:
-        """*buckets*, or one of all that is trained, where parameters cannot be updated apart."""
+        """*buckets*; with the trained ones joined if parameters cannot be updated separately."""
         trained = [bucket for bucket in buckets if bucket.trained]
         if all(bucket.traits.separable for bucket in trained):
             return buckets
@@ -284,7 +284,7 @@ class Bucketing:
                 before.get(id(parameter)) in updated,
             ),
         ):
-            # what is quantized has no gradients, ever, and what is on meta not yet
+            # quantized parameters never have gradients, and parameters on meta do not have any yet
             if not _has_gradients(dtype) or device.type == "meta":
                 yield [weight(parameter, _NOTHING) for parameter in run], 0
                 continue

@@ -51,8 +51,8 @@ class Weight:
     *traits*: of the optimizer's class with parameters like this one. *number*: among all of the
     optimizer's. *offset*: of the part on this rank within all of the parameter, in elements.
 
-    *form* and *group*: those of the parameter when it was bound, and *trained*, whether it required
-    gradients then.
+    *form*, *group* and *trained*: the form of the parameter, the index of its group, and whether it
+    required gradients, all at the time of binding.
 
     *awaited*: the update that is queued, and *taken* the mark of the gradient of the last that was,
     with its version. No weak reference, with which torch.utils.swap_tensors takes no gradient.
@@ -86,7 +86,7 @@ class Weight:
         return Form.of(parameter) == self.form and (self.trained or not parameter.requires_grad)
 
     def release(self) -> None:
-        """Leave the buckets. What was shown of the states stays, for the next binding."""
+        """Leave the buckets. `shown` stays for the next binding."""
         self.fragments, self.placeholders, self.seen = [], {}, None
 
     @property

@@ -37,6 +37,7 @@ from .buckets import Bucket, Form, Weight, like, local
 from .budget import Budget, DividedOtherwiseError
 from .gradient_hooks import GradientHooks
 from .host_gradient import HostGradient
+from .inner import Maker, follow
 from .modes import callers, fixed_modes
 from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import StateOnDrive, is_on_drive
@@ -230,8 +231,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 f"{self._class_name} cannot be used with NVMeOptimizer: it has no param_groups, as torch's optimizers have"
             )
         super().__init__(given, dict(template.defaults))
-        _follow(self.param_groups, template.param_groups)
-        self._maker = _Maker(
+        follow(self.param_groups, template.param_groups)
+        self._maker = Maker(
             optimizer_class, kwargs, self.param_groups, in_groups=isinstance(samples[0], dict)
         )
 
@@ -465,7 +466,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         before = len(samples)
         try:
             self._template.add_param_group(sample)
-            _follow(groups[-1:], samples[before:])
+            follow(groups[-1:], samples[before:])
             self._maker.add(groups[-1])
             if self._weights or not may_be_replaced(groups):
                 self._bind()
@@ -991,14 +992,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return self._binding.buckets
 
     def _bind(self, *, lazily: bool = False) -> None:
-        """Follow what was done to the parameters since the last time: those that are new in
-        `param_groups` get buckets, those that were moved, cast or unfrozen other ones, with their
-        states. As in torch, states belong to the parameter that `state` has them of, also while that
-        is in no group.
+        """Follow changes of the parameters since the last call. Parameters that are new in
+        `param_groups` get buckets; parameters that were moved, cast or unfrozen get other buckets,
+        with their states. As in torch, `state` keeps states of parameters that are in no group.
 
-        *lazily*: what was only moved, cast or unfrozen can wait. Raises: UsageError and
-        UnsupportedError for what cannot be bound, which stays unbound with its states in `state`;
-        NoSpaceError.
+        *lazily*: ignore moves, casts and unfreezing. Raises: UsageError, UnsupportedError and
+        NoSpaceError for parameters that cannot be bound; their states stay in `state`.
         """
         if not self._binding.differs(self.param_groups, forms=not lazily):
             return
@@ -1933,58 +1932,4 @@ def _check_gradient(weight: Weight) -> None:
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError(
             "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"
-        )
-
-
-def _follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
-    """Let *groups* have the options as the class has them in those that it has *made*: there are
-    defaults for a kind of group, and rates kept in tensors.
-    """
-    if len(groups) == len(made):
-        for group, other in zip(groups, made, strict=True):
-            for key, value in other.items():
-                # what is there may be the user's own
-                if key not in ("params", "param_names") and not (
-                    key in group and type(group[key]) is type(value)
-                ):
-                    group[key] = copy.deepcopy(value)
-
-
-class _Maker:
-    """Makes inner optimizers as the user would have made one for all parameters: *in_groups*, or of
-    a list. *groups*: as they were given.
-    """
-
-    def __init__(
-        self,
-        optimizer_class: Callable[..., torch.optim.Optimizer],
-        kwargs: Mapping[str, Any],
-        groups: Sequence[dict[str, Any]],
-        *,
-        in_groups: bool,
-    ):
-        self._class = optimizer_class
-        self._kwargs = kwargs
-        self._in_groups = in_groups
-        self._options = {key for group in groups for key in group}
-
-    def add(self, group: dict[str, Any]) -> None:
-        """Learn of a *group* that was added."""
-        self._in_groups = True
-        self._options |= group.keys()
-
-    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        if not self._in_groups and len(groups) == 1:
-            made = self._class(groups[0]["params"], **self._kwargs)
-            made.param_groups[0].update(
-                {key: value for key, value in groups[0].items() if key != "params"}
-            )
-            return made
-        # There are classes that refuse what schedulers add to a group.
-        return self._class(
-            [
-                {key: value for key, value in group.items() if key in self._options}
-                for group in groups
-            ],
-            **self._kwargs,
         )

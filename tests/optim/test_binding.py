@@ -6,6 +6,8 @@ optimizer.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -502,6 +504,31 @@ def test_what_cannot_be_bound_keeps_its_states_until_it_can(tmp_path):
             train(one, other, steps=2, first=2)
         assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
     assert differing(params, plain) == []
+
+
+@pytest.mark.parametrize("mode", QUICK)
+def test_the_model_before_sharding_is_garbage_once_it_is_replaced(tmp_path, mode):
+    """On ranks, nothing but the groups holds plain parameters before the first step."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net, sharded = net_of(), net_of()
+        before = weakref.ref(net[0].weight)
+        with NVMeOptimizer(net.parameters(), paths=tmp_path, **MODES[mode]) as optimizer:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.param_groups[0]["params"] = list(sharded.parameters())
+            del net
+            gc.collect()
+            assert before() is None
+            step(sharded, optimizer, 0)
+            step(sharded, optimizer, 1)
+        plain = net_of()
+        reference = torch.optim.AdamW(plain.parameters())
+        for number in range(2):
+            step(plain, reference, number)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert differing(list(sharded.parameters()), list(plain.parameters())) == []
 
 
 def test_a_parameter_in_two_groups_is_refused(tmp_path):

@@ -1,0 +1,64 @@
+"""`Maker`: makes the inner optimizers, which update one bucket each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
+    """Copy options to *groups* from the groups that the class has *made*: some classes have defaults
+    for a kind of group, and rates in tensors.
+    """
+    if len(groups) == len(made):
+        for group, other in zip(groups, made, strict=True):
+            for key, value in other.items():
+                # what is there may be the user's own
+                if key not in ("params", "param_names") and not (
+                    key in group and type(group[key]) is type(value)
+                ):
+                    group[key] = copy.deepcopy(value)
+
+
+class Maker:
+    """Makes inner optimizers as the user would have made one for all parameters: *in_groups*, or of
+    a list. *groups*: as they were given.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        kwargs: Mapping[str, Any],
+        groups: Sequence[dict[str, Any]],
+        *,
+        in_groups: bool,
+    ):
+        self._class = optimizer_class
+        self._kwargs = kwargs
+        self._in_groups = in_groups
+        self._options = {key for group in groups for key in group}
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Learn of a *group* that was added."""
+        self._in_groups = True
+        self._options |= group.keys()
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make an optimizer of *groups*."""
+        if not self._in_groups and len(groups) == 1:
+            made = self._class(groups[0]["params"], **self._kwargs)
+            made.param_groups[0].update(
+                {key: value for key, value in groups[0].items() if key != "params"}
+            )
+            return made
+        # There are classes that refuse what schedulers add to a group.
+        return self._class(
+            [
+                {key: value for key, value in group.items() if key in self._options}
+                for group in groups
+            ],
+            **self._kwargs,
+        )
