@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpointing import Life
 from launch import Case, differences, train
+from test_checkpoint import on_cpu, run
 
 SMALLEST = {"host_memory": "smallest"}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -121,3 +123,23 @@ def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path:
     assert "error" not in ours, ours
     (other,) = ours["ranks"]
     assert ours["weights"] == other["weights"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
+    case = Case(groups=2, zero={"stage": stage}, section=SMALLEST)
+    ours, stock = str(tmp_path / "ours"), str(tmp_path / "stock")
+    results = run(
+        [
+            Life("ours", case, saves=[[2, ours]], weights=ours),
+            Life("stock", on_cpu(case), ours=False, saves=[[2, stock]]),
+            Life("from ours", on_cpu(case), ours=False, first=2, load=ours),
+            Life("from stock", case, first=2, load=stock),
+            Life("ours again", case, first=2, load=ours),
+        ],
+        tmp_path,
+        ranks=2,
+    )
+    assert results["ours"]["differ"] == []
+    for result in results.values():
+        assert result["end"] == results["stock"]["end"]
