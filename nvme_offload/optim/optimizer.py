@@ -1598,7 +1598,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._bind()
             except Exception as error:
                 self._note(error)
-                _log.warning("parameters are not bound in backward(): %s", error)
+                _log.warning("parameters are not bound in backward(): %s", str(error))
             weight = self._binding.of(parameter)
         return weight if weight is not None and weight.is_as_bound else None
 
