@@ -405,11 +405,11 @@ def test_the_plan_in_the_readme_is_what_the_command_prints(tmp_path, monkeypatch
     assert not missing, f"{command}prints:\n{printed}"
 
 
-def test_the_architecture_names_every_room_and_no_file_that_is_not_there():
+def test_the_architecture_names_every_part_and_only_files_that_exist():
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     package = ROOT / "nvme_offload"
-    table = page.partition("| room |")[2].partition("\n\n")[0]
-    rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()} | {
+    table = page.partition("| part |")[2].partition("\n\n")[0]
+    parts = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()} | {
         path.name for path in package.glob("[a-z]*.py")
     }
     assert (
@@ -419,9 +419,9 @@ def test_the_architecture_names_every_room_and_no_file_that_is_not_there():
                 "\n".join(line.split("|")[1] for line in table.splitlines()[2:]),
             )
         )
-        == rooms
+        == parts
     )
-    answers = page.partition("## Ten questions")[2].partition("## Words")[0]
+    answers = page.partition("## Where to look")[2].partition("## Words")[0]
     named = re.findall(r"`([a-z0-9_]+/[a-z0-9_]+\.(?:py|cpp|h))`", answers)
     assert len(named) > 10
     assert [
