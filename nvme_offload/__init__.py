@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name is defined. All are imported on first use, so that the commands, which need
-# few of them, start quickly.
+# Where each public name is defined. All are imported on first use: `import torch` imports this
+# package (see `autoload`), and the commands need few of them.
 _MODULES = {
     "AioConfig": "hardware.config",
     "BufferChangedError": "errors",

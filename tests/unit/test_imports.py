@@ -23,7 +23,7 @@ HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "optim", "store", "swap"},
-    "autoload": set(),
+    "autoload": {"errors", "zero3"},
     "sizes": set(),
     "units": set(),
     "errors": {"units"},
