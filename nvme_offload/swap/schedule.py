@@ -422,7 +422,10 @@ class Schedule:
         `failed_write` and `write_all`.
         """
         transfer.stage = Stage.ENDED
-        transfer.after = ()
+        # Blocks keep it until they are used again, and refer to each other.
+        transfer.after, transfer.store = (), None
+        if succeeded:
+            transfer.requests = []
         if transfer.cancelled:
             return
         value = self._values[transfer.name]

@@ -246,8 +246,9 @@ def outcome(mode: str, at: Place, error: BaseException, place: Path) -> str:
                 ended = program.state_dict()
             if raised.where is None:
                 return "unreached"
-            # backward() logs the error of an update, which `step` then makes
-            logged = "step_in_backward" in MODES[mode].options and isinstance(error, Exception)
+            # backward() logs the error of an update or of a binding, which `step` then makes
+            in_backward = {"step_in_backward", "accumulate"} & MODES[mode].options.keys()
+            logged = in_backward and isinstance(error, Exception)
             if program.told != 1 and not (logged and not program.told):
                 return f"wrong: told {program.told} times of {raised.where}"
             if differing(list(training.net.parameters()), expected):
