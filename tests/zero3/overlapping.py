@@ -299,18 +299,21 @@ def failing_reads() -> Callable[[], None]:
     """Have every read of a drive fail, until what is returned is called."""
     from nvme_offload import IOFailure
     from nvme_offload.store.store import TensorStore
+    from nvme_offload.store.transfer import Transfer
 
-    get = TensorStore.get
+    start = TensorStore.start
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(store: TensorStore, transfer: Transfer, buffer: Any) -> Any:
+        if transfer.writes:
+            return start(store, transfer, buffer)
         raise IOFailure(
             5, "Input/output error", operation="read", path="there", offset=0, nbytes=1, done=0
         )
 
-    TensorStore.get = fail  # type: ignore[method-assign]
+    TensorStore.start = fail  # type: ignore[method-assign]
 
     def mend() -> None:
-        TensorStore.get = get  # type: ignore[method-assign]
+        TensorStore.start = start  # type: ignore[method-assign]
 
     return mend
 
