@@ -134,11 +134,20 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             return before["load_checkpoint"](self, load_dir, tag, *args, **named)
         given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
         _verify(self, Path(load_dir, found).resolve())
-        if _loads(self):
-            self.nvme_offload_loading = _everywhere(lambda: _open(self, load_dir, found, given))
+
+        def opened() -> _Opened | None:
+            return _open(self, load_dir, found, given) if _loads(self) else None
+
+        def begin() -> None:
+            before_begin = _engine_of(self)
+            self.optimizer.begin_load()
+            if _engine_of(self) is not before_begin:  # an interrupted store has another I/O engine
+                self.nvme_offload_loading = opened()
+
+        self.nvme_offload_loading = _everywhere(opened)
         try:
             if not isinstance(self.optimizer, Inference):
-                _everywhere(self.optimizer.begin_load)
+                _everywhere(begin)
                 # the next micro-batch is the first of its step
                 self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             return before["load_checkpoint"](self, load_dir, found, *args, **named)

@@ -160,7 +160,7 @@ def test_a_sweep_that_is_stopped_leaves_nothing_aside(
     )
     ends = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [status for status, _, _ in ends] == [143] * (len(ends) - 1) + [0]
-    assert len(ends) > 5
+    assert len(ends) > 2
     whole = ends[-1][1]
     untouched = [name for name in whole if "/" not in name]
     for _, names, config in ends:

@@ -195,4 +195,4 @@ def test_a_node_that_nobody_can_find_is_one_line(disk: Path, tmp_path: Path) -> 
     )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1].startswith("nvme-sweep: ")
-    assert "sweep on each node by itself" in result.stderr
+    assert "sweep on each node separately" in result.stderr

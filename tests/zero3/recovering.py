@@ -36,7 +36,7 @@ ENOUGH_SECONDS = 300.0  # for a step, on a busy machine
 FIRST = 2  # the step before which the checkpoint is saved, and which is cut short
 CALLS = {
     "TensorSwapper": ("create", "discard", "prefetch", "release", "step", "swap_in"),
-    "TensorStore": ("delete", "get", "put"),
+    "TensorStore": ("delete", "finish", "start"),
 }
 
 
