@@ -543,10 +543,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             Another rank failed; the message gives its error.
         """
         self._check_open()
-        self._bind(lazily=True)
+        unbound = self._binding_failure(lazily=True)
         place, engine = Path(path), self._tier.store.engine
 
         def states() -> contextlib.AbstractContextManager[dict[str, Any]]:
+            if unbound is not None:
+                raise unbound
             return self._with_states(
                 lambda: saved.as_kept(self._updater, self._buckets, self._weights)
             )
@@ -596,7 +598,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """
         self._check_open()
         self._give_up_what_fails()
-        self._bind()
+        unbound = self._binding_failure()
         place = Path(path)
 
         def read(file: Path) -> Any:
@@ -612,6 +614,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return resharding.reshard(trees, self._weights, self._tier.paths[0])
 
         if ranks is None or not parts.all_are_directories(place, ranks):
+            if unbound is not None:
+                raise unbound
             tree = read(place)
             self.load_state_dict(tree if resharding.is_cut(tree) else fitting([tree]))
             return
@@ -619,6 +623,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         tree = {}
 
         def check() -> None:
+            if unbound is not None:
+                raise unbound
             engine = self._tier.store.engine
             tree.update(fitting(saved.read_together(place, engine, ranks, read, self._weights)))
             self._check_loadable(tree)
@@ -990,6 +996,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
     @property
     def _buckets(self) -> list[Bucket]:
         return self._binding.buckets
+
+    def _binding_failure(self, *, lazily: bool = False) -> Exception | None:
+        """The error of `_bind`. A rank that saves or loads with others raises it when they expect to
+        hear of it, since they would wait for a rank that has raised before.
+        """
+        try:
+            self._bind(lazily=lazily)
+        except Exception as error:
+            return error
+        return None
 
     def _bind(self, *, lazily: bool = False) -> None:
         """Follow changes of the parameters since the last call. Parameters that are new in
