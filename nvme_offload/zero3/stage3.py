@@ -23,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import OffloadError, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..io import archive
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
@@ -58,11 +58,12 @@ from .param_swapper import (
     value_bytes,
     zero_padding,
 )
+from .partial_steps import PartialSteps
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
-from .updates import partly_applied, quiesce
+from .updates import quiesce
 
 _VECTOR_ELEMENTS = 128  # DeepSpeed's AVX512 kernels: 16 floats, unrolled 8 times
 _UNUSED_KEYS = {
@@ -82,7 +83,7 @@ _NAMED = 5  # parameters that a warning lists
 _log = logging.getLogger(__name__)
 
 
-class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
+class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     """DeepSpeed's ZeRO-3 optimizer with this package's swappers, unless the section "nvme_offload"
     of the configuration has "swappers": "deepspeed".
     """
@@ -107,11 +108,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         # True while a checkpoint is written that streams states from the drive.
         self.leaves_states_offloaded = False
         self.clock: StepClock | None = None  # only where something is offloaded
-        # A step or a load has begun to change states: still running, or ended by an exception.
-        self.partly_changed = False
-        # A backward pass has reduced some gradients: still running, or ended by an exception.
-        self._partly_reduced = self._within_backward = False
-        self._awaits_backward = False  # a step has been applied, and no backward pass since
+        self._within_backward = False
         self._hooks: list[Any] = []  # handles of hooks of the module
         self.overlap: Overlap | None = None
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
@@ -622,23 +619,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
 
-    def _require_backward(self) -> None:
-        """Raises: OffloadError unless a backward pass has ended since the last step."""
-        if self._awaits_backward:
-            raise OffloadError(
-                "no backward pass has ended since the last step, which is only partly applied if an exception ended engine.step(): "
-                "run a backward pass, or, after an exception, call load_checkpoint()"
-            )
-        self._require_no_backward()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _require_no_backward(self, *_: Any) -> None:
-        """Raises: OffloadError when an exception ended a backward pass after it had reduced some
-        gradients.
-        """
-        if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
-            raise partly_applied()
-
     def end_period(self) -> None:
         """A step has used all values: the swappers learn their order."""
         for tier in self._tiers:
@@ -788,11 +768,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 and not param.nvme_swapper.is_offloaded(param)
             ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
-
-    def require_whole(self) -> None:
-        """Raises: OffloadError when a step or a load has changed only some of the states."""
-        if self.partly_changed:
-            raise partly_applied()
 
     def give_back(self) -> None:
         """Release everything that an interrupted call left in use, after updates that are to come."""

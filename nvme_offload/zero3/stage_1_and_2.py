@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ..errors import OffloadError, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..io import archive
 from ..io.archive import Provider
 from ..optimizer_states import FORMATS, wide_enough
@@ -37,13 +37,14 @@ from .gradients import Gradients
 from .last_gradients import LastGradients
 from .once_per_step import OncePerStep, computed_from_values, has_hooks, warn_of_hooks
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
+from .partial_steps import PartialSteps
 from .reader import MASTER
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .stage3 import is_in_del
 from .step_stats import StepClock
 from .sub_groups import Footprint, is_elementwise
-from .updates import partly_applied, quiesce
+from .updates import quiesce
 
 # Sub-groups end at multiples of it: DeepSpeed's AVX512 kernels take 16 floats, unrolled 8 times, and
 # round elements after the last whole vector differently.
@@ -54,7 +55,7 @@ _PREFETCHED = 4  # sub-groups, before the swapper has learned their order
 _log = logging.getLogger(__name__)
 
 
-class Stages1And2(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
+class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
     """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Names shared with
     `Stage3` have its meaning, so that `states` works on both.
     """
@@ -63,16 +64,12 @@ class Stages1And2(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
     leaves_states_offloaded = False  # True while a checkpoint streams states from the drive
     resumes = False  # whether a load is of engine.load_checkpoint
     # A step or a load has begun to change states: still running, or ended by an exception.
-    partly_changed = False
     overflow: bool
     tier: Tier
     single_partition_of_fp32_groups: list[torch.Tensor]
     averaged_gradients: dict[int, Any]
     _lenders: list[Provider]  # while `state_dict` runs
     _is_planned = False  # whether the base class has made its partitions
-    # A backward pass has stored some gradients: still running, or ended by an exception.
-    _partly_reduced = False
-    _awaits_backward = False  # a step has been applied, and no backward pass since
 
     def __init__(
         self, ds_config: Mapping[str, Any], init_optimizer: Any, *args: Any, **named: Any
@@ -519,28 +516,6 @@ class Stages1And2(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
         """Give every rank the 16-bit weights that the others have updated."""
         with self._weights_as_masters():
             super().update_lp_params()
-
-    def _require_backward(self) -> None:
-        """Raises: OffloadError unless a backward pass has ended since the last step."""
-        if self._awaits_backward:
-            raise OffloadError(
-                "no backward pass has ended since the last step, which is only partly applied if an exception ended engine.step(): "
-                "run a backward pass, or, after an exception, call load_checkpoint()"
-            )
-        self._require_no_backward()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _require_no_backward(self, *_: Any) -> None:
-        """Raises: OffloadError when an exception ended a backward pass after it had reduced some
-        gradients.
-        """
-        if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
-            raise partly_applied()
-
-    def require_whole(self) -> None:
-        """Raises: OffloadError when a step or a load has changed only some of the states."""
-        if self.partly_changed:
-            raise partly_applied()
 
     def give_back(self) -> None:
         """Release everything that an interrupted call left in use."""

@@ -74,6 +74,7 @@ _ZERO3 = (
     "optimizer_swapper",
     "overlap",
     "param_swapper",
+    "partial_steps",
     "partition_states",
     "reader",
     "stage3",

@@ -1,0 +1,44 @@
+"""`PartialSteps`: refuses steps of an optimizer after an exception has ended one in the middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import OffloadError
+from . import compat
+from .updates import partly_applied
+
+
+class PartialSteps:
+    """The part of ZeRO's optimizers that knows whether a step may begin.
+
+    Attributes: *partly_changed*, whether a step or a load has changed only some of the states.
+    """
+
+    partly_changed = False
+    _partly_reduced = False  # a backward pass has reduced gradients and has not ended
+    _awaits_backward = False  # a step has been applied, and no backward pass since
+
+    def require_whole(self) -> None:
+        """Raises: OffloadError when a step or a load has changed only some of the states."""
+        if self.partly_changed:
+            raise partly_applied()
+
+    def _require_backward(self) -> None:
+        """Raises: OffloadError unless a backward pass has ended since the last step."""
+        if self._awaits_backward:
+            raise OffloadError(
+                "no backward pass has ended since the last step, which is only partly applied if an exception ended engine.step(): "
+                "run a backward pass, or, after an exception, call load_checkpoint()"
+            )
+        self._require_no_backward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _require_no_backward(self, *_: Any) -> None:
+        """Raises: OffloadError when an exception ended a backward pass after it had reduced some
+        gradients.
+        """
+        if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
+            raise partly_applied()
