@@ -1,5 +1,5 @@
-"""`Awaited`: an update that is queued, and the classes that its parameter and its gradient have
-until then, every use of which waits for it.
+"""`Awaited`: a queued update, and the classes that its parameter and gradient have until it ends;
+every use of a tensor of these classes waits for the update.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from .buckets import Weight
     from .update_queue import Step, UpdateQueue
 
-_KEY = "_nvme_offload_awaited"  # in the __dict__ of a tensor
+_KEY = "_nvme_offload_awaited"  # key in the __dict__ of a tensor
 
 
 class Awaited:
-    """The update of *weight* in *step*, some of whose buckets are in *queue*.
+    """The update of *weight* in *step*; the updates of its buckets are in *queue*.
 
-    Attributes: *values*, of the gradient, None where there is none; *left*, the buckets that are
-    not updated yet; *event*, of a CUDA device: it is reached when the update is made there;
+    Attributes: *values*, of the gradient, None if there is none; *left*, the number of buckets that
+    are not updated yet; *event*, of a CUDA device, which records the end of the update there;
     *home*, the stream that was current in `step`. All but *values* change under the queue's lock.
     """
 
@@ -41,20 +41,22 @@ class Awaited:
         self._guards: list[Any] = []
 
     def hold(self) -> None:
-        """From now on every use of the parameter, and of the gradient, waits."""
+        """From now on, every use of the parameter and of its gradient waits."""
         for tensor in self._tensors():
             if type(tensor) in _WAITING:
-                # A parameter's gradient, which the garbage collector does not see, must not keep it.
+                # A gradient must not keep this object alive, since the garbage collector does not
+                # see a parameter's gradient.
                 own = tensor is self.weight.parameter
                 tensor.__dict__[_KEY] = self if own else weakref.ref(self)
                 tensor.__class__ = _WAITING[type(tensor)]
-                # torch.utils.swap_tensors refuses tensors with weak references. Otherwise it would
-                # have the pending update change the other tensor.
+                # torch.utils.swap_tensors refuses tensors with weak references. Without the
+                # reference it would swap them, and the pending update would change the wrong
+                # tensor.
                 self._guards.append(weakref.ref(tensor))
 
     def restore(self) -> None:
-        """Give both their own classes back. A gradient that is the parameter's no more has it when
-        it is used.
+        """Restore the original classes of both tensors. A gradient that `.grad` no longer holds
+        gets its class back when it is used.
         """
         self._guards.clear()
         for tensor in self._tensors():
@@ -68,7 +70,7 @@ class Awaited:
 
 
 class Waits:
-    """What these classes have."""
+    """Mixin of the classes whose uses wait."""
 
     @classmethod
     def __torch_function__(
@@ -81,19 +83,21 @@ class Waits:
         found = [one for one in _leaves((args, kwargs)) if isinstance(one, Waits)]
         for one in found:
             use(one)
-        if not found:  # in a container of another kind
+        if not found:  # the tensor is in a container of another kind
             from .update_queue import wait_for_all
 
             wait_for_all()
         return function(*args, **kwargs)
 
     def as_subclass(self, kind: Any) -> Any:
-        """As a tensor's: no function of torch, though it gives another one of the same memory."""
+        """Wait first: torch does not dispatch this method to `__torch_function__`, though it
+        returns a tensor that shares the memory.
+        """
         use(self)
         return self.as_subclass(kind)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        # torch's would make another one of this class
+        # torch's method would create another tensor of this class
         use(self)
         return self.__deepcopy__(memo)
 
@@ -103,15 +107,15 @@ class Waits:
 
 
 class AwaitedParameter(Waits, torch.nn.Parameter):
-    """A Parameter with an update that is to come."""
+    """A Parameter whose update is pending."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a Parameter: there is code that calls `type(parameter)`."""
+        """Make a Parameter: some programs call `type(parameter)`."""
         return torch.nn.Parameter(*args, **kwargs)
 
 
 class AwaitedTensor(Waits, torch.Tensor):
-    """A tensor of which an update that is to come needs the values, or which it is to change."""
+    """A tensor that a pending update reads or changes."""
 
     @staticmethod
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,22 +128,22 @@ _OWN: dict[type, Any] = {waiting: own for own, waiting in _WAITING.items()}
 
 
 def admit(own: type, waiting: type) -> None:
-    """Let tensors of the class *own* be of the class *waiting* until their updates are made."""
+    """Tensors of class *own* have class *waiting* until their updates have ended."""
     _WAITING[own], _OWN[waiting] = waiting, own
 
 
 def can_be_awaited(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is of a class whose uses can be made to wait."""
+    """Whether the class of *tensor* has a counterpart whose uses wait."""
     if is_distributed(tensor):
         from . import awaited_dtensor  # noqa: F401  # slow to import, and often not needed
     return type(tensor) in _WAITING or isinstance(tensor, Waits)
 
 
 def use(tensor: Any) -> None:
-    """Wait for the update of *tensor*, if there is one to come. Raises: what went wrong in it."""
+    """Wait for the update of *tensor*, if one is pending. Raises: the error of that update."""
     awaited = _awaited(tensor)
     if (awaited is None or awaited.queue.use(awaited)) and isinstance(tensor, Waits):
-        _restore(tensor)  # a gradient that is not its parameter's any more
+        _restore(tensor)  # a gradient that `.grad` no longer holds
 
 
 def _restore(tensor: Any) -> None:
@@ -153,7 +157,9 @@ def _awaited(tensor: torch.Tensor) -> Any:
 
 
 def watch_entrances() -> None:
-    """Have functions wait that pass tensors to C++ without a call of `__torch_function__`."""
+    """Wrap functions that pass tensors to C++ without calling `__torch_function__`, so that they
+    wait.
+    """
     for place in [place for place in _ENTRANCES if place[0] in sys.modules]:
         _ENTRANCES.remove(place)
         module: Any = sys.modules[place[0]]
@@ -172,7 +178,7 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-# Where torch.func takes the tensors of its arguments, and torch.distributed those of a collective.
+# The functions through which torch.func and torch.distributed's collectives receive tensors.
 _ENTRANCES = {
     ("torch._functorch.eager_transforms", "_wrap_for_grad"),
     ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
@@ -183,11 +189,11 @@ _ENTRANCES = {
 
 
 def use_module(module: torch.nn.Module, _: Any) -> None:
-    """Before the forward pass of *module*: wait for its own parameters, which it may give to what
-    does not look at their classes, such as a C++ extension.
+    """Before the forward pass of *module*: wait for its own parameters. The module may pass them to
+    code that does not look at their classes, such as a C++ extension.
 
-    Those of torch that have a path of their own where no tensor has a class that is not known, or
-    are compiled, do so with the parameters of their children, too.
+    Some modules of torch have a fast path that only tensors of known classes may take, or are
+    compiled. They pass the parameters of their children to such code, too.
     """
     for parameter in (
         module.parameters() if isinstance(module, _WITH_CHILDREN) else module._parameters.values()
@@ -222,6 +228,6 @@ def _accessors() -> Iterator[Any]:
     yield from (gradient.__get__, gradient.__set__, gradient.__delete__)
 
 
-# No update changes what these tell, and of a gradient they tell or change which one it is. Not
-# `dim`, which is all that torch.func.vmap asks of a tensor.
+# An update does not change the result of these accessors; `.grad` returns or replaces the gradient
+# itself. `dim` has to wait: torch.func.vmap calls nothing else on a tensor.
 _WITHOUT_VALUES = frozenset(_accessors())

@@ -1,5 +1,5 @@
-"""`AwaitedDTensor`: the class that a DTensor has until its update is made. Importing this makes
-DTensors such whose uses can be made to wait.
+"""`AwaitedDTensor`: the class of a DTensor while its update is pending. Importing this module
+registers the class, so that uses of DTensors can wait.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .buckets import local_as_it_is
 
 
 class AwaitedDTensor(Waits, DTensor):
-    """A parameter or a gradient, as of FSDP2 and tensor parallelism, with an update that is to come.
+    """A parameter or a gradient of FSDP2 or tensor parallelism whose update is pending.
 
-    What is no function of torch, such as `to_local` and what FSDP2 gathers, asks for the part that
-    is on this rank. Source: `all_gather_inputs` and `_get_param_all_gather_inputs` of
-    torch.distributed.fsdp, which ask for it before they take the memory that it shares.
+    Code that does not go through torch's functions, such as `to_local` and the all-gather of FSDP2,
+    reads the local shard. Source: `all_gather_inputs` and `_get_param_all_gather_inputs` of
+    torch.distributed.fsdp, which read it before they take the memory that it shares.
     """
 
     @staticmethod
@@ -35,7 +35,7 @@ class AwaitedDTensor(Waits, DTensor):
     @_local_tensor.setter
     def _local_tensor(self, part: torch.Tensor) -> None:
         use(self)
-        slot: Any = DTensor._local_tensor  # that instances of both classes have
+        slot: Any = DTensor._local_tensor  # a slot of both classes
         slot.__set__(self, part)
 
 

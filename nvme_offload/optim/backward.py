@@ -1,5 +1,5 @@
-"""`BackwardUpdates`: which buckets can be updated during backward(), because all of their gradients
-are complete.
+"""`BackwardUpdates`: finds the buckets that can be updated during backward(), because all of their
+gradients are complete.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from .placeholders import SpentGradient
 class BackwardUpdates:
     """Finds the buckets whose gradients are complete, and drops gradients after their update.
 
-    *updated*: the buckets of this step that are done, the owner's own set. *assume_final*:
-    gradients that are complete are whole, whoever else there is. Attributes: *accumulating*, while
-    gradients are to be left alone.
+    *updated*: the buckets that this step has updated; the owner's own set. *assume_final*: a
+    complete gradient is final, even if there are other ranks. Attributes: *accumulating*, true
+    while backward() must not update parameters or drop gradients.
     """
 
     def __init__(self, updated: set[Bucket], *, assume_final: bool) -> None:
         self._assume_final = assume_final
         self._updated = updated
-        self._norms: dict[Weight, torch.Tensor] = {}  # of gradients that are about to be used up
-        self._spent: dict[Weight, None] = {}  # since `zero_grad`
-        self._waiting: dict[Bucket, set[Weight]] = {}  # whose gradients are not complete
-        # backward passes that have begun to update parameters, and not ended
+        self._norms: dict[Weight, torch.Tensor] = {}  # norms of the gradients that updates consume
+        # weights whose gradients were consumed since `zero_grad`
+        self._spent: dict[Weight, None] = {}
+        # per bucket, the weights whose gradients are not complete
+        self._waiting: dict[Bucket, set[Weight]] = {}
+        # backward passes that have updated parameters and have not ended
         self._passes: set[int] = set()
         self.accumulating = False
 
     def check(self, parameter: torch.Tensor) -> None:
-        """See that a gradient of *parameter* is whole when hooks are called for it. Raises:
+        """Check that a gradient of *parameter* is final when its hooks run. Raises:
         UnsupportedError.
 
-        With several processes only a DTensor tells. FSDP2 calls hooks after it has reduced; where
-        autograd does, placements say what is still to be summed; and where the mesh has all ranks,
-        there are no others to reduce over. Source: foreach_reduce of torch.distributed.fsdp.
+        With several processes, only a DTensor shows that. FSDP2 runs the hooks after it has reduced
+        a gradient. Where autograd runs them, the placements say whether a reduction is still
+        pending. If the mesh has all ranks, no other ranks remain to reduce over. Source:
+        foreach_reduce of torch.distributed.fsdp.
         """
         several = (
             torch.distributed.is_available()
@@ -59,28 +62,30 @@ class BackwardUpdates:
             )
 
     def begin_updates(self) -> None:
-        """This backward pass is about to update parameters."""
+        """Record that this backward pass is about to update parameters."""
         number = torch._C._current_graph_task_id()
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
             return  # compiled autograd does not call the engine's callbacks
         if number != -1 and number not in self._passes:
             self._passes.add(number)
-            # It is called unless an exception ends the pass. Source: final_callbacks_ in
-            # torch/csrc/autograd/engine.cpp.
+            # The engine calls the callback unless an exception ends the pass. Source:
+            # final_callbacks_ in torch/csrc/autograd/engine.cpp.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._passes.discard(number))
 
     def was_cut_short(self) -> bool:
-        """Whether an exception has ended a backward pass after an update, since this was asked."""
+        """Whether an exception has ended a backward pass after an update, since the last call of
+        this.
+        """
         if not self._passes or torch._C._current_graph_task_id() != -1:
             return False
         self._passes.clear()
         return True
 
     def end_step(self) -> None:
-        """All that were waited for have been updated by others, or never will be; the next
-        backward() begins with no gradients.
+        """`step` has updated the remaining buckets, or they were dropped. Remove consumed
+        gradients, so that the next backward() begins without any.
         """
         self._waiting.clear()
         self._norms.clear()
@@ -90,21 +95,24 @@ class BackwardUpdates:
                 weight.parameter.grad = None
 
     def forget(self) -> None:
-        """Buckets were replaced by others."""
+        """Buckets were replaced: forget which gradients they wait for."""
         self._waiting.clear()
 
     def complete(self, weight: Weight) -> list[Bucket]:
-        """The gradient of *weight* is complete: the buckets that waited for nothing else."""
+        """Record that the gradient of *weight* is complete; return the buckets that waited for
+        nothing else.
+        """
         ready = []
         for bucket in dict.fromkeys(fragment.bucket for fragment in weight.fragments):
             waiting = self._waiting.get(bucket, set())
-            if weight not in waiting:  # the first of a backward pass, whatever became of one before
+            # the first gradient of a backward pass; an earlier pass may not have ended
+            if weight not in waiting:
                 waiting = {fragment.weight for fragment in bucket.fragments}
                 self._waiting[bucket] = waiting
             waiting.discard(weight)
             if waiting or bucket in self._updated:
                 continue
-            # what was complete in a backward() that was given up has no gradient now
+            # a gradient that was complete in an aborted backward() may have been dropped since
             waiting |= {
                 fragment.weight
                 for fragment in bucket.fragments
@@ -115,14 +123,14 @@ class BackwardUpdates:
         return ready
 
     def note_norms(self, bucket: Bucket) -> None:
-        """Compute the norms of the gradients of *bucket*, which an update is about to use up."""
+        """Compute the norms of the gradients of *bucket*, which an update is about to consume."""
         for weight in {fragment.weight for fragment in bucket.fragments} - self._norms.keys():
             gradient = weight.parameter.grad
             if gradient is not None:
                 self._norms[weight] = torch.linalg.vector_norm(local(gradient))
 
     def spend(self, bucket: Bucket) -> None:
-        """Let the gradients go that *bucket*, which has been updated, was the last to need."""
+        """*bucket* was updated: drop the gradients that no other bucket still needs."""
         for fragment in bucket.fragments:
             parameter = fragment.weight.parameter
             if (
@@ -134,8 +142,8 @@ class BackwardUpdates:
                 self._spent[fragment.weight] = None
 
     def zero(self, *, set_to_none: bool) -> None:
-        """Have in place of the gradients that were spent what `zero_grad` has of others: zeros, with
-        which what the next backward() leaves out is updated.
+        """Do what `zero_grad` does for the consumed gradients: unless *set_to_none*, replace them
+        by zeros. With zeros, `step` updates parameters that the next backward() does not reach.
         """
         spent, self._spent = self._spent, {}
         for weight in () if set_to_none else spent:
@@ -147,11 +155,11 @@ class BackwardUpdates:
 
 
 def await_copy(parameter: torch.Tensor) -> None:
-    """Until the gradient of *parameter* is there: with CPUOffloadPolicy, older FSDP2 calls hooks
-    while it is still being copied, on the current stream.
+    """Wait until the gradient of *parameter* is in host memory. With CPUOffloadPolicy, older FSDP2
+    runs hooks while the current stream still copies the gradient.
 
-    Source: foreach_reduce of torch.distributed.fsdp, which waits by itself in torch 2.13 and does
-    not in 2.11.
+    Source: foreach_reduce of torch.distributed.fsdp, which waits in torch 2.13 and does not in
+    2.11.
     """
     if parameter.grad is not None and local(parameter.grad).is_pinned():
         torch.accelerator.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""`GradientHooks`: hooks that autograd and FSDP2 call once the gradient of a parameter is made."""
+"""`GradientHooks`: hooks that autograd and FSDP2 call when a parameter's gradient is complete."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 class GradientHooks:
-    """Calls `gradient_came` of *owner*, which this does not keep alive, with every parameter that
-    has got its gradient.
+    """Calls `gradient_came` of *owner* with every parameter whose gradient is complete. It does not
+    keep *owner* alive.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -23,13 +23,13 @@ class GradientHooks:
                 optimizer.gradient_came(parameter)
 
         compiler: Any = torch.compiler
-        # compiled autograd would compile the update, which rounds otherwise then
+        # compiled autograd would compile the update, which would change its rounding
         self._hook = compiler.disable(came)
-        self._handles: dict[int, Any] = {}  # by the key that the parameter has them under
+        self._handles: dict[int, Any] = {}  # by their key in the parameter's hooks
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Call for *parameters* from now on, but for those that are frozen. A parameter that left
-        keeps its hook, since FSDP2 may be calling it.
+        """Add hooks to *parameters*, except frozen ones. A parameter that has left the groups keeps
+        its hook, since FSDP2 may be calling it.
         """
         self._handles = {
             key: handle
@@ -38,7 +38,7 @@ class GradientHooks:
         }
         for parameter in parameters:
             one: Any = parameter
-            # torch.utils.swap_tensors takes the hooks away from a parameter
+            # torch.utils.swap_tensors removes the hooks of a parameter
             if one.requires_grad and self._handles.keys().isdisjoint(
                 one._post_accumulate_grad_hooks or ()
             ):

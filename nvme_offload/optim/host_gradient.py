@@ -1,4 +1,4 @@
-"""`HostGradient`: what is in `.grad` of a parameter whose gradient is in host memory."""
+"""`HostGradient`: the placeholder in `.grad` of a gradient in host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NORM = _ATEN.linalg_vector_norm.default
 _NORMS = _ATEN._foreach_norm.Scalar
 _ZERO = _ATEN.zero_.default
 _ZEROS = _ATEN._foreach_zero_.default
-# what changes each element by itself, by a number or a tensor of one element
+# operators that scale each element by a number or a tensor of one element
 _SCALE = {_ATEN.mul_.Tensor, _ATEN.div_.Tensor}
 _SCALES = {
     _ATEN._foreach_mul_.Scalar,
@@ -36,11 +36,11 @@ _SCALES = {
 
 @dataclasses.dataclass(eq=False)
 class Sum:
-    """The gradient of *weight* so far, whose bytes *owner* has, with these *strides*. It keeps
-    neither: the garbage collector does not see what is in `.grad`.
+    """The accumulated gradient of *weight*. *owner* stores its bytes, with these *strides*. It
+    holds weak references to both, since the garbage collector does not see objects in `.grad`.
 
-    *pending*: changes of each element that are still to be made to those bytes, in order.
-    *is_zero*: it is of zeros, and has no bytes yet. *lost*: why it is no more, "" if it is there.
+    *pending*: elementwise changes that still have to be applied to the bytes, in order. *is_zero*:
+    it consists of zeros, and has no bytes yet. *lost*: why the bytes are gone; "" if they are not.
     """
 
     weight: weakref.ref[Weight]
@@ -51,7 +51,7 @@ class Sum:
     lost: str = ""
 
     def check(self) -> GradientSums:
-        """Who has the bytes. Raises: UsageError when they are no more."""
+        """Return the owner of the bytes. Raises: UsageError if the bytes are gone."""
         owner = self.owner()
         if owner is None:
             self.lost = "went with its NVMeOptimizer"
@@ -62,28 +62,31 @@ class Sum:
         return owner
 
     def changes(self) -> Callable[[torch.Tensor], None]:
-        """What makes the pending changes to values of it, or of a part, in a row."""
+        """A function that applies the pending changes to flat values of all or a part of the
+        gradient.
+        """
         pending, is_scalar = list(self.pending), not self.strides
 
         def change(values: torch.Tensor) -> None:
-            # a tensor of no dimensions is computed with in the dtype of both, and not in its own
+            # type promotion differs for a tensor without dimensions: torch computes in the common
+            # dtype of both operands
             for one in pending:
                 one(values.view(()) if is_scalar else values)
 
         return change
 
     def make_zero(self) -> None:
-        """Be of zeros, whatever it was."""
+        """Reset to zero."""
         self.pending.clear()
         self.is_zero, self.lost = True, ""
 
 
 class HostGradient(WithoutMemory):
-    """Stands for a gradient: what autograd adds to it goes to where its bytes are, every other use
-    brings a copy, and what changes it in place changes those bytes.
+    """Stands for a gradient. Autograd's additions go to its bytes in host memory, in-place
+    operators change these bytes, and any other use gets a copy.
 
-    So `clip_grad_norm_`, GradScaler, DistributedDataParallel and whoever else takes one gradient
-    after the other find what they find in a plain `.grad`.
+    So `clip_grad_norm_`, GradScaler, DistributedDataParallel and other code that reads one gradient
+    after another get the same values as from a plain `.grad`.
     """
 
     held: Sum
@@ -111,8 +114,8 @@ class HostGradient(WithoutMemory):
         _refuse(use)
 
     def replace_data(self, values: torch.Tensor) -> None:
-        """See `WithoutMemory`. The parameter gets *values* as its gradient, since the program may go
-        on to change them.
+        """See `WithoutMemory`. *values* become the parameter's gradient, since the program may
+        change them later.
         """
         weight = self.held.weight()
         if weight is None or weight.parameter.grad is not self:
@@ -125,7 +128,7 @@ class HostGradient(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do it with the values, of one gradient at a time. Raises: UsageError."""
+        """Call the operator with the values, loading one gradient at a time. Raises: UsageError."""
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
         if function is _ATEN.detach.default:
@@ -150,8 +153,8 @@ class HostGradient(WithoutMemory):
         if function is _NORMS:
             return [function([_values(one)], *args[1:], **kwargs)[0] for one in first]
         if function is _NORM and first.device.type == "cuda" and len(args) < 3 and not kwargs:
-            # With plain gradients on a GPU torch takes the norms of a list, whose last bits are
-            # others. Source: get_total_norm of torch.nn.utils.
+            # For plain gradients on a GPU torch computes the norms of a list, whose last bits
+            # differ. Source: get_total_norm of torch.nn.utils.
             return torch._foreach_norm([_values(first)], *args[1:])[0]
         if function is _UNSCALE:
             for one in first:
@@ -163,8 +166,8 @@ class HostGradient(WithoutMemory):
 
 
 def _later(tensor: torch.Tensor, change: Callable[[torch.Tensor, Any], Any], number: Any) -> None:
-    """Make a *change* by a *number* when the gradient is used or added to, which is the next time
-    that its bytes are moved; to a plain one now.
+    """Defer a *change* by a *number* to the next time that the bytes of the gradient are moved:
+    when it is used or added to. Change a plain gradient immediately.
     """
     if not isinstance(tensor, HostGradient):
         change(tensor, number)
@@ -192,7 +195,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unscale(tensor: torch.Tensor, found: torch.Tensor, scale: torch.Tensor) -> None:
-    """What GradScaler does to a gradient, which is looked at now and changed later."""
+    """GradScaler's operator: check the gradient for infinities now, and unscale it later."""
     _UNSCALE([_values(tensor)], found, scale)
     if isinstance(tensor, HostGradient):
         tensor.held.pending.append(
@@ -206,7 +209,7 @@ def _with_values(function: Any, args: Any, kwargs: Any) -> Any:
         and any(isinstance(one, HostGradient) for one in tree_flatten(argument)[0])
         for argument in (*args, *kwargs.values())
     ):
-        _refuse(function)  # all of them at once would be in the memory of the device
+        _refuse(function)  # it would load the whole list into the memory of the device
     loaded: dict[int, tuple[HostGradient, torch.Tensor]] = {}
 
     def values(one: HostGradient) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Tensors without memory, for what is not where it is looked for: `SpentGradient` in `.grad`, and
-`StateOnDrive` in an optimizer's `state`.
+"""Placeholders, tensors without memory: `SpentGradient` for a consumed gradient in `.grad`, and
+`StateOnDrive` for a state on the drive in an optimizer's `state`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def _warn_of_clipping() -> None:
 
 
 class SpentGradient(WithoutMemory):
-    """What `step_in_backward` leaves of a gradient: its norm. Every other use is refused, but for a
-    product with 1, as of clipping by a norm that is not reached.
+    """The placeholder of a gradient that `step_in_backward` has consumed. It has the gradient's
+    norm, and refuses every other use, except a product with 1, as in clipping by a norm that is not
+    exceeded.
     """
 
     kept_norm: torch.Tensor
@@ -47,7 +48,7 @@ class SpentGradient(WithoutMemory):
     @staticmethod
     def __new__(cls: Any, parameter: torch.Tensor, norm: torch.Tensor) -> Any:
         """Stand for the gradient of *parameter*, or of a part of one, which had this *norm*."""
-        # from nothing that would wait for a pending update of the parameter
+        # not from the parameter, whose use would wait for its pending update
         strides = torch.empty(parameter.shape, device="meta").stride()
         made = cls.make(parameter.shape, strides, parameter.dtype, parameter.device)
         made.kept_norm = norm
@@ -69,7 +70,7 @@ class SpentGradient(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Give norms; refuse everything else. Raises: UsageError."""
+        """Return norms; refuse everything else. Raises: UsageError."""
         found = None
         if function is _NORM and set(args[1:]) <= {2.0} and not kwargs:
             _warn_of_clipping()
@@ -91,18 +92,20 @@ def _is_one(factor: Any) -> bool:
 
 
 class StateOnDrive(WithoutMemory):
-    """The state *key* of *weight*. Every use brings a copy of the values, and what changes them in
-    place changes those on the drive, also through views.
+    """The state *key* of *weight*. Every use gets a copy of the values. An in-place operator
+    changes the values on the drive, also through views.
 
-    What was moved to another device or dtype stays on the drive until it is used, which can be no
-    later than the next update: `clone` brings the values.
+    A tensor that results from a move to another device or dtype stays on the drive until it is
+    used. It cannot be used after the next update: `clone` loads the values.
     """
 
     weight: Weight
     key: str
     source: weakref.ref[Any]  # the NVMeOptimizer, with `read_state` and `write_state`
-    ways: tuple[Callable[[torch.Tensor], Any], ...]  # from the state to what this is of it
-    # of the weight, when this was moved; None for the state itself, whatever it is by then
+    # operators that lead from the state to this tensor
+    ways: tuple[Callable[[torch.Tensor], Any], ...]
+    # `updates` of the weight when this was moved; None for the state itself, which is always
+    # current
     updates: int | None
 
     @staticmethod
@@ -116,9 +119,7 @@ class StateOnDrive(WithoutMemory):
         ways: tuple[Callable[[torch.Tensor], Any], ...] = (),
         updates: int | None = None,
     ) -> Any:
-        """Stand for it as it is on this rank, with the shape, the strides and the dtype of
-        *form*.
-        """
+        """Stand for the local shard of the state, with the shape, strides and dtype of *form*."""
         made = cls.make(form.shape, form.stride(), form.dtype, device)
         made.source, made.weight, made.key, made.ways, made.updates = (
             source,
@@ -134,7 +135,7 @@ class StateOnDrive(WithoutMemory):
 
     def __deepcopy__(self, memo: Any) -> StateOnDrive:
         moved: StateOnDrive = self._by(_MOVE, (self,), {})
-        return moved  # torch's copies *weight*, too
+        return moved  # torch's own method would copy *weight*, too
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         values: Any = self.clone()
@@ -155,12 +156,12 @@ class StateOnDrive(WithoutMemory):
 
     @property
     def is_current(self) -> bool:
-        """Whether no update has come between a move and now."""
+        """Whether no update has changed the state since this tensor was moved."""
         return self.updates in (None, self.weight.updates)
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the values of the state, and what this is of it: a view, unless it was moved.
-        Raises: UsageError.
+        """A copy of the whole state, and the result of this tensor's operators on it: a view,
+        unless it was moved. Raises: UsageError.
         """
         source = self.source()
         if source is None:
@@ -174,7 +175,7 @@ class StateOnDrive(WithoutMemory):
         return whole, self.of(whole)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this is of the *whole* state."""
+        """The result of this tensor's operators on the *whole* state."""
         for way in self.ways:
             whole = way(whole)
         return whole
@@ -183,7 +184,7 @@ class StateOnDrive(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Do it with the values. Raises: UsageError."""
+        """Call the operator with the values. Raises: UsageError."""
         kwargs = kwargs or {}
         if changes_form(function) and isinstance(args[0], cls):
             args[0].refuse(str(function))
@@ -210,11 +211,11 @@ class StateOnDrive(WithoutMemory):
         return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
 
     def _by(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What *function*, a view or a move, makes of this."""
+        """The result of *function*, a view or a move, for this tensor."""
         rest = args[1:]
         source = self.source()
         if function is _MOVE and source is not None:
-            source.synchronize()  # the update that is to come is before this
+            source.synchronize()  # a pending update precedes the move
         updates = (
             self.weight.updates if function is _MOVE and self.updates is None else self.updates
         )
@@ -248,5 +249,5 @@ class StateOnDrive(WithoutMemory):
 
 
 def is_on_drive(value: Any) -> bool:
-    """Whether *value* is a `StateOnDrive`, or the whole of which one is this rank's part."""
+    """Whether *value* is a `StateOnDrive`, or a DTensor whose local shard is one."""
     return torch.is_tensor(value) and isinstance(local(value), StateOnDrive)

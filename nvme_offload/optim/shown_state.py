@@ -1,4 +1,4 @@
-"""`optimizer.state`: dictionaries that first wait for pending updates, whoever kept them."""
+"""`optimizer.state`: dictionaries that wait for pending updates before every use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .placeholders import is_on_drive
 if TYPE_CHECKING:
     from .buckets import Fragment, Weight
 
-# All that a dictionary can do, except to be made.
+# The methods of a dictionary, except constructors.
 _USES = (
     *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__"),
     *("__ne__", "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "get"),
@@ -23,7 +23,7 @@ _USES = (
 
 
 class ShownStates(defaultdict[Any, Any]):
-    """The states of all parameters. *settle* makes pending updates, before every use."""
+    """The states of all parameters. Every use first calls *settle*, which makes pending updates."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         super().__init__(dict)
@@ -40,8 +40,8 @@ class ShownStates(defaultdict[Any, Any]):
 
 
 class ShownState(dict[Any, Any]):
-    """The state of *weight*: small values, and a `StateOnDrive` for each of the others. *check* is
-    called with values that are put in, *settle* before every use.
+    """The state of *weight*: small values, and a `StateOnDrive` for each offloaded state. *check*
+    is called with values that the program adds, *settle* before every use.
     """
 
     def __init__(
@@ -60,25 +60,27 @@ class ShownState(dict[Any, Any]):
         self._leaves: list[tuple[tuple[Any, ...], Any]] = []
 
     def show(self, state: Mapping[Any, Any], fragment: Fragment) -> None:
-        """Replace the content by *state*, made of the states of *fragment*."""
+        """Replace the content by *state*, made from the states of *fragment*."""
         dict.clear(self)
         dict.update(self, state)
         self._shown = content(state)
         self._arrangement, self._leaves = _arrangement(fragment), content(fragment.states)
-        # torch.utils.swap_tensors exchanges objects behind our back. It refuses tensors that have
-        # weak references.
+        # torch.utils.swap_tensors would exchange these objects unnoticed. It refuses tensors that
+        # have weak references.
         self._guards = [weakref.ref(leaf) for _, leaf in self._shown if is_on_drive(leaf)]
 
     def shows(self, fragment: Fragment) -> bool:
-        """Whether `show` would show the same: the states of *fragment* are the same objects, arranged
-        in the same way.
+        """Whether `show` would not change the content: the states of *fragment* are the same
+        objects, with the same arrangement.
         """
         return _arrangement(fragment) == self._arrangement and _same(
             content(fragment.states), self._leaves
         )
 
     def differs_from(self, state: Mapping[Any, Any]) -> bool:
-        """Whether *state*, which may be this object, is not what was shown."""
+        """Whether *state*, which may be this object, differs from the content that `show` has
+        set.
+        """
         if state is not self:
             return bool(state or self._shown)
         # dict.copy would call the methods of this class, which settle for every key.
@@ -115,7 +117,9 @@ class ShownState(dict[Any, Any]):
 
 
 def _arrangement(fragment: Fragment) -> tuple[Any, ...]:
-    """All that the placeholders of a fragment's states depend on, but for the parameter."""
+    """The properties of a fragment's states on which their placeholders depend, except the
+    parameter.
+    """
     layout = fragment.bucket.layout
     dtypes = {} if layout is None else {key: layout.states[key].dtype for key in fragment.keys}
     has_master = layout is not None and layout.master is not None and fragment.stepped
