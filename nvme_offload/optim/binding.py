@@ -1,8 +1,8 @@
 """`Binding`: the parameters that an `NVMeOptimizer` is bound to, and their buckets.
 
-`torch.optim` looks at `param_groups` at every step, so that a model may be sharded, moved or cast
-after its optimizer was made. `Binding` works the same way: `differs` detects a change, `plan` finds
-the buckets that share a changed parameter, and `release`, `admit` and `commit` replace these buckets.
+`torch.optim` reads `param_groups` at every step, so a model may be sharded, moved or cast after its
+optimizer was made. `Binding` works the same way: `differs` detects a change, `plan` finds the
+buckets that share a changed parameter, and `release`, `admit` and `commit` replace these buckets.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Options = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a new binding replaces: the *weights* and the *buckets* that share parameters with them.
+    """What a new binding replaces: the *weights*, and the *buckets* that share parameters with
+    them.
 
-    *places*: of every parameter, by its id, the index of its group.
+    *places*: for the id of every parameter, the index of its group.
     """
 
     places: Mapping[int, int]
@@ -43,10 +44,10 @@ class Plan:
 
 
 class Binding:
-    """Makes buckets by *bucketing* and has *budget* and *tier* hold them. *updater*: that updates
+    """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them. *updater* updates
     them. *backwards*: whether they are updated in the order of backward(). *twice*: whether the
-    drive keeps two versions of each value that does not stay in memory. *has_gradients*: whether gradients
-    share the tier.
+    drive keeps two versions of each value that does not stay in memory. *has_gradients*: whether
+    gradients share the tier.
 
     Attributes: *weights*, in the order of the groups; *buckets*.
     """
@@ -75,12 +76,12 @@ class Binding:
         self.buckets: list[Bucket] = []
 
     def of(self, parameter: torch.Tensor) -> Weight | None:
-        """The weight of *parameter*, None where it is not bound."""
+        """The weight of *parameter*; None if it is not bound."""
         return self._by_id.get(id(parameter))
 
     def differs(self, groups: Groups, *, forms: bool) -> bool:
-        """Whether *groups* have other parameters than are bound, or in another order; with *forms*
-        also whether a parameter was moved, cast or unfrozen.
+        """Whether the parameters of *groups* or their order differ from the bound ones; with
+        *forms*, also whether a parameter was moved, cast or unfrozen.
         """
         return not self._is_made or any(
             there is None
@@ -125,11 +126,11 @@ class Binding:
         )
 
     def plan_of_all(self, plan: Plan) -> Plan:
-        """*plan*, which was released, and all weights and buckets that are still bound."""
+        """Extend *plan*, which was released, by all weights and buckets that are still bound."""
         return Plan(plan.places, [*plan.weights, *self.weights], list(self.buckets))
 
     def release(self, plan: Plan) -> None:
-        """Discard the buckets of *plan* and their states. If none is left, the tier starts over."""
+        """Discard the buckets of *plan* and their states. If no bucket is left, reset the tier."""
         gone, dissolved = set(plan.weights), set(plan.buckets)
         self.buckets = [bucket for bucket in self.buckets if bucket not in dissolved]
         self.weights = [weight for weight in self.weights if weight not in gone]
@@ -151,11 +152,11 @@ class Binding:
     def admit(
         self, groups: Groups, options: Options, plan: Plan, updated: Collection[Weight]
     ) -> tuple[list[Weight], list[Bucket]]:
-        """Make buckets of the parameters of *groups* that are not bound, after `release` of *plan*,
-        and see that memory and drives have room for them; `commit` binds them. Those that were
-        *updated* in this step share no bucket with others.
+        """Make buckets of the unbound parameters of *groups*, after `release` of *plan*, and check
+        that memory and drives have room for them; `commit` binds them. Weights that were *updated*
+        in this step do not share a bucket with other weights.
 
-        Raises: UsageError, UnsupportedError, NoSpaceError; nothing more is bound then.
+        Raises: UsageError, UnsupportedError, NoSpaceError; no further parameter is bound then.
         """
         before = {id(weight.parameter): weight for weight in plan.bound_again}
         weights: list[Weight] = []
@@ -171,7 +172,7 @@ class Binding:
         return weights, buckets
 
     def commit(self, groups: Groups, weights: Sequence[Weight], buckets: Sequence[Bucket]) -> None:
-        """Bind what `admit` has made for *groups*."""
+        """Bind the weights and buckets that `admit` has made for *groups*."""
         self._by_id.update({id(weight.parameter): weight for weight in weights})
         self.weights = [self._by_id[id(parameter)] for _, parameter in parameters_of(groups)]
         self.buckets += buckets
@@ -182,7 +183,7 @@ class Binding:
             weight.number = number
 
     def check_trains(self) -> None:
-        """See that there is something to update. Raises: UnsupportedError."""
+        """Check that the optimizer has parameters to update. Raises: UnsupportedError."""
         if not self.buckets and any(weight.form.device.type == "meta" for weight in self.weights):
             raise UnsupportedError(
                 "all parameters of the optimizer are on the meta device, and to_empty() makes others in their place: put those into param_groups before the "
@@ -195,7 +196,7 @@ class Binding:
         self._tier.cap_bytes = self._budget.values_bytes
         self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
         self._tier.require_memory(nbytes)
-        # where nothing else is kept, and all sizes are known
+        # the tier holds nothing else, and all sizes are known
         foretold = (
             not self.buckets
             and not self._has_gradients
@@ -226,9 +227,9 @@ def parameters_of(groups: Groups) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def may_be_replaced(groups: Groups) -> bool:
-    """Whether the parameters of *groups* are probably not yet those that are trained: on the meta
-    device, or plain tensors of one of several ranks, which FSDP2 may replace by DTensors. Until
-    then nothing holds them but the groups.
+    """Whether the parameters of *groups* are probably not yet the ones to be trained: parameters on
+    the meta device, or plain tensors of one of several ranks, which FSDP2 may replace by DTensors.
+    Until they are replaced, only the groups hold references to them.
     """
     dist = torch.distributed
     ranks = dist.is_available() and dist.is_initialized()
@@ -237,7 +238,7 @@ def may_be_replaced(groups: Groups) -> bool:
         or (
             ranks
             and not is_distributed(parameter)
-            and not getattr(parameter, "_fsdp_flattened", False)  # by FSDP1 it was already
+            and not getattr(parameter, "_fsdp_flattened", False)  # FSDP1 has replaced it already
         )
         for _, parameter in parameters_of(groups)
     )
@@ -246,7 +247,7 @@ def may_be_replaced(groups: Groups) -> bool:
 def check_resized(
     weights: Sequence[Weight], states: dict[Any, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """See that none of *weights* has *states* of another shape. Raises: UsageError."""
+    """Check that none of *weights* has *states* of another shape. Raises: UsageError."""
     for weight in weights:
         now, before = Form.of(weight.parameter).shape, weight.form.shape
         if weight.fragments and now != before and dict.get(states, weight.parameter):

@@ -1,4 +1,4 @@
-"""`admit`: which parameters can be taken, and how they are put together into buckets."""
+"""`Bucketing`: checks which parameters can be offloaded, and groups them into buckets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 from .update import MASTER
 
-# elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch
-# aligns all tensors so
+# elements, 64 bytes, the alignment of torch's tensors: the rounding of a BLAS dot product depends
+# on the alignment of its operands
 _ALIGNED = 16
 
 _CPU = torch.device("cpu")
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 class Bucketing:
-    """Makes buckets of the parameters of groups. *make* makes optimizers, which are called *name*,
-    with options; *prefix* is of the buckets' names. *declared*: the user
-    asserts that every element is updated separately. *gradients*: the gradients of a bucket are a
-    value, too. *place_updates* returns the device on which a parameter is updated.
+    """Makes buckets of the parameters of groups. *make* makes optimizers of the class *name* with
+    given options. The buckets' names begin with *prefix*. *declared*: the user asserts that every
+    element is updated separately. *gradients*: the gradients of a bucket are a value, too.
+    *place_updates* returns the device on which a parameter is updated.
 
-    Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be taken.
+    Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be offloaded.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Bucketing:
         self._gradients = gradients
         self._found: dict[Any, Traits] = {}
         self._told: set[str] = set()
-        self._numbers = itertools.count()  # of buckets
-        # whether the optimizer cannot update parameters apart
+        self._numbers = itertools.count()  # numbers of buckets
+        # whether the optimizer can update parameters only together
         self.together = False
 
     def try_out(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
-        """Find out how the optimizer treats parameters like these, wherever they will be. Raises:
-        UnsupportedError where it cannot be used.
+        """Examine how the optimizer treats parameters like these, whatever their final device.
+        Raises: UnsupportedError if it cannot be offloaded.
         """
         for dtype in {one.dtype for one in parameters if _has_gradients(one.dtype)}:
             self._examine(options, _dimensions(parameters), self._format.update_dtype(dtype), _CPU)
@@ -80,9 +80,9 @@ class Bucketing:
         before: Mapping[int, Weight],
         updated: Container[Weight],
     ) -> tuple[list[Weight], list[Bucket]]:
-        """The *parameters* of the group of *index*, and their buckets. Parameters that were bound
-        *before*, by their ids, keep their `Weight`; those that were *updated* in this step share
-        no bucket with others.
+        """Make weights and buckets of the *parameters* of the group with *index*. Parameters that
+        were bound *before*, looked up by id, keep their `Weight`. Weights that were *updated* in
+        this step do not share a bucket with other weights.
         """
         for parameter in parameters:
             _check(parameter)
@@ -117,8 +117,8 @@ class Bucketing:
         return weights, buckets
 
     def required_bytes(self, buckets: Sequence[Bucket]) -> int:
-        """Bytes of the values of *buckets*, of states and gradients, for which the budget is
-        divided.
+        """Divide the budget for *buckets*; return the bytes of their values, of states and
+        gradients.
         """
         values, beside = [], []
         for bucket in buckets:
@@ -129,9 +129,9 @@ class Bucketing:
             if bucket.device.type == "cpu":
                 each = self._beside_bytes(bucket.traits, bucket.dtype, bucket.device)
                 if rest_bytes and layout.master is not None:
-                    each += 4  # a copy of the master, while the first step makes the value anew
+                    each += 4  # a copy of the master, while the first step re-creates the value
                 beside.append(bucket.numel * each + rest_bytes)
-        # of the two values of a bucket one at a time is in use
+        # a bucket has two values, of which only one at a time is in use
         gradients = [bucket.gradient_bytes if self._gradients else 0 for bucket in buckets]
         most = [*map(self._wide_bytes, buckets), *gradients]
         try:
@@ -144,11 +144,11 @@ class Bucketing:
             ) from None
 
     def growth_bytes(self, buckets: Sequence[Bucket]) -> int:
-        """Bytes by which the values of *buckets* grow, should their states show to need 16 bits."""
+        """Bytes by which the values of *buckets* grow if their states turn out to need 16 bits."""
         return sum(max(self._wide_bytes(bucket) - bucket.room_bytes, 0) for bucket in buckets)
 
     def _wide_bytes(self, bucket: Bucket) -> int:
-        """Of the bucket's value, should its states show to need 16 bits."""
+        """The bytes of the bucket's value if its states turn out to need 16 bits."""
         wide = dataclasses.replace(self._format, wide=self._format.eight_bit)
         states, rest_bytes = bucket.foreseen()
         return wide.layout(bucket.numel, states, bucket.dtype, self._name).nbytes + rest_bytes
@@ -159,8 +159,8 @@ class Bucketing:
         states: Mapping[Weight, Mapping[Any, Any]],
         groups: Sequence[Mapping[str, Any]],
     ) -> bool:
-        """Whether the optimizer updates the parameters of *bucket* by *states* of another dtype, as
-        torch's do, some of them, after a model was cast. It is tried.
+        """Whether the optimizer updates the parameters of *bucket* with *states* of another dtype,
+        as some of torch's do after a model was cast. Tries it on a sample.
         """
         if self._format.eight_bit or bucket.dtype != bucket.update_dtype:
             return False
@@ -195,7 +195,7 @@ class Bucketing:
         return True
 
     def joined(self, buckets: list[Bucket]) -> list[Bucket]:
-        """*buckets*; with the trained ones joined if parameters cannot be updated separately."""
+        """*buckets*, with the trained ones joined if parameters cannot be updated separately."""
         trained = [bucket for bucket in buckets if bucket.trained]
         if all(bucket.traits.separable for bucket in trained):
             return buckets
@@ -211,7 +211,7 @@ class Bucketing:
         return [bucket for bucket in buckets if bucket not in others]
 
     def check(self, due: Sequence[Bucket]) -> None:
-        """See that the buckets that are *due* can be updated. Raises: UnsupportedError."""
+        """Check that the buckets that are *due* can be updated. Raises: UnsupportedError."""
         if self.together and not all(bucket.trained for bucket in due):
             raise UnsupportedError(
                 f"{self._name} looks at all parameters at once, and some that are frozen have gradients: call requires_grad_() on them, or set their gradients "
@@ -221,8 +221,8 @@ class Bucketing:
     def check_keys(
         self, states: Mapping[Weight, Mapping[Any, Any]], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """See that *states* have the keys without which the optimizer fails in its next step, with
-        the options of *groups*. An empty state begins anew. Raises: UsageError.
+        """Check that *states* have the keys that the optimizer needs in its next step with the
+        options of *groups*. An empty state starts afresh. Raises: UsageError.
         """
         needed: dict[Any, frozenset[Any]] = {}
         for weight, state in states.items():
@@ -260,8 +260,8 @@ class Bucketing:
         before: Mapping[int, Weight],
         updated: Container[Weight],
     ) -> Iterator[tuple[list[Weight], int]]:
-        """Consecutive *parameters* of one kind, with the most elements that a bucket of such should
-        have.
+        """Yield runs of consecutive *parameters* of one kind, each with the largest number of
+        elements that a bucket of it should have.
         """
 
         def weight(parameter: torch.Tensor, traits: Traits) -> Weight:
@@ -284,7 +284,7 @@ class Bucketing:
                 before.get(id(parameter)) in updated,
             ),
         ):
-            # quantized parameters never have gradients, and parameters on meta do not have any yet
+            # quantized parameters never have gradients; parameters on the meta device have none yet
             if not _has_gradients(dtype) or device.type == "meta":
                 yield [weight(parameter, _NOTHING) for parameter in run], 0
                 continue
@@ -321,7 +321,7 @@ class Bucketing:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Traits:
-        key = repr(options), tuple(dimensions), dtype, device  # many groups have the same options
+        key = repr(options), tuple(dimensions), dtype, device  # many groups share the same options
         if key not in self._found:
 
             def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -359,7 +359,7 @@ def _listed(keys: Iterable[Any]) -> str:
 
 
 def _rest_share(weight: Weight) -> float:
-    """Bytes for each element of *weight* of its states that are not elementwise, rounded up as in a
+    """Bytes per element of *weight* for its states that are not elementwise, rounded up as in a
     bucket.
     """
     if not weight.traits.rest:
@@ -374,7 +374,7 @@ def _rest_share(weight: Weight) -> float:
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether several ranks have elements of *parameter* that others do not have."""
+    """Whether *parameter* is sharded over ranks."""
     placements: Any = getattr(parameter, "placements", ())
     return is_distributed(parameter) and any(placement.is_shard() for placement in placements)
 

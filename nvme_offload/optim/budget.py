@@ -1,5 +1,5 @@
-"""How large buckets are made, and whether a cap of host memory holds them. Pure but for the
-dtypes.
+"""The size of buckets, and whether a cap of host memory holds them. Pure functions, except that
+they read dtypes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PAGE = 4096
 def beside_bytes(
     state_format: StateFormat, traits: Traits, dtype: torch.dtype, *, in_one_pass: bool
 ) -> int:
-    """Bytes for each element of a bucket that an update takes beside the bucket's value: widened
-    gradients, what is no view, new states and, unless states are packed *in_one_pass*, what that
-    takes.
+    """Bytes per element of a bucket that an update needs in addition to the bucket's value: widened
+    gradients, unpacked states that are no view, new states and, unless states are packed
+    *in_one_pass*, temporary tensors for packing.
     """
     states = sum(state.itemsize for state in traits.states.values())
     widened = 4 if state_format.update_dtype(dtype) != dtype else 0
@@ -39,20 +39,22 @@ def beside_bytes(
 
 
 def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
-    """Elements that a bucket should have at most, with *value_bytes* and *beside* bytes for
-    each.
+    """The largest number of elements that a bucket should have. An element takes *value_bytes* in
+    the value, and *beside* bytes of scratch memory during an update.
     """
     wanted = min(LARGEST_BUCKET_BYTES, cap_bytes // IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 
 class DividedOtherwiseError(Exception):
-    """The buckets that there are leave too little for others, where all together would fit."""
+    """The present buckets leave too little memory for new ones, but all would fit if they were made
+    anew.
+    """
 
 
 class Budget:
-    """The division of *cap_bytes*: what values may take, and what is kept for what is beside them.
-    Attributes: *values_bytes*, of the former.
+    """Divides *cap_bytes* between values and the scratch memory of updates. Attributes:
+    *values_bytes*, the share of the values.
     """
 
     def __init__(self, cap_bytes: int) -> None:
@@ -65,12 +67,12 @@ class Budget:
         self.values_bytes, self._divided = self.cap_bytes, False
 
     def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
-        """Make room for buckets with values of such sizes, and for the largest of what is *beside*
-        them on the host; the bytes of all values.
+        """Make room for buckets whose values have the sizes *values*, and for the largest of
+        *beside*, the sizes of their scratch memory; return the bytes of all values.
 
-        *most*: the bytes that one may come to have.
-        Raises: UsageError with what would do; DividedOtherwiseError where there are buckets already, and
-        the cap would do if all were made together.
+        *most*: the bytes to which one value may grow. Raises: UsageError, which names a cap that
+        suffices; DividedOtherwiseError if buckets exist already and the cap would suffice if all
+        were made anew.
         """
         largest = max((_rounded(value) for value in [*values, most]), default=0) + _PAGE
         aside = max(beside, default=0)

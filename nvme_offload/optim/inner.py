@@ -1,4 +1,4 @@
-"""`Maker`: makes the inner optimizers, which update one bucket each."""
+"""`Maker`: makes the inner optimizers. Each updates one bucket."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 def follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
-    """Copy options to *groups* from the groups that the class has *made*: some classes have defaults
-    for a kind of group, and rates in tensors.
+    """Copy options to *groups* from the groups that the class has *made*: some classes have
+    defaults for a kind of group, and learning rates in tensors.
     """
     if len(groups) == len(made):
         for group, other in zip(groups, made, strict=True):
             for key, value in other.items():
-                # what is there may be the user's own
+                # the existing object may belong to the user
                 if key not in ("params", "param_names") and not (
                     key in group and type(group[key]) is type(value)
                 ):
@@ -24,8 +24,8 @@ def follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) 
 
 
 class Maker:
-    """Makes inner optimizers as the user would have made one for all parameters: *in_groups*, or of
-    a list. *groups*: as they were given.
+    """Makes inner optimizers the way the user made the optimizer of all parameters: of groups
+    (*in_groups*) or of a list. *groups*: as the user gave them.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Maker:
         self._options = {key for group in groups for key in group}
 
     def add(self, group: dict[str, Any]) -> None:
-        """Learn of a *group* that was added."""
+        """Note the options of a *group* that was added."""
         self._in_groups = True
         self._options |= group.keys()
 
@@ -54,7 +54,7 @@ class Maker:
                 {key: value for key, value in groups[0].items() if key != "params"}
             )
             return made
-        # There are classes that refuse what schedulers add to a group.
+        # Some classes refuse the keys that schedulers add to a group.
         return self._class(
             [
                 {key: value for key, value in group.items() if key in self._options}

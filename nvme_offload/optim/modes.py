@@ -1,5 +1,5 @@
 """Modes of a thread, such as inference_mode: updates run under fixed modes, and the inner optimizer
-under the caller's modes.
+runs under the caller's modes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 class Modes(NamedTuple):
-    """The modes of a thread that change what an inner optimizer computes: the default *device*, if
-    it is not the CPU, and the dtype of autocast for each type of device that has it enabled.
+    """The modes of a thread that change the result of an inner optimizer: the default *device*, if
+    it is not the CPU, and for each device type with autocast enabled, its dtype.
     """
 
     device: torch.device | None
@@ -39,8 +39,8 @@ _entered = threading.local()
 
 @contextlib.contextmanager
 def fixed_modes(callers: Modes | None = None) -> Iterator[None]:
-    """No inference mode, gradients or autocast, and the CPU as the default device. *callers*: the
-    modes for `callers_modes`; by default the present ones.
+    """Disable inference mode, gradients and autocast, and make the CPU the default device.
+    *callers*: the modes for `callers_modes`; by default the present ones.
 
     A tensor that is made under inference_mode cannot be changed outside it.
     """
@@ -70,8 +70,8 @@ def callers() -> Modes:
 
 @contextlib.contextmanager
 def callers_modes() -> Iterator[None]:
-    """Within `fixed_modes`: the caller's default device and autocast. The meta device stays out:
-    states have values.
+    """Within `fixed_modes`: the caller's default device and autocast. The meta device is left out,
+    since states have values.
     """
     modes = callers()
     with contextlib.ExitStack() as stack:

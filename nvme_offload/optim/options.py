@@ -1,5 +1,5 @@
-"""`StepOptions`: what is in parameter groups besides the parameters, through one step; and the
-forms that parameters are given in.
+"""`StepOptions`: the options of parameter groups during one step; and functions for the forms in
+which the user passes parameters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NOT_OPTIONS = {"params", "param_names"}
 
 
 class StepOptions:
-    """The options of groups as they were when a step began, and as the inner optimizers left them.
+    """The options of groups when a step began, and after the updates of the inner optimizers.
 
-    An optimizer that changes its group does so once a step, whatever the buckets are: each starts
-    from the same, and the last is taken over.
+    An optimizer that changes its group does so once a step, however many buckets there are: the
+    update of each bucket starts from the same options, and the options after the last one are kept.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StepOptions:
         self._after: dict[int, Mapping[str, Any]] = {}
 
     def of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of *group*, which is that of *index*. Raises: UnsupportedError for those that
+        """The options of *group*, whose index is *index*. Raises: UnsupportedError for options that
         cannot be used here.
         """
         if index not in self._before:
@@ -43,15 +43,15 @@ class StepOptions:
         return dict(self._before[index])
 
     def differ(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether *groups* have other options now than when the step began."""
+        """Whether the options of *groups* have changed since the step began."""
         return bool(differences(self._before, {index: groups[index] for index in self._before}))
 
     def left(self, options: Mapping[int, Mapping[str, Any]]) -> None:
-        """A bucket has been updated, and left these *options* of groups, by index."""
+        """Record the *options* of groups, by index, after the update of a bucket."""
         self._after.update(options)
 
     def end(self, groups: Sequence[dict[str, Any]]) -> list[str]:
-        """The step is over: let *groups* have what has changed, the names of which are returned."""
+        """End the step: write changed options to *groups*, and return their names."""
         changed = differences(self._before, self._after)
         for index, key, value in changed:
             groups[index][key] = value
@@ -59,7 +59,7 @@ class StepOptions:
         return sorted({key for _, key, _ in changed})
 
     def forget(self, indices: Iterable[int] | None = None) -> None:
-        """Leave the groups as they are: all groups, or only the groups of *indices*."""
+        """Forget the options without writing them to groups: of all groups, or of *indices*."""
         for index in [*self._before, *self._after] if indices is None else indices:
             self._after.pop(index, None)  # first: an exception may come between the two
             self._before.pop(index, None)
@@ -68,7 +68,9 @@ class StepOptions:
 def differences(
     before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]]
 ) -> list[tuple[int, str, Any]]:
-    """What is other in the options *after*, by group, than *before*: group, key and value."""
+    """The options, by group, that differ in *after* from *before*: index of the group, key and
+    value.
+    """
     return [
         (index, key, value)
         for index, options in after.items()
@@ -79,7 +81,7 @@ def differences(
 
 
 def materialised(params: Any) -> Any:
-    """*params* of an optimizer, with lists where there are iterators that end."""
+    """*params* of an optimizer, with lists in place of iterators."""
     if isinstance(params, torch.Tensor):
         return params
     entries = list(params)
@@ -92,8 +94,8 @@ def materialised(params: Any) -> Any:
 
 
 def samples_of(params: Any) -> list[Any]:
-    """A small parameter for each group of *params*, in any of the forms that an optimizer takes,
-    with the options of the group; or one in all.
+    """Small parameters in place of *params*, in any of the forms that an optimizer takes: one for
+    each group, with the options of the group, or a single one if there are no groups.
     """
     entries = [] if isinstance(params, torch.Tensor) else list(params)
     if not any(isinstance(entry, Mapping) for entry in entries):
@@ -109,8 +111,8 @@ def samples_of(params: Any) -> list[Any]:
 
 
 def _sample(items: Any) -> torch.Tensor:
-    """As many dimensions, and the device, of the first tensor of *items*; some tensor where there
-    is none.
+    """A parameter with the number of dimensions and the device of the first tensor of *items*; an
+    arbitrary one if there is none.
     """
     first = torch.zeros(1, dtype=torch.float32)
     for item in (items,) if isinstance(items, torch.Tensor) else items or ():
