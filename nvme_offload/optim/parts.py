@@ -1,8 +1,9 @@
 """Which part of the parameters a rank has, and which ranks save their parts together.
 
-Ranks of FSDP2 and of tensor parallelism have parts of the same parameters, and a mesh that says
-which. Ranks with plain tensors have either all the same parameters (DDP) or different ones
-(`ZeroRedundancyOptimizer`, FSDP1, pipelines), and nothing says which: a few of their values do.
+Ranks of FSDP2 and of tensor parallelism have parts of the same parameters, and a mesh describes
+them. Ranks with plain tensors have either the same parameters (DDP) or different ones
+(`ZeroRedundancyOptimizer`, FSDP1, pipelines). The tensors do not say which, so a few of their
+values are compared.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
     """The ranks that save *weights* together: *group*, or the ranks of the meshes over which the
     parameters are distributed; None for one rank, and for plain tensors.
 
-    A mesh that was cut out of another one counts as that: the stages of a pipeline save together.
-    Raises: UsageError.
+    A submesh counts as its root mesh: the stages of a pipeline save together. Raises: UsageError.
     """
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
 
 
 def of_group(group: Any = None) -> Ranks:
-    """The ranks of *group*, or all; this one alone where there are no others."""
+    """The ranks of *group*, or all ranks; only this one if there are no others."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -73,7 +73,7 @@ def of_group(group: Any = None) -> Ranks:
 
 
 def _of_mesh(mesh: Any) -> Ranks:
-    """The ranks of *mesh*, which has a group for each dimension and none for all."""
+    """The ranks of *mesh*, which has a group for each dimension but none for all ranks."""
     import torch.distributed as dist
 
     def gather(value: Any) -> list[Any]:
@@ -90,11 +90,13 @@ def _of_mesh(mesh: Any) -> Ranks:
 
 
 def part_of(weights: Sequence[Weight]) -> dict[str, Any] | None:
-    """What a file says of the part of *weights* that this rank has; None where it has all.
+    """The entry of a file that describes this rank's part of *weights*; None if there is only one
+    rank.
 
-    "rank" and "ranks": this one and how many there are. "cuts": of each parameter, the shape, and
-    for each dimension of the mesh that cuts it the number of ranks, the place of this one and how
-    it is cut; None where none is cut. "values": of plain tensors, a digest of some values.
+    "rank" and "ranks": this rank and the number of ranks. "cuts": for each parameter its shape and,
+    for each dimension of the mesh that cuts it, the number of ranks, the position of this rank and
+    the placement; None if no parameter is cut. "values": for plain tensors, a digest of some
+    values.
     """
     import torch.distributed as dist
 
@@ -155,8 +157,8 @@ def cuts_of(weights: Sequence[Weight]) -> list[Any]:
 
 
 def is_in_order(weights: Sequence[Weight]) -> bool:
-    """Whether the ranks of all meshes ascend. Elsewhere FSDP2 cuts parameters in the order of ranks,
-    and DTensors in that of the mesh.
+    """Whether the ranks of all meshes ascend. Otherwise FSDP2 cuts parameters in the order of
+    ranks, and DTensor cuts them in the order of the mesh.
     """
     meshes = {
         weight.parameter.device_mesh  # type: ignore[attr-defined]
@@ -182,7 +184,7 @@ def values_of(weights: Sequence[Weight]) -> str:
 
 
 def differ(path: Path, ranks: Ranks) -> bool:
-    """Whether every one of *ranks* gives another *path*. Raises: UsageError where only some do."""
+    """Whether all *ranks* give different paths. Raises: UsageError if only some of them differ."""
     given = ranks.gather(os.fspath(path.absolute()))
     different: int = len(set(given))
     if 1 < different < len(given):
@@ -193,8 +195,8 @@ def differ(path: Path, ranks: Ranks) -> bool:
 
 
 def all_are_directories(path: Path, ranks: Ranks) -> bool:
-    """Whether *path* is a directory for each of *ranks*, and not a file. Raises: UsageError where it
-    is not the same for all.
+    """Whether *path* is a directory on all *ranks*, and not a file. Raises: UsageError if the ranks
+    disagree, or if it does not exist.
     """
     kinds = ranks.gather("directory" if path.is_dir() else "file" if path.exists() else "not there")
     if len(set(kinds)) > 1 or kinds[0] == "not there":
@@ -217,8 +219,9 @@ def claim_together(path: Path, moment: Sequence[int], ranks: Ranks) -> None:
 
 
 def claim(path: Path, moment: Sequence[int], owner: str) -> None:
-    """Note that *owner* saves at *path*, at a *moment* of the training that has the same numbers on
-    all ranks. Raises: UsageError where another owner does, whose states would be replaced.
+    """Record that *owner* saves to *path*. *moment*: numbers that are equal on all ranks at this
+    point of the training. Raises: UsageError if another owner saves there, since its states would
+    be replaced.
     """
     import torch.distributed as dist
 

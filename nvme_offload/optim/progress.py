@@ -1,4 +1,4 @@
-"""`Progress`: how far a call has come, for the next one to see where an exception has ended it."""
+"""`Progress`: how far a call has come. If an exception ends it, the next call sees where."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of the calls in one thread. An exception leaves it as it was then.
+    """The progress of the calls in one thread. An exception leaves it unchanged.
 
     Attributes
     ----------
     running : bool
         A call has begun and has not returned: values may be in use.
     changing : bool
-        Parameters or states are being changed, and no record says yet that they are: a second try
+        Parameters or states are being changed, and the change is not recorded yet: a second attempt
         would not give the same bits.
     """
 

@@ -1,5 +1,5 @@
-"""`ProvisionalUpdates`: updates that are made during backward(), before it is known whether their
-gradients are final, and what it takes to undo them.
+"""`ProvisionalUpdates`: updates during backward(), before it is known whether their gradients are
+final, and the data to undo them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from .options import StepOptions
 from .update import Options
 
 _log = logging.getLogger(__name__)
-_GOLDEN = 0.6180339887498949  # its multiples are spread evenly beside any other rhythm
+# its multiples modulo 1 are spread evenly, whatever the period of the buckets
+_GOLDEN = 0.6180339887498949
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """The gradient of *fragment* as it was, by its *fingerprint*; None without a dense gradient."""
+    """The *fingerprint* of the gradient of *fragment* at an update; None without a dense
+    gradient.
+    """
 
     fragment: Fragment
     fingerprint: torch.Tensor | None
@@ -46,7 +49,7 @@ class _Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class _Changes:
-    """What was known of changes of *weight* by others."""
+    """The changes of *weight* by the program that were known at an update."""
 
     weight: Weight
     count: int
@@ -65,7 +68,9 @@ class _Changes:
 
 @dataclasses.dataclass(frozen=True)
 class _RandomNumbers:
-    """The generators that an update on *device* may draw from: torch's, Python's and numpy's."""
+    """The states of the generators that an update on *device* may draw from: torch's, Python's and
+    numpy's.
+    """
 
     device: torch.device
     states: Sequence[torch.Tensor]
@@ -82,12 +87,12 @@ class _RandomNumbers:
 
     @property
     def drawn(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Whether numbers were drawn since these states were recorded."""
         now = self.on(self.device)
         return now.others != self.others or not all(map(torch.equal, self.states, now.states))
 
     def restore(self) -> None:
-        """Have the same numbers drawn again."""
+        """Restore the states, so that the same numbers are drawn again."""
         python, name, keys, *rest = self.others
         random.setstate(python)
         numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))
@@ -98,9 +103,9 @@ class _RandomNumbers:
 
 @dataclasses.dataclass(eq=False)
 class Before:
-    """What an update of *bucket* replaces, but for the bucket's value: *elements* of parameters, and
-    of each fragment the small *states* and how many changes by others its master has *taken_up*.
-    *left*: the options of groups that the update left.
+    """The data that an update of *bucket* replaces, except the bucket's value: *elements* of
+    parameters and, for each fragment, the small *states* and the number of changes by the program
+    that its master has *taken_up*. *left*: the options of groups after the update.
     """
 
     bucket: Bucket
@@ -114,62 +119,62 @@ class Before:
 
 
 class ProvisionalUpdates:
-    """The updates of a step before `step` is called: `before` and `made` around each;
-    `roll_back_changed` when the gradients are final.
+    """The updates of a step before `step` is called. `before` and `made` enclose each update;
+    `roll_back_changed` follows when the gradients are final.
 
-    Of a bucket's value the drive keeps the old version. Nothing that is to stay in host memory is
-    updated provisionally: `step` needs no drive for that.
-    The old parameters are kept beside the new ones. Gradients that were changed after backward(),
-    such as by clipping, are expected to be changed in the next step, too: nothing is provisional
-    then. A forward pass of a module whose parameters are updated has *owner*, which this does not
-    keep alive, undo the updates first, but for one that backward() itself makes.
+    The drive keeps the old version of a bucket's value. A value that stays in host memory is not
+    updated provisionally: `step` needs no drive for it. The old parameters are kept in addition to
+    the new ones. If gradients were changed after backward(), as by clipping, they are expected to
+    change in the next step, too, and no update is provisional then. Before a forward pass of a
+    module whose parameters are updated, *owner* undoes the updates, unless backward() itself runs
+    that pass. *owner* is not kept alive.
 
-    Where `step` queues its updates for the next forward pass (*overlap*), that pass has
-    `FORWARD_SHARE` of them, spread evenly over the order of backward(): the drive works under both
-    passes.
+    If `step` queues its updates for the next forward pass (*overlap*), `FORWARD_SHARE` of the
+    updates are left to that pass, spread evenly over the order of backward(), so that the drive
+    works under both passes.
 
-    Attributes: *made_count* and *rolled_back_count* are of the step that goes on, in buckets.
+    Attributes: *made_count* and *rolled_back_count*, the buckets of the present step.
     """
 
     def __init__(self, tier: Tier, owner: Any, overlap: bool) -> None:
         self._tier = tier
         self._forward_share = FORWARD_SHARE if overlap else 0.0
         self._owner = weakref.ref(owner)
-        self._forward_hook: Any = None  # while there are updates
+        self._forward_hook: Any = None  # set while there are updates
         self._made: dict[Bucket, Before] = {}
         self._order: dict[Bucket, int] = {}
-        self._sample: _Gradient | None = None  # the first that was complete in this step
+        self._sample: _Gradient | None = None  # the first complete gradient of this step
         self._expects_changes = self._draws = False
-        self._idle_steps = 0  # in a row, with no provisional updates
+        self._idle_steps = 0  # consecutive steps without provisional updates
         self.made_count = self.rolled_back_count = 0
 
     def __len__(self) -> int:
         return len(self._made)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """*buckets* as backward() comes by those that it updates provisionally, and then the others.
-        With this order also where none is, the planner need not learn a new one and move its
-        residents.
+        """Sort *buckets*: first the ones that backward() updates provisionally, in the order in
+        which it completes their gradients. A step without provisional updates has this order, too,
+        so that the planner need not learn a new one and move its residents.
         """
         return sorted(buckets, key=self.place)
 
     def place(self, bucket: Bucket) -> int:
-        """Of *bucket*, in that order."""
+        """The position of *bucket* in that order."""
         last = len(self._order)
         return self._order.get(bucket, last) if self._is_suitable(bucket) else last
 
     @property
     def rests(self) -> bool:
-        """Whether no update is made provisionally any more, or not for some time."""
+        """Whether updates are no longer provisional, or have not been for some steps."""
         return self._draws or self._idle_steps > 2
 
     def came_by(self, bucket: Bucket) -> None:
-        """backward() has made the last gradient of *bucket*."""
+        """backward() has completed the last gradient of *bucket*."""
         self._order.setdefault(bucket, len(self._order))
 
     def complete(self, weight: Weight) -> None:
-        """The gradient of *weight* is what backward() has made of it. Raises: UsageError where that
-        is the second time in one step.
+        """backward() has completed the gradient of *weight*. Raises: UsageError if it does so a
+        second time in one step.
         """
         if any(fragment.bucket in self._made for fragment in weight.fragments):
             raise UsageError(
@@ -181,7 +186,7 @@ class ProvisionalUpdates:
             self._sample is None
             and weight.fragments
             and gradient is not None
-            and gradient.layout is torch.strided  # others are refused by `step`
+            and gradient.layout is torch.strided  # `step` refuses other layouts
         ):
             self._sample = _Gradient.of(weight.fragments[0])
 
@@ -204,8 +209,8 @@ class ProvisionalUpdates:
         )
 
     def before(self, bucket: Bucket) -> Before:
-        """Keep what an update of *bucket*, whose value is in use and on the drive, will replace.
-        Raises: where there is no memory for copies; nothing is kept then.
+        """Copy the data that an update of *bucket* will replace. The bucket's value is in use, and
+        on the drive. Raises an error if there is no memory for the copies; nothing is kept then.
         """
         weights = dict.fromkeys(fragment.weight for fragment in bucket.fragments)
         before = Before(
@@ -222,8 +227,8 @@ class ProvisionalUpdates:
         return before
 
     def draws(self, before: Before) -> bool:
-        """Whether the update of *before* drew random numbers: then bits depend on the order of
-        updates, so that it has to be undone, and none is made provisionally any more.
+        """Whether the update of *before* drew random numbers. Its bits then depend on the order of
+        updates, so the caller has to undo it, and no later update is provisional.
         """
         if not before.random.drawn:
             return False
@@ -232,7 +237,7 @@ class ProvisionalUpdates:
         return True
 
     def made(self, before: Before, left: Options) -> None:
-        """The update of the bucket of *before* is made, and has *left* these options of groups."""
+        """Record that the update of *before* has ended, with the options of groups *left*."""
         before.left = left
         self._made[before.bucket] = before
         self.made_count += 1
@@ -242,7 +247,7 @@ class ProvisionalUpdates:
             )
 
     def check(self) -> None:
-        """See that the updates are the only changes of their parameters. Raises: UsageError."""
+        """Check that only the updates have changed their parameters. Raises: UsageError."""
         if self._changed_by_others():
             raise UsageError(
                 'a parameter was changed between backward() and step(), where step_in_backward="provisional" has updated it already: change it after step(), '
@@ -250,8 +255,8 @@ class ProvisionalUpdates:
             )
 
     def roll_back(self, before: Before, others: Container[Weight] = ()) -> list[Bucket]:
-        """Undo an update, made or half made, whose value is not in use: its bucket. Parameters of
-        *others*, to which somebody has written meanwhile, keep what they have.
+        """Undo an update, complete or partial, whose value is not in use; return its bucket.
+        Parameters of *others*, to which the program has written since, keep their values.
         """
         self._made.pop(before.bucket, None)
         self._tier.swapper.roll_back(before.bucket.name)
@@ -260,8 +265,8 @@ class ProvisionalUpdates:
         return [before.bucket]
 
     def roll_back_changed(self, options: StepOptions) -> list[Bucket]:
-        """Undo the updates whose gradients have other bits now, and let the others stand, and their
-        *options*: the buckets that were undone. No value may be in use.
+        """Undo the updates whose gradients have different bits now; keep all others, and their
+        *options*. Return the undone buckets. No value may be in use.
         """
         made = [*self._made.values()]
         kept = [gradient for before in made for gradient in before.gradients]
@@ -284,8 +289,8 @@ class ProvisionalUpdates:
         return [before.bucket for before in undone]
 
     def roll_back_all(self) -> list[Bucket]:
-        """Undo every update: the buckets. No value may be in use. A parameter that somebody has
-        written to since, such as by loading a model, keeps what was written.
+        """Undo every update; return the buckets. No value may be in use. A parameter to which the
+        program has written since, such as by loading a model, keeps the written values.
         """
         made, others = [*reversed(self._made.values())], self._changed_by_others()
         if others:
@@ -300,8 +305,8 @@ class ProvisionalUpdates:
         return [before.bucket for before in made]
 
     def abandon(self) -> None:
-        """Give the parameters back what they were, but for those that somebody has written to;
-        nobody will use the states any more.
+        """Restore the old parameters, except the ones to which the program has written. The states
+        are not used again.
         """
         others = self._changed_by_others()
         for before in reversed(self._made.values()):
@@ -309,7 +314,7 @@ class ProvisionalUpdates:
         self._clear()
 
     def commit_but_made(self, buckets: Iterable[Bucket]) -> None:
-        """Release the old versions of *buckets* that `made` was not called for. An exception has
+        """Release the old versions of *buckets* for which `made` was not called. An exception has
         ended their updates before anything changed.
         """
         for bucket in buckets:
@@ -318,8 +323,8 @@ class ProvisionalUpdates:
                 bucket.is_retained = False
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
-        """Let go of the updates, also of those that were undone in part: other states are loaded
-        into all *buckets*.
+        """Drop the updates, including partially undone ones: other states are being loaded into all
+        *buckets*.
         """
         for bucket in buckets:
             if bucket.is_retained:
@@ -328,23 +333,23 @@ class ProvisionalUpdates:
         self._clear()
 
     def forget_order(self, buckets: Iterable[Bucket]) -> None:
-        """These *buckets*, none of which is updated now, are no more."""
+        """Forget *buckets* that are discarded, which are not provisionally updated now."""
         for bucket in buckets:
             self._order.pop(bucket, None)
         self._sample = None
 
     def step_made(self) -> None:
-        """The updates of a step are made, or are to be queued."""
+        """The updates of a step have been made, or are about to be queued."""
         self._idle_steps = 0 if self.made_count else self._idle_steps + 1
 
     def end_step(self) -> None:
-        """The step is over."""
+        """The step has ended."""
         self._sample = None
         self.made_count = self.rolled_back_count = 0
 
     def _changed_by_others(self) -> set[Weight]:
         weights = {changes.weight for before in self._made.values() for changes in before.changes}
-        # what was only moved or cast gets its old values, too
+        # a parameter that was only moved or cast gets its old values back, too
         return {
             weight
             for weight in weights
@@ -372,7 +377,7 @@ class ProvisionalUpdates:
 
 
 def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
-    """The fragments whose gradients have other bits than they had."""
+    """The fragments whose gradients have different bits now."""
     changed: set[Fragment] = set()
     compared: dict[torch.device, list[tuple[Fragment, torch.Tensor, torch.Tensor]]] = {}
     for gradient in gradients:
@@ -382,7 +387,7 @@ def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
                 changed.add(gradient.fragment)
         else:
             compared.setdefault(now.device, []).append((gradient.fragment, was, now))
-    for rows in compared.values():  # a GPU is waited for once
+    for rows in compared.values():  # synchronizes with each GPU once
         same = torch.stack([was for _, was, _ in rows]) == torch.stack([now for *_, now in rows])
         changed.update(
             fragment
@@ -393,7 +398,7 @@ def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
 
 
 def _restore(before: Before, others: Container[Weight]) -> None:
-    """Give parameters, but for *others*, and small states back what they were."""
+    """Restore parameters, except *others*, and small states."""
     bucket = before.bucket
     with torch.no_grad():
         for fragment, old in zip(bucket.fragments, before.elements, strict=True):
@@ -408,14 +413,14 @@ def _restore(before: Before, others: Container[Weight]) -> None:
         fragment.changes = taken_up
     for changes in before.changes:
         if changes.weight in others:
-            changes.weight.look()  # for the masters to follow
+            changes.weight.look()  # so that the masters follow
         else:
             changes.restore()
 
 
 def _restore_small(fragment: Fragment, old_states: dict[Any, Any]) -> None:
-    """Give *fragment* back what it had in memory of its states: in the same tensors, of which
-    somebody may have kept one, and without what came since.
+    """Restore the states of *fragment* that are in memory: in the same tensors, since the program
+    may hold references to them. Remove states that were added since.
     """
     states = fragment.states
     for key in [key for key in states if key not in fragment.leaves and key not in old_states]:
@@ -429,14 +434,14 @@ def _restore_small(fragment: Fragment, old_states: dict[Any, Any]) -> None:
 
 
 def _is_plain(fragment: Fragment) -> bool:
-    """Whether what an update changes of *fragment* is known before it: it has all of its states, and
-    those on the drive have nothing beside them in a container.
+    """Whether it is known which states an update of *fragment* changes: it has all of its states,
+    and no state on the drive is part of a container.
     """
     return fragment.stepped and all(top(key) is key for key in fragment.leaves)
 
 
 def _small_states(fragment: Fragment) -> dict[Any, Any]:
-    """A copy of what *fragment* has in memory of its states."""
+    """A copy of the states of *fragment* that are in memory."""
     return copy.deepcopy(
         {key: value for key, value in fragment.states.items() if key not in fragment.leaves}
     )

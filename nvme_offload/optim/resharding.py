@@ -1,9 +1,9 @@
-"""`reshard`: the states of this rank's parts of the parameters, out of the parts that other ranks
-saved.
+"""`reshard`: the states of this rank's parts of the parameters, assembled from the parts that other
+ranks saved.
 
 A part is a box of its parameter: FSDP2 and tensor parallelism cut dimensions into chunks. A state
-that lies within one saved part is a view of it. Others are put together in a mapped file without a
-name, so that they take page cache, which the kernel can write back and reclaim.
+that lies within one saved part is a view of it. Other states are assembled in a mapped file without
+a name: they use page cache, which the kernel can write back and reclaim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import parts
 from .buckets import Weight
 
 _ALIGNMENT = 64
-_FILE_BYTES = 64 << 20  # each keeps a file descriptor
+_FILE_BYTES = 64 << 20  # each file keeps a descriptor open
 _UNPACKED_AT_ONCE = 1 << 20  # elements
 
 Box = list[tuple[int, int]]  # the first element and the end in each dimension
@@ -35,10 +35,11 @@ Part = tuple[Box, torch.Tensor]
 def reshard(
     trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight], directory: str
 ) -> dict[str, Any]:
-    """A state dict of *weights* on this rank, out of *trees*, the state dicts of all saved ranks.
+    """A state dict of *weights* on this rank, assembled from *trees*, the state dicts of all saved
+    ranks.
 
-    States of 8 bits become float32: their blocks may be cut differently. States that are put
-    together are in a file in *directory*. Raises: UsageError, UnsupportedError; IOFailure.
+    States of 8 bits become float32: their blocks may be cut differently. Assembled states are in a
+    file in *directory*. Raises: UsageError, UnsupportedError; IOFailure.
     """
     cuts = [_cuts_of(tree, weights) for tree in trees]
     own = parts.cuts_of(weights)
@@ -72,7 +73,7 @@ def reshard(
 
 
 def fits(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
-    """Whether the state dict *tree* can be loaded as it is, as far as parts of parameters go."""
+    """Whether the state dict *tree* can be loaded without resharding."""
     if is_cut(tree):
         # `parts.check_part` refuses other parts.
         return not parts.is_in_order(weights) or bool(
@@ -84,12 +85,12 @@ def fits(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
 
 
 def is_cut(tree: Mapping[str, Any]) -> bool:
-    """Whether the state dict *tree* says which parts of parameters it is of."""
+    """Whether the state dict *tree* has parts of parameters."""
     return bool(tree.get("nvme_offload", {}).get("part", {}).get("cuts"))
 
 
 def _is_whole(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
-    """Whether *tree* has states with the shapes of whole parameters that are cut here."""
+    """Whether *tree* has states of whole parameters, where the parameters are cut here."""
     indices = [number for group in tree["param_groups"] for number in group["params"]]
     found = [
         _form(value).shape == weight.parameter.shape
@@ -107,7 +108,7 @@ def _cuts_of(tree: Mapping[str, Any], weights: Sequence[Weight]) -> list[Any]:
 
 
 def _ascends(cuts: Sequence[Any]) -> bool:
-    """Whether the saved ranks, in order, have the parts of one parameter in order."""
+    """Whether the parts of one parameter ascend with the saved ranks."""
     for dimension in zip(*(dimensions for _, dimensions in cuts), strict=False):
         places = list(dict.fromkeys(place for _, place, _ in dimension))
         if places != sorted(places):
@@ -133,7 +134,9 @@ def _box_of(shape: Sequence[int], dimensions: Sequence[tuple[int, int, str]]) ->
 
 
 def _state(box: Box, saved: list[tuple[Box, Mapping[Any, Any]]], file: _MappedFile) -> Any:
-    """The state of the part *box* of a parameter, out of the *saved* ones of other parts."""
+    """The state of the part *box* of a parameter, assembled from the *saved* states of other
+    parts.
+    """
     if len({frozenset(state) for _, state in saved}) > 1:
         raise UsageError("the ranks saved different states of one parameter: load another save")
     state = {}
@@ -154,7 +157,7 @@ def _state(box: Box, saved: list[tuple[Box, Mapping[Any, Any]]], file: _MappedFi
 
 
 def _form(value: Any) -> Any:
-    """The tensor that has the shape of the state *value*; None where it is no tensor."""
+    """The tensor that has the shape of the state *value*; None if it is not a tensor."""
     if is_kept(value):
         return whole_of(value)
     return value if torch.is_tensor(value) else None
@@ -165,8 +168,8 @@ def _is_of(box: Box, form: torch.Tensor) -> bool:
 
 
 def _plain(value: Any, file: _MappedFile) -> torch.Tensor:
-    """A state that is kept in 8 or 16 bits as float32; others, and the low bits of a master, as
-    they are.
+    """The state *value* as a plain tensor: in float32 if it is kept in 8 or 16 bits. Other states,
+    and the low bits of a master, are returned unchanged.
     """
     if not is_kept(value) or "low" in value:
         plain: torch.Tensor = _form(value)
@@ -180,7 +183,7 @@ def _plain(value: Any, file: _MappedFile) -> torch.Tensor:
 
 
 def _put_together(box: Box, found: Sequence[Part], file: _MappedFile) -> torch.Tensor:
-    """The values of *box*, out of those *found* in others, which do not overlap."""
+    """The values of *box*, assembled from values *found* in other boxes, which do not overlap."""
     common = [(_common(box, there), there, values) for there, values in found]
     if sum(_numel(both) for both, _, _ in common) != _numel(box):
         raise UsageError(
@@ -223,7 +226,7 @@ class _MappedFile:
         self._used = 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor. Raises: IOFailure where the drive has no room for it."""
+        """A new tensor. Raises: IOFailure if the drive has no room for it."""
         numel = math.prod(shape)
         nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if self._mapped is None or self._used + nbytes > len(self._mapped):

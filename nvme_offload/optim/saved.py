@@ -1,5 +1,5 @@
-"""Checkpoints of buckets, one bucket in memory at a time: as the plain optimizer's `state_dict` has
-the states (`collect`), or as they are kept (`as_kept`); and back.
+"""Checkpoints of buckets, with one bucket in memory at a time: `collect` returns states as the
+plain optimizer's `state_dict` has them, `as_kept` as they are stored, and `restore` loads them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ State = dict[Any, Any]
 def collect(
     updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str
 ) -> list[State]:
-    """The state of each of *weights* as the plain optimizer has it, and its master where it has
-    one.
+    """The state of each of *weights* as the plain optimizer has it, with its master, if it has one.
 
-    Large tensors are mapped from a file without a name in *directory*, so that they are page cache,
-    which the kernel takes back when it needs to. Raises: IOFailure when the drive has no room for
-    it; as `Updater.reading`.
+    Large tensors are mapped from a file without a name in *directory*: they use page cache, which
+    the kernel can reclaim. Raises: IOFailure if the drive has no room for the file; as
+    `Updater.reading`.
     """
     places: dict[tuple[Weight, Key], tuple[int, torch.Tensor]] = {}
     end = 0
@@ -120,8 +119,8 @@ def collect(
 
 
 def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight]) -> list[State]:
-    """The state of each of *weights* as `optimizer_states.kept` has it, in tensors without memory
-    that `archive.write` brings from the buckets.
+    """The state of each of *weights* in the form of `optimizer_states.kept`. Its tensors have no
+    memory: `archive.write` reads their contents from the buckets.
     """
     made = [bucket for bucket in buckets if bucket.layout is not None]
     names = [bucket.name for bucket in made]
@@ -159,8 +158,8 @@ def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weigh
 
 
 def write(tree: Mapping[str, Any], path: Path, engine: Engine) -> None:
-    """Write *tree*, with what `as_kept` has made, to the file *path*: all of it or nothing. Raises:
-    IOFailure, and what goes wrong with the buckets.
+    """Write *tree*, with the tensors of `as_kept`, to the file *path*, completely or not at all.
+    Raises: IOFailure, and the errors of reading buckets.
     """
     try:
         with commit.new_file(path) as partial:
@@ -176,8 +175,8 @@ def write_together(
     ranks: Ranks,
     step: int,
 ) -> None:
-    """Let *ranks* write their *states* to the directory *path*, a file for each rank: all files or
-    none. Raises: what goes wrong on any rank, on every rank.
+    """Write the *states* of *ranks* to the directory *path*, a file for each rank: all files or
+    none. An error on any rank is raised on every rank.
     """
     directory = SharedDirectory(
         path,
@@ -210,11 +209,11 @@ def read_together(
     read: Callable[[Path], Any],
     weights: Sequence[Weight],
 ) -> list[Any]:
-    """What *read* returns for the files in *directory* that this rank needs for *weights*: its own
-    if that has the same parts of them, or those of all ranks that `write_together` wrote.
+    """The results of *read* for the files in *directory* that this rank needs for *weights*: its
+    own file, if it has the same parts of them; otherwise all files that `write_together` wrote.
 
-    Each file is compared with the manifest first: with other numbers of ranks, every rank compares
-    some files. Raises: UsageError, UnsupportedError, CorruptionError, IOFailure.
+    Each file is first compared with the manifest. If the number of ranks has changed, every rank
+    compares some of the files. Raises: UsageError, UnsupportedError, CorruptionError, IOFailure.
     """
     found = Manifest.read(directory)
     files = sorted(
@@ -251,8 +250,8 @@ def _file_of(rank: int) -> str:
 
 
 def _lender(updater: Updater, bucket: Bucket, ahead: Sequence[str]) -> Provider:
-    """What has the fields of all states of *bucket* in memory, by fragment, key and name, while the
-    values *ahead* are read.
+    """A provider of the stored states of *bucket*, by fragment, key and name of the field. It reads
+    the values *ahead* in the background.
     """
 
     @contextlib.contextmanager
@@ -289,8 +288,8 @@ def _layout(fragment: Fragment) -> Layout:
 def in_place_of_leaves(
     weight: Weight, there: Mapping[Key, torch.Tensor], small: Callable[[torch.Tensor], torch.Tensor]
 ) -> State:
-    """The state of *weight* with what is *there* in place of what travels, the master too, and of
-    every other tensor what *small* makes of it.
+    """The state of *weight*, with the tensors *there* in place of its offloaded states and master,
+    and the results of *small* in place of all other tensors.
     """
     state = next((fragment.states for fragment in weight.fragments if fragment.states), {})
     others = {
@@ -309,11 +308,11 @@ def restore(
     *,
     keep_dtypes: bool = False,
 ) -> None:
-    """Give *bucket* the states *given*, whose tensors may be mapped from a file; in the dtypes that
-    the optimizer makes them in, or with *keep_dtypes* as they are.
+    """Store the states *given* in *bucket*, in the dtypes in which the optimizer makes them, or
+    unchanged with *keep_dtypes*. Their tensors may be mapped from a file.
 
-    A weight that is not among them keeps its own states, and one that is, those that the drive has
-    already.
+    A weight that is not in *given* keeps its states. Placeholders in *given* stand for the states
+    that the drive has already.
     """
     sources: dict[Fragment, State] = {}
     kept: dict[Fragment, State] = {}
@@ -343,7 +342,7 @@ def restore(
             )
     bucket.inner = None
     if not any(sources.values()):
-        bucket.layout, bucket.rest_bytes = None, 0  # the first update makes it
+        bucket.layout, bucket.rest_bytes = None, 0  # the first update creates it
         return
 
     def fill(find: Find) -> None:
@@ -373,8 +372,8 @@ def _given(
     group: Mapping[str, Any],
     keep_dtypes: bool,
 ) -> dict[Key, torch.Tensor]:
-    """Let *fragment* have its part of *state*; the values of what travels, some of which the drive
-    has *kept*.
+    """Set the states of *fragment* from *state*; return the values of its offloaded states. Values
+    of placeholders are in *kept*, as read from the drive.
     """
     values: dict[Key, torch.Tensor] = {}
     others: dict[int, torch.Tensor] = {}
@@ -413,7 +412,7 @@ def _given(
 
 
 def _unpacked(value: Mapping[str, Any], fragment: Fragment) -> torch.Tensor:
-    """The part of *fragment* of a state, or master, that is kept as *value*."""
+    """*fragment*'s part of a state, or master, that is kept as *value*."""
     whole = whole_of(value)
     if "low" in value:
         flat = joined(
@@ -428,15 +427,15 @@ def _unpacked(value: Mapping[str, Any], fragment: Fragment) -> torch.Tensor:
 
 
 def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtype:
-    """That a loaded state is kept in: the optimizer's own, and that of masters where the plain
-    optimizer has 16 bits.
+    """The dtype in which a loaded state is stored: the optimizer's own if it is known; otherwise
+    the dtype of masters, for a state in 16 bits like its weight, or the state's dtype.
     """
     narrow = value.dtype == fragment.bucket.dtype != fragment.shadow.dtype
     return fragment.bucket.traits.states.get(key, fragment.shadow.dtype if narrow else value.dtype)
 
 
 def check(state: Any, weight: Weight) -> None:
-    """See that *state* can be one of *weight*. Raises: UsageError."""
+    """Check that *state* can be a state of *weight*. Raises: UsageError."""
     if not isinstance(state, Mapping):
         raise UsageError(
             f"the state of a parameter must be a dictionary, not {type(state).__name__}"
@@ -483,7 +482,7 @@ def _placeholder(value: Any) -> StateOnDrive:
 
 
 def steps(state: Mapping[str, Any]) -> int:
-    """How many steps *state* is of; 0 where it does not tell."""
+    """The step count of *state*; 0 if it has none."""
     count = state.get("step", 0)
     return (
         int(count)
@@ -493,14 +492,14 @@ def steps(state: Mapping[str, Any]) -> int:
 
 
 def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
-    """Tensors without memory that are like the states of the whole parameter of which the bucket's
-    value has a part for *fragment*, and like its master.
+    """Tensors without memory that have the form of the whole parameter's states, and of its master,
+    as far as the bucket's value has a part of them for *fragment*.
     """
     layout = fragment.bucket.layout
     if layout is None:
         return {}
     shape = fragment.weight.form.shape
-    # cut only where the parameter was contiguous, whose strides may be others now
+    # only contiguous parameters are cut; their strides may have changed since
     contiguous = torch.empty(shape, device="meta").stride()
     strides = fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, contiguous)
     found = {
@@ -520,14 +519,14 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
 
 
 def in_a_row(values: torch.Tensor) -> torch.Tensor:
-    """*values*, which have no gaps, in the order of memory."""
+    """*values*, which have no gaps, as a flat view in memory order."""
     return values.as_strided((values.numel(),), (1,))
 
 
 def _small(
     key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """*value*, which stays in memory, as torch's optimizers load it. Source:
+    """*value*, which stays in memory, converted as torch's optimizers do when they load it. Source:
     torch.optim.Optimizer.load_state_dict.
     """
     if key == "step" and not group.get("fused"):

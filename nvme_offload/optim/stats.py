@@ -1,4 +1,4 @@
-"""`UpdateStats`: what an optimizer step spent on the drive and what on everything else."""
+"""`UpdateStats`: the time of an optimizer step, on the drive and elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..swap.tier import Tier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateStats(DriveUse):
-    """One step of an `NVMeOptimizer`, as `DriveUse` has it. What moved is counted from the end of
-    the step before.
+    """The `DriveUse` of one step of an `NVMeOptimizer`. Transfers are counted from the end of the
+    previous step.
 
     Attributes
     ----------
     seconds : float
         Time in `step` and, with `step_in_backward`, in the updates before it. With `overlap_step`,
-        time that the updates took, under whatever else ran.
+        time that the updates took, concurrently with other work.
     update_wait_seconds : float
         With `overlap_step`, time that the program waited for the updates.
     buckets : int
@@ -28,7 +28,7 @@ class UpdateStats(DriveUse):
     updated_in_backward : int
         With `step_in_backward="provisional"`, buckets that were updated before `step`.
     rolled_back : int
-        Of these, buckets whose gradients were changed before `step`, which made the update again.
+        Of these, buckets whose gradients were changed before `step`, which repeated the update.
     """
 
     update_wait_seconds: float = 0.0
@@ -48,7 +48,7 @@ class UpdateStats(DriveUse):
 
 
 class UpdateClock:
-    """Makes the `UpdateStats` of one optimizer: updates are in `running`, and `end_step` ends a
+    """Measures the `UpdateStats` of one optimizer. Updates run in `running`; `end_step` ends a
     step.
     """
 
@@ -58,7 +58,7 @@ class UpdateClock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Time that an update takes."""
+        """Measure the time of an update."""
         began = time.monotonic()
         try:
             yield
@@ -66,7 +66,7 @@ class UpdateClock:
             self._seconds += time.monotonic() - began
 
     def end_step(self, step: int, **counts: int) -> UpdateStats:
-        """The step is over. *counts*: of its `UpdateStats`."""
+        """End the step. *counts*: of its `UpdateStats`."""
         result = UpdateStats(step=step, seconds=self._seconds, **counts, **self._meter.take())
         self._seconds = 0.0
         return result
