@@ -56,71 +56,71 @@ _serials = itertools.count()
 class NVMeOptimizer(torch.optim.Optimizer):
     """Any torch optimizer, with its states, and the fp32 masters of 16-bit parameters, on drives.
 
-    It is used as any `torch.optim.Optimizer`: schedulers, hooks, parameter groups, closures,
+    It is used as any `torch.optim.Optimizer`, with schedulers, hooks, parameter groups, closures,
     GradScaler, DDP, FSDP2 and tensor parallelism. A step streams the states of a few parameters at
-    a time: drive, pinned memory, device of the parameters, and back. Methods and attributes that
-    *optimizer_class* has beyond those of every optimizer, such as `train` and `eval`, are
-    available.
+    a time: drive, pinned memory, device of the parameters, and back. Further methods and attributes
+    of *optimizer_class*, such as `train` and `eval`, are available.
 
     Parameters
     ----------
     params : iterable
-        Parameters, named parameters, or parameter groups, as of every optimizer. Dense, of one
-        floating-point dtype each; bfloat16 and float16 get fp32 masters.
+        Parameters, named parameters, or parameter groups, as for every optimizer. Dense tensors
+        with floating-point dtypes; bfloat16 and float16 get fp32 masters.
     optimizer_class : callable
-        Makes the optimizer whose states are offloaded. It must step by dense gradients alone.
-        torch's own classes are known. Any other is tried when the optimizer is made, and a line of
-        the log says what was found. One whose parameters cannot be updated apart from each other,
+        Makes the optimizer whose states are offloaded. Its steps must depend on dense gradients
+        only. torch's own classes are known. Any other class is tried when the optimizer is made,
+        and a line of the log gives the result. A class that cannot update parameters separately,
         such as Prodigy, needs *host_memory* for all of its states.
     paths : path or sequence of paths
         Existing directories on the drives, over which states are striped.
     host_memory : int or str
-        Pinned memory in bytes, or as text such as "8GB"; "auto" takes a share of what is available.
-        States that fit in it never touch the drive, and need no room there. The bits do not depend
-        on it.
+        Pinned memory in bytes, or as text such as "8GB"; "auto" takes a share of the available
+        memory. States that fit in it never touch the drive, and need no room there. The bits do not
+        depend on it.
     state_format : {"exact", "split", "compact", "compact24"}
-        "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies of 16-bit
-        parameters, and moves 12 bytes for each Adam parameter and direction. "split" moves 10 where
-        parameters are bfloat16, and is lossless too. "compact" keeps moments in 8 bits and moves 4;
-        "compact24" rounds masters to 24 bits as well and moves 3.
+        "exact" gives bit for bit the results of *optimizer_class* in memory, over fp32 copies of
+        16-bit parameters, and moves 12 bytes for each Adam parameter and direction. "split" moves
+        10 if parameters are bfloat16, and is lossless too. "compact" keeps moments in 8 bits and
+        moves 4; "compact24" rounds masters to 24 bits as well and moves 3.
     step_in_backward : {False, True, "local", "provisional"}
-        Update parameters during `backward`, as soon as their gradients are complete, and let the
-        gradients go; `step` does the rest. It excludes what reads gradients in between: clipping by
-        a norm, GradScaler, DDP. To accumulate, run all but the last `backward` under `no_sync`.
-        With several processes it takes DTensors (FSDP2, tensor parallelism); "local" takes any
-        parameter, and asserts that nothing but autograd and FSDP2 works on gradients.
+        Update parameters during `backward`, as soon as their gradients are complete, and drop the
+        gradients; `step` makes the remaining updates. It excludes code that reads gradients in
+        between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the last `backward`
+        under `no_sync`. With several processes it takes DTensors (FSDP2, tensor parallelism);
+        "local" takes any parameter, and asserts that only autograd and FSDP2 work on gradients.
 
-        "provisional" keeps gradients and the old parameters until `step`, which undoes the updates
-        whose gradients were changed since, by clipping say, and makes them again: bit for bit what
-        updates after `backward` give. The drive keeps old states beside new ones until then, so it
-        needs up to twice the room. `zero_grad` in place of `step` undoes all updates, and so does
-        what looks at states. Between `backward` and `step` parameters are the new ones; one that is
-        written to then, such as by loading a model, keeps what was written.
+        "provisional" keeps gradients and the old parameters until `step`. `step` undoes the updates
+        whose gradients were changed since, such as by clipping, and makes them again. The bits do
+        not differ from updates after `backward`. The drive keeps old states in addition to new ones
+        until then, so it needs up to twice the room. `zero_grad` without a `step` undoes all
+        updates, and so does reading states. Between `backward` and `step` parameters have their new
+        values; a parameter to which the program writes then, such as by loading a model, keeps the
+        written values.
     overlap_step : bool
-        `step` returns at once, and a thread makes its updates under what comes next, as a rule the
-        forward pass, in the order in which it uses parameters. The bits are the same: the first use
-        of a parameter waits for its update, and so do `state`, `state_dict`, `stats` and every
-        method but `zero_grad`. See `synchronize` for what cannot wait by itself.
+        `step` returns immediately. A thread makes its updates concurrently with later work, usually
+        the forward pass, in the order in which that pass uses parameters. The bits do not change:
+        the first use of a parameter waits for its update, and so do `state`, `state_dict`, `stats`
+        and every method but `zero_grad`. `synchronize` lists the uses that do not wait.
     accumulate : {None, "host"}
-        "host" moves each gradient to host memory as soon as `backward` has made it, and adds to it
-        there in the next `backward`. Gradients share *host_memory* with the states, and go to the
-        drive where they do not fit; the bits are those of accumulation in `.grad`, which has a
-        placeholder. `step` uses the gradients up: call `zero_grad` before the next `backward`. Not
-        together with *step_in_backward*, *overlap_step*, or DTensors.
+        "host" moves each gradient to host memory as soon as `backward` has computed it, and adds to
+        it there in the next `backward`. Gradients share *host_memory* with the states, and spill to
+        the drive where they do not fit. The bits are the same as with accumulation in `.grad`,
+        which has a placeholder. `step` uses the gradients up: call `zero_grad` before the next
+        `backward`. Not together with *step_in_backward*, *overlap_step*, or DTensors.
     update_device : {"auto", "gpu", "cpu"}
-        Where parameters in host memory are updated. "auto" is the GPU for those that FSDP2 computes
-        with on a GPU (CPUOffloadPolicy), if the GPU has 1 GiB free, and the CPU for all others.
-        "gpu" is the current CUDA device for all. *optimizer_class* on that device gives the
+        Where parameters in host memory are updated. "auto" is the GPU for parameters with which
+        FSDP2 computes on a GPU (CPUOffloadPolicy), if the GPU has 1 GiB free, and the CPU for all
+        others. "gpu" is the current CUDA device for all. *optimizer_class* on that device gives the
         same bits. Weights and gradients are copied to the GPU for an update, and weights back.
     elementwise : bool
-        Assert that every element is updated by itself, where the trial cannot see it.
+        Assert that every element is updated separately, if the trial cannot detect it.
     masters : bool
-        Whether 16-bit parameters have fp32 masters. Without them the parameters are updated
+        Whether 16-bit parameters have fp32 masters. Without masters the parameters are updated
         directly, bit for bit as by *optimizer_class* in memory, with states of 16 bits.
     aio : AioConfig, optional
-        Settings of the engine; by default what `nvme-sweep` chose for the first of *paths*.
+        Settings of the engine; by default the choice of `nvme-sweep` for the first of *paths*.
     **kwargs
-        Of *optimizer_class*, such as ``lr``.
+        Arguments of *optimizer_class*, such as ``lr``.
 
     Raises
     ------
@@ -129,24 +129,26 @@ class NVMeOptimizer(torch.optim.Optimizer):
     UnsupportedError
         The optimizer or a parameter is of a kind that cannot be offloaded; the message says which.
     NoSpaceError
-        The drives have no room for the states that *host_memory* does not hold.
+        The drives have no room for the states that do not fit in *host_memory*.
 
     Notes
     -----
-    As in torch, a model may be sharded, moved or cast after its optimizer was made, and `param_groups`
-    may get other parameters at any time. States belong to the parameter that `state` has them of.
+    As in torch, a model may be sharded, moved or cast after its optimizer was made, and
+    `param_groups` may get other parameters at any time. States belong to the parameter that is
+    their key in `state`.
 
-    Memory and space on the drives are given back by `close`, at the end of a ``with``, or when the
-    optimizer is garbage.
+    `close` frees memory and space on the drives, and so do the end of a ``with`` and the garbage
+    collection of the optimizer.
 
-    `state` has small values as they are, and placeholders for the rest. Reading a placeholder
-    brings a copy; writing to it, replacing it or taking it out takes effect at once or before the
-    next step. Changing a 16-bit parameter in place between steps changes its master, too.
+    `state` has small values, and placeholders for all others. Reading a placeholder copies its
+    values; writing to it, replacing it or removing it takes effect immediately or before the next
+    step. Changing a 16-bit parameter in place between steps changes its master, too.
 
-    After a step that raised, as with an error of the drive or Ctrl-C, some parameters are updated and
-    others are not. `step` with the same gradients updates only those that are left;
+    After a step that raised, as with an error of the drive or Ctrl-C, some parameters are updated
+    and others are not. `step` with the same gradients updates only the remaining parameters;
     `zero_grad` drops the rest of that step. After an exception in the middle of a change, `step`
-    raises UsageError until weights and states are loaded from a checkpoint, also into this object.
+    raises UsageError until weights and states are loaded from a checkpoint; the same object can
+    load them.
     """
 
     @fixed_modes()
@@ -182,7 +184,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         given = materialised(params)
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        self._updated: set[Bucket] = set()  # in the step that goes on
+        self._updated: set[Bucket] = set()  # buckets that the present step has updated
         self._options = StepOptions()
         self._backward = (
             BackwardUpdates(self._updated, assume_final=step_in_backward == "local")
@@ -193,30 +195,33 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._sums: GradientSums | None = None
         self._overlap = bool(overlap_step)
         self._queue: UpdateQueue | None = None
-        self._open_step: Step | None = None  # some of whose updates are queued
+        self._open_step: Step | None = None  # the present step, if some of its updates are queued
         self._gradient_hooks = (
             GradientHooks(self) if step_in_backward or accumulate is not None else None
         )
-        self._bound_in_task = -1  # the backward pass in which the binding was last looked at
-        self._hooks: dict[Weight, Any] = {}  # for the first gradient of a backward pass
-        self._state_was_asked_for = False  # since it was looked at last
-        self._has_begun = False  # the step that goes on, in a backward pass
-        self._backward_begins = True  # there was none since the last step
-        self._draining_task = -1  # the backward pass at whose end weights are in host memory
-        self._uses: dict[Weight, int] = {}  # in which order parameters are used
+        self._bound_in_task = -1  # the backward pass in which the binding was last checked
+        self._hooks: dict[Weight, Any] = {}  # they detect the first gradient of a backward pass
+        # the program may have changed it since it was last checked
+        self._state_was_asked_for = False
+        self._has_begun = False  # a backward pass has begun the present step
+        self._backward_begins = True  # the next gradient is the first since the last step
+        # the backward pass that waits at its end until weights are in host memory
+        self._draining_task = -1
+        self._uses: dict[Weight, int] = {}  # place of each parameter in the order of use
         self._late: list[tuple[int, str, Any, Any]] = []  # options that a queued step has changed
-        self._told_alone = False  # that steps are not run under anything
+        self._told_alone = False  # the warning that overlap_step is left out was logged
         self._changes_groups = False
-        self._leaves = False  # updates of this step to `step`, since they failed during backward()
-        self._left = False  # likewise of the step before, or of this one
+        self._leaves = False  # updates of this step failed in backward(); `step` makes them
+        self._left = False  # the same for the previous step or this one
         self._source = weakref.ref(self)
-        # `state`. What is done here with it uses the methods of `dict`, which do not wait.
+        # `state`. This class accesses it by the methods of `dict`, which do not wait.
         self._state: dict[Any, Any] = ShownStates(_settling(self._source))
-        self._broken = ""  # what happened, where parameters or states are no longer whole
+        self._broken = ""  # why parameters and states are out of sync; "" if they are not
         self._cause = ""  # the exception that ended the last call
         self._progress = Progress()  # of the program's calls
         self._job_progress = Progress()  # of the queue's thread
-        # The number of the step whose updates are all made, until `step` returns or the next begins.
+        # The number of a step whose updates have all been made, until `step` returns or the next
+        # one begins.
         self._ended: Any = []
         self._closed = self._ready = False
         self._serial = next(_serials)
@@ -292,15 +297,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._template = template
         self._ready = True
 
-    # A torch.optim.Optimizer.
+    # The interface of torch.optim.Optimizer.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by their gradients.
 
-        With `overlap_step` it queues the updates, after those of the step before. Where these have
-        failed, it raises their error. Called again it tries them again, and makes a step of its own
-        only where there are other gradients.
+        With `overlap_step` it queues the updates, after the updates of the previous step. If these
+        have failed, it raises their error. A repeated call tries them again, and makes a new step
+        only if there are other gradients.
 
         Parameters
         ----------
@@ -310,12 +315,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Returns
         -------
         object
-            What *closure* returned; None without one.
+            The result of *closure*; None without one.
 
         Raises
         ------
         UsageError
-            The optimizer is closed, or parameters and states are no longer of one step.
+            The optimizer is closed, or parameters and states are out of sync.
         OffloadError
             The drive failed. `step` may be called again: see the class.
         """
@@ -331,28 +336,30 @@ class NVMeOptimizer(torch.optim.Optimizer):
         try:
             with self._lock, fixed_modes():
                 self._make_step(tried_again=tried_again)
-            # In one line: an exception comes before it, and step() called again changes nothing, or
-            # after step() has returned.
+            # In one line: an exception comes either before it, so that a repeated step() changes
+            # nothing, or after step() has returned.
             return self._ended.clear() or loss
         except BaseException as error:
             self._note(error)
             raise
 
     def _make_step(self, *, tried_again: bool) -> None:
-        """As `step`, which was *tried_again* where a queued update has failed."""
+        """The body of `step`. *tried_again*: a queued update has failed, and the caller tries it
+        again.
+        """
         self._bind()
         self._binding.check_trains()
         if self._open_step is None:
             self.synchronize()
             tried_again = tried_again or bool(self._ended)
             if tried_again and not any(weight.has_new_gradient for weight in self._weights):
-                return  # the step is made already
+                return  # the step was made already
         self._ended.clear()
         self._progress.running = True
         self._end_provisional()
         due = self._due()
         if self._can_queue(due):
-            with known(self._queue).lock:  # none is made before all are in their order
+            with known(self._queue).lock:  # no update begins before all are in order
                 self._queue_updates(due)
                 self._end_step()
         else:
@@ -371,19 +378,20 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._progress.running = False
 
     def synchronize(self) -> None:
-        """With `overlap_step`: return when all updates are made; on a GPU, when what is done next
-        on the current stream comes after them. Otherwise, and where none is to come, do nothing.
+        """With `overlap_step`: return when all updates are made; on a GPU, when later work of the
+        current stream is ordered after them. Otherwise, and if no update is pending, do nothing.
 
-        Call it before parameters, their gradients or states are used by what cannot wait by itself:
-        other tensors that share their memory and were made before the step, C++ extensions and
-        functions of TorchScript that are given a parameter, `torch.as_tensor(parameter)` and the
-        like, and CUDA graphs. Call it also before process-wide settings, such as the default dtype,
-        change: the pending updates would run with the new ones.
+        Call it before parameters, their gradients or states are used in a way that does not wait:
+        through other tensors that share their memory and were made before the step, in C++
+        extensions and functions of TorchScript that receive a parameter, by
+        `torch.as_tensor(parameter)` and the like, and in CUDA graphs. Call it also before
+        process-wide settings, such as the default dtype, change: pending updates would run with the
+        new settings.
 
         Raises
         ------
         OffloadError
-            The drive failed. It may be called again, and goes on with what is left.
+            The drive failed. It may be called again, and continues with the remaining updates.
         """
         queue: UpdateQueue | None = self.__dict__.get("_queue")
         if queue is None:
@@ -392,20 +400,21 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._late:
             late = list(self._late)
             for index, key, before, value in late:
-                if same(self.param_groups[index].get(key), before):  # nobody has set it since
+                # the program has not set it since
+                if same(self.param_groups[index].get(key), before):
                     self.param_groups[index][key] = value
             self._changed_groups(sorted({key for _, key, _, _ in late}))
             del self._late[: len(late)]
 
     @fixed_modes()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`. What an unfinished step has not updated yet stays
-        as it is.
+        """As `torch.optim.Optimizer.zero_grad`. Parameters that an unfinished step has not updated
+        yet stay unchanged.
 
         Parameters
         ----------
         set_to_none : bool
-            Drop gradients, or fill them with zeros.
+            Drop gradients; False fills them with zeros.
         """
         self._recover()
         self._ended.clear()
@@ -435,7 +444,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`. Where it raises, nothing is changed.
+        """As `torch.optim.Optimizer.add_param_group`. If it raises, nothing is changed.
 
         Parameters
         ----------
@@ -457,7 +466,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._settle()
         self._recover()
         if self._weights:
-            self._bind()  # what this raises is not about the new group
+            self._bind()  # errors of this call do not concern the new group
         if isinstance(param_group, dict):  # torch refuses anything else
             materialised([param_group])
         [sample] = samples_of([param_group])
@@ -481,16 +490,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """States and options in the format of the plain optimizer, which can load them.
 
-        States of 16-bit parameters have a "master" in addition. "nvme_offload" beside "state" and
-        "param_groups" says how states are kept; loading does not depend on it.
-        The parameters may be on another device by now: Lightning saves after it has moved them.
+        States of 16-bit parameters have a "master" in addition. "nvme_offload", next to "state" and
+        "param_groups", says how states are kept; loading does not depend on it. The parameters may
+        have moved to another device since the last step: Lightning saves after it has moved them.
 
         Returns
         -------
         dict
-            Tensors are copies on the CPU, mapped from a file on the first drive: memory is used as
-            they are read, and the kernel can take it back. Unlike torch's, they do not share memory
-            with the states: change `state`, or load the changed dictionary.
+            Tensors are copies on the CPU, mapped from a file on the first drive: they take memory
+            as they are read, and the kernel can reclaim it. Unlike torch's, they do not share
+            memory with the states: change `state`, or load the changed dictionary.
 
         Raises
         ------
@@ -508,9 +517,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """Write states and options to *path*, as they are kept: states of 8 bits take 8 bits, and
         masters take the bits that their weights lack.
 
-        Nothing else is written for it, and a few buckets are in memory at a time. The states appear
-        whole, in place of older ones at *path*, or not at all. To load them, load the model's
-        weights first, then call `load`; *state_format* may be another one by then.
+        It writes nothing else, and has a few buckets in memory at a time. The states replace older
+        ones at *path* completely, or not at all. To load them, load the model's weights first, then
+        call `load`; *state_format* may be another one by then.
 
         One process writes a file of `torch.save`, which
         ``optimizer.load_state_dict(torch.load(path, mmap=True))`` loads too. Ranks whose parameters
@@ -518,7 +527,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         time, with one path on a filesystem that they share. It becomes a directory with a file of
         each rank and a manifest with checksums. Ranks that give different paths write a file each.
 
-        Ranks with plain tensors write files. With DDP one rank suffices. Where ranks have different
+        Ranks with plain tensors write files. With DDP one rank suffices. If ranks have different
         parameters (`ZeroRedundancyOptimizer`, FSDP1), pass *group*, or a path for each rank.
 
         Parameters
@@ -566,10 +575,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def load(
         self, path: str | os.PathLike[str], *, group: Any = None, weights_only: bool = True
     ) -> None:
-        """Load what `save` wrote to *path*; load the model's weights first.
+        """Load the states that `save` wrote to *path*; load the model's weights first.
 
-        Ranks that saved together load together. Their number may be another, and so may the mesh of
-        DTensors: each rank then reads its parts out of all files. A file of one process loads into
+        Ranks that saved together load together. Their number and the mesh of DTensors may have
+        changed: each rank then reads its parts from all files. A file of one process loads into
         DTensors, too. States of 8 bits are rounded again where their blocks are cut differently.
         Files are compared with the checksums, and nothing is loaded unless every rank can load its
         part.
@@ -586,15 +595,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Raises
         ------
         UsageError, ValueError
-            The states are of other parameters, or of another rank's part of them. Nothing is
+            The states belong to other parameters, or to another rank's part of them. Nothing is
             changed.
         UnsupportedError
             Another number of ranks saved them, and their parameters are plain tensors.
         CorruptionError
-            A file is not as it was written. Nothing is changed.
+            A file differs from the file that was written. Nothing is changed.
         OffloadError
-            The drive failed, or another rank did; the message gives its error. Load again before the
-            next step.
+            The drive failed, or another rank did; the message gives its error. Load again before
+            the next step.
         """
         self._check_open()
         self._give_up_what_fails()
@@ -634,12 +643,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @property
     def _moment(self) -> list[int]:
-        """When ranks that train together save together: the same numbers on every rank."""
+        """Numbers that are equal on all ranks if ranks that train together save together."""
         return [self._serial, self._loads, self._steps]
 
     @contextlib.contextmanager
     def _with_states(self, collect: Callable[[], list[dict[Any, Any]]]) -> Iterator[dict[str, Any]]:
-        """A state dict with the states that *collect* makes, which nobody changes in the context."""
+        """A state dict with the states that *collect* makes. The states do not change in the
+        context.
+        """
         self._settle()
         self._recover()
         self._check_usable()
@@ -662,7 +673,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     },
                 )
 
-            handle = self.register_state_dict_pre_hook(show)  # after those of others
+            handle = self.register_state_dict_pre_hook(show)  # after the program's hooks
             try:
                 packed: dict[str, Any] = super().state_dict()
             finally:
@@ -683,7 +694,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this or the plain optimizer saved, one bucket at a time.
+        """Load the states that this or the plain optimizer saved, one bucket at a time.
 
         Load the model's weights, too: they are not made from the masters. Masters of 16-bit
         parameters without a "master" are made from the weights.
@@ -696,7 +707,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Raises
         ------
         UsageError, ValueError
-            It is of other parameters. Nothing is changed.
+            It belongs to other parameters. Nothing is changed.
         OffloadError
             The drive failed. Load it again before the next step.
         """
@@ -752,12 +763,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
         indices = [index for group in given["param_groups"] for index in group["params"]]
         found = {}
-        # if there are more of the one, the base says so
+        # the base class raises if the lengths differ
         for weight, index in zip(self._weights, indices, strict=False):
             found[weight] = given["state"].get(index, {})
             saved.check(found[weight], weight)
         groups = given["param_groups"]
-        if len(groups) == len(self.param_groups):  # if not, the base says so
+        if len(groups) == len(self.param_groups):  # otherwise the base class raises
             self._bucketing.check_keys(found, [{**self.defaults, **group} for group in groups])
         return found
 
@@ -769,10 +780,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self.state = given.pop("state")
         super().__setstate__(given)
 
-    # Beyond it.
+    # In addition to that interface.
 
     def stats(self) -> UpdateStats:
-        """What the last step moved and waited for. With `overlap_step` it waits for the updates.
+        """Transfers and waits of the last step. With `overlap_step` it waits for the updates.
 
         Returns
         -------
@@ -792,8 +803,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @property
     def last_stats(self) -> UpdateStats | None:
-        """Of the last step whose updates are all made; None before the first. It never waits, also
-        with `overlap_step`: for progress bars and loggers.
+        """`stats` of the last step whose updates have all been made; None before the first. It
+        never waits, even with `overlap_step`: for progress bars and loggers.
         """
         if self._last is None or (self._queue is not None and self._queue.has_jobs):
             return self._last
@@ -806,7 +817,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With `step_in_backward`: let gradients accumulate in the backward passes of the context,
+        """With `step_in_backward`: accumulate gradients in the backward passes of the context,
         without updates.
         """
         if self._backward is None:  # they accumulate anyway
@@ -823,22 +834,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, for all gradients of the optimizer's parameters.
 
-        Gradients in host memory are brought up one by one for their norms, and scaled when they are
-        used.
+        Gradients in host memory are loaded one by one for their norms, and scaled at their next
+        use.
 
         Parameters
         ----------
         max_norm : float
-            Norm that the gradients have at most afterwards.
+            Upper limit of the norm of the gradients.
         norm_type : float
-            Of the norm; ``inf`` for the largest element.
+            Order of the norm; ``inf`` for the largest element.
         error_if_nonfinite : bool
-            Raise RuntimeError where the norm is infinite or not a number.
+            Raise RuntimeError if the norm is infinite or not a number.
 
         Returns
         -------
         torch.Tensor
-            The norm before, of one element.
+            The norm before clipping, of one element.
         """
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
             [parameter for _, parameter in parameters_of(self.param_groups)],
@@ -850,10 +861,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def close(self) -> None:
-        """Give back memory and room on the drives; a second call does nothing. Nothing but the
-        parameters is left.
+        """Free memory and space on the drives; a second call does nothing. Only the parameters are
+        left.
 
-        Raises: with `overlap_step`, what went wrong in the last updates; it is closed all the same.
+        Raises: with `overlap_step`, the error of the last updates; the optimizer is closed
+        nevertheless.
         """
         with self._lock:
             if not self._closed:
@@ -898,11 +910,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
             "an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()"
         )
 
-    # What the optimizer class has beyond a `torch.optim.Optimizer`.
+    # Further methods and attributes of the optimizer class.
 
     def __getattr__(self, name: str) -> Any:
-        """What is missing here is *optimizer_class*'s: a method works on all parameters, with their
-        states, as it does in memory.
+        """Attributes that this class lacks come from *optimizer_class*. A method works on all
+        parameters, with their states, as it does in memory.
         """
         template = self.__dict__.get("_template")
         if template is None or name.startswith("_") or not hasattr(template, name):
@@ -916,7 +928,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return self._agreed(name, [getattr(optimizer, name) for optimizer in made or [template]])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An attribute that *optimizer_class* has, and this has not, is set there."""
+        """An attribute that *optimizer_class* has and this class lacks is set on the inner
+        optimizers.
+        """
         template = self.__dict__.get("_template")
         if (
             template is None
@@ -965,7 +979,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                             bucket, memory, self._options_of(bucket), call, self._progress
                         )
                     except BaseException as error:
-                        # a method that raises for the first parameters is to have changed nothing
+                        # a method that raises for the first parameters should have changed nothing
                         ended = self._progress.changing and not isinstance(error, Exception)
                         self._progress.changing = False
                         if results or ended:
@@ -987,7 +1001,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
         return values[0]
 
-    # Inside.
+    # Internals.
 
     @property
     def _weights(self) -> list[Weight]:
@@ -998,8 +1012,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return self._binding.buckets
 
     def _binding_failure(self, *, lazily: bool = False) -> Exception | None:
-        """The error of `_bind`. A rank that saves or loads with others raises it when they expect to
-        hear of it, since they would wait for a rank that has raised before.
+        """The error of `_bind`. A rank that saves or loads together with others raises it when the
+        ranks exchange their errors: they would wait for a rank that had raised before.
         """
         try:
             self._bind(lazily=lazily)
@@ -1043,7 +1057,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
             if not self._updated:
                 self._options.forget()  # a step may have begun with other groups
-            if len(buckets) == len(self._buckets):  # a tier that has started over
+            if len(buckets) == len(self._buckets):  # the tier was reset
                 self._clock = UpdateClock(self._tier)
             if any(bucket.device.type == "cpu" for bucket in self._buckets):
                 use_share_of_cores()
@@ -1062,8 +1076,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._progress.running = False
 
     def _updated_of(self, plan: Plan) -> set[Weight]:
-        """The weights of *plan* that are updated already, in the step that goes on. Raises:
-        UsageError.
+        """The weights of *plan* that the present step has updated already. Raises: UsageError if it
+        has updated only a part of a weight.
         """
         updated = set()
         for weight in plan.bound_again:
@@ -1086,8 +1100,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._sums.check(parameter)
 
     def _bring_states(self, plan: Plan) -> None:
-        """Let `state` have tensors in place of the placeholders for what is in the buckets of
-        *plan*. They are mapped from a file without a name on the first drive.
+        """Replace the placeholders in `state` of states in the buckets of *plan* by tensors, which
+        are mapped from a file without a name on the first drive.
         """
         states = {key: state for key, state in dict.items(self._state) if isinstance(state, dict)}
         shown = {
@@ -1125,7 +1139,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _replace(
         self, plan: Plan, updated: Collection[Weight]
     ) -> tuple[list[Weight], list[Bucket]]:
-        """Replace the buckets of *plan*; what is to be bound instead."""
+        """Replace the buckets of *plan*; return the weights and buckets to bind instead."""
         self._bring_states(plan)
         if self._sums is not None:
             self._sums.release(plan.weights)
@@ -1144,7 +1158,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 hook.remove()
             self._uses.pop(weight, None)
             if state and Form.of(weight.parameter).dtype != weight.form.dtype:
-                # the parameter is what the cast made of it
+                # the cast parameter counts, not its old master
                 state.pop(MASTER, None)
         if self._queue is not None:
             self._queue.uses.clear()
@@ -1157,7 +1171,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._broken = before
 
     def _given_to(self, weights: Sequence[Weight]) -> dict[Weight, dict[str, Any]]:
-        """What `state` has for *weights*, which are not bound yet. Raises: UsageError."""
+        """The states in `state` of *weights*, which are not bound yet. Raises: UsageError."""
         given = {}
         for weight in weights:
             state = dict.get(self._state, weight.parameter)
@@ -1172,7 +1186,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._gradient_hooks.watch(one for _, one in parameters_of(self.param_groups))
 
     def _drain(self) -> None:
-        """Return when nothing of the tier is in use."""
+        """Return when no value of the tier is in use."""
         self._updater.drain()
         if self._sums is not None:
             self._sums.settle()
@@ -1188,10 +1202,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._progress.changing = False
 
     def _update(self, bucket: Bucket, options: Options, seed: int, progress: Progress) -> Options:
-        """Update the parameters of *bucket*; what the inner optimizer has made of the *options*.
-        The caller records that, and then ends the change in *progress*.
+        """Update the parameters of *bucket*; return the *options* as the inner optimizer left them.
+        The caller records these, and then ends the change in *progress*.
         """
-        # what these raise leaves everything as it was
+        # if these raise, nothing is changed
         if self._sums is not None:
             self._sums.take(bucket)
         memory = self._updater.open(bucket)
@@ -1204,13 +1218,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return left
 
     def _update_provisionally(self, bucket: Bucket) -> None:
-        """Update the parameters of *bucket* so that it can be undone. Where it cannot, or fails,
-        `step` does it.
+        """Update the parameters of *bucket* so that the update can be undone. If that is
+        impossible, or fails, `step` makes the update.
         """
         provisional = known(self._provisional)
         if not (provisional.may_begin(bucket) and self._updater.keeps_layout(bucket, self._steps)):
             return
-        self._tier.swapper.write_back(bucket.name)  # what an undo returns to
+        self._tier.swapper.write_back(bucket.name)  # an undo returns to this version
         memory = self._updater.open(bucket)
         before = provisional.before(bucket)
         try:
@@ -1231,9 +1245,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise
 
     def _undo_after(self, error: BaseException, before: Before) -> None:
-        """Undo the update of *before*, which *error* has ended, without waiting for the next call: a
-        program may write to the parameters before that. An error of the undo is logged, since the
-        caller raises *error*.
+        """Undo the update of *before*, which *error* has ended, without waiting for the next call:
+        the program may write to the parameters before that. An error of the undo is logged, since
+        the caller raises *error*.
         """
         self._broken = f"updates were being undone ({type(error).__name__}: {error})"
         try:
@@ -1253,7 +1267,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     # After an exception.
 
     def _note(self, error: BaseException) -> None:
-        """Record what *error*, which ends a call, leaves for the next one."""
+        """Record the consequences of *error*, which ends this call, for the next call."""
         self._cause = f" ({type(error).__name__}: {error})"
         if self._progress.changing and not self._broken:
             self._broken = f"a step failed in the midst of an update{self._cause}"
@@ -1262,7 +1276,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 weight.mark_gradient()
 
     def _recovering(self) -> Callable[[], None]:
-        """`_recover`, for those whom this optimizer owns."""
+        """`_recover`, for objects that this optimizer owns."""
         source = self._source
 
         def recover() -> None:
@@ -1273,9 +1287,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return recover
 
     def _recover(self) -> None:
-        """Continue after a call that an exception has ended, as any exception can at any line: end
-        uses of values, and find out whether the step can go on. Every method that uses values calls
-        it first.
+        """Continue after a call that an exception has ended, at any line: end uses of values, and
+        find out whether the step can continue. Every method that uses values calls it first.
         """
         if self._queue is not None and self._queue.is_dead and not self._broken:
             self._broken = "the thread of the updates has ended"
@@ -1311,7 +1324,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._sums.running = False
 
     def _reset(self) -> None:
-        """Forget all states and all gradients in host memory, whatever an exception has left of
+        """Forget all states and all gradients in host memory, even if an exception has damaged
         them.
         """
         if self._queue is not None:
@@ -1331,10 +1344,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._ended.clear()
 
     def _end_provisional(self) -> None:
-        """The gradients and options of this step are final: undo the updates by others."""
+        """The gradients and options of this step are final: undo the updates that used other
+        ones.
+        """
         if self._provisional is not None:
             self._provisional.check()
-            # otherwise an earlier try of this step has updated some for good, by the options of then
+            # otherwise an earlier attempt of this step has made final updates, with the options of
+            # that time
             all_provisional = len(self._updated) == len(self._provisional)
             if all_provisional and self._options.differ(self.param_groups):
                 self._undo_provisional()
@@ -1344,8 +1360,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def _undo_provisional(self) -> None:
-        """Before parameters or states are looked at, or where there is no step after all: undo the
-        updates of this one.
+        """Undo the provisional updates of this step: before parameters or states are read, or if no
+        `step` follows.
         """
         if self._provisional:
             self._recover()
@@ -1353,13 +1369,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._undo(self._provisional.roll_back_all)
 
     def _undo(self, roll_back: Callable[[], Sequence[Bucket]]) -> None:
-        """Let *roll_back* undo updates, whose buckets it returns. Where that was cut short once, only
-        a load makes parameters and states whole.
+        """Undo updates by *roll_back*, which returns their buckets. If an exception interrupts it,
+        parameters and states are out of sync until a checkpoint is loaded.
         """
         if self._broken:
             return
         self._drain()
-        self._broken = "updates were being undone"  # should anything, such as Ctrl-C, end that
+        # in case an exception, such as Ctrl-C, interrupts that
+        self._broken = "updates were being undone"
         for bucket in roll_back():
             self._updated.discard(bucket)
             self._show(bucket)
@@ -1367,7 +1384,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def _settle(self) -> None:
-        """Before states are looked at: have them as the last step left them."""
+        """Before states are read: undo provisional updates, and complete the last step."""
         self._undo_provisional()
         self.synchronize()
 
@@ -1380,7 +1397,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return counts
 
     def _end_step(self) -> None:
-        """End a step whose updates are all made, or queued. After an exception it can be repeated."""
+        """End a step whose updates have all been made or queued. After an exception it can be
+        repeated.
+        """
         if not self._ended:
             self._ended.append(self._steps + 1)
         self._changed_groups(self._options.end(self.param_groups))
@@ -1408,8 +1427,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._provisional.end_step()
 
     def _show(self, bucket: Bucket) -> None:
-        """Let `state` have what is in memory of the states of the bucket's parameters, and
-        placeholders for what is not.
+        """Put the states of the bucket's parameters into `state`: small values as they are, and
+        placeholders for all others.
         """
         for fragment in bucket.fragments:
             weight = fragment.weight
@@ -1444,7 +1463,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     dict.__setitem__(self._state, weight.parameter, weight.shown)
 
     def _take_up_states(self) -> None:
-        """Take what somebody has put into `state`, and let go of what somebody has taken out."""
+        """Apply the program's changes of `state`: store states that were added, and drop states
+        that were removed.
+        """
         given = {}
         for weight in self._weights:
             state = dict.get(self._state, weight.parameter, {})
@@ -1457,13 +1478,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._bucketing.check_keys(given, self.param_groups)
             self._restore(given)
         self._state_was_asked_for = False
-        # what is small is shown of the first fragment alone, where somebody may have changed it in
-        # place
+        # `state` has the small values of the first fragment only, and the program may have changed
+        # them in place
         if not self._updated:
             for weight in self._weights:
                 for fragment in weight.fragments[1:]:
                     if fragment.bucket.layout is None:
-                        continue  # a first step was given up before it came to this one
+                        continue  # an aborted first step has not reached this fragment
                     there = set(map(top, fragment.leaves))
                     fragment.states.update(
                         copy.deepcopy(
@@ -1473,14 +1494,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
-        """A copy of a state on the drive, for the placeholder that `state` has of it.
+        """A copy of a state on the drive, for its placeholder in `state`.
 
         Parameters
         ----------
         weight : Weight
-            Whose state.
+            The parameter of the state.
         key : Key
-            Where `state` has it.
+            The path of the state in `state`.
 
         Returns
         -------
@@ -1490,7 +1511,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Raises
         ------
         UsageError
-            There is no such state any more.
+            The state no longer exists.
         OffloadError
             The drive failed.
         """
@@ -1515,16 +1536,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
-        """Put a state on the drive, for the placeholder that `state` has of it.
+        """Replace a state on the drive, for its placeholder in `state`.
 
         Parameters
         ----------
         weight : Weight
-            Whose state.
+            The parameter of the state.
         key : Key
-            Where `state` has it.
+            The path of the state in `state`.
         values : torch.Tensor
-            What it is to be.
+            The new values.
 
         Raises
         ------
@@ -1542,14 +1563,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _restore(
         self, given: Mapping[Weight, dict[str, Any]], *, bound_again: bool = False
     ) -> None:
-        """Let the drive have the states *given*. Where they are those of parameters that are *bound
+        """Store the states *given* on the drive. If they are states of parameters that are *bound
         again*, dtypes stay as torch has them, and masters follow the parameters.
         """
         self._drain()
         self._broken = "states were being loaded"
         for weight, state in given.items():
             dict.pop(self._state, weight.parameter, None)
-            if state and not weight.fragments:  # until the parameter is somewhere
+            if state and not weight.fragments:  # until the parameter has a bucket
                 dict.__setitem__(self._state, weight.parameter, state)
             weight.updates += 1
         for bucket in self._buckets:
@@ -1566,24 +1587,25 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @fixed_modes()
     def gradient_came(self, parameter: torch.Tensor) -> None:
-        """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to
-        `step`, since here other ranks would wait for this one.
+        """Autograd or FSDP2 calls this during backward(). Parameters that cannot be updated here
+        are left to `step`, since an error here would leave other ranks waiting for this one.
 
         Parameters
         ----------
         parameter : torch.Tensor
-            Whose gradient is whole.
+            Its gradient is complete.
 
         Raises
         ------
         OffloadError
-            The drive failed, with *accumulate*; or the parameter is one that cannot be updated here.
+            The drive failed, with *accumulate*; or the parameter is of a kind that cannot be
+            updated here.
         """
         backward = self._backward
         if backward is not None:
             if backward.accumulating or self._broken:
                 return
-            # once more: there may be more processes than when the optimizer was made
+            # again: there may be more processes than when the optimizer was made
             backward.check(parameter)
         weight = self._bound(parameter)
         if weight is None or not weight.fragments:
@@ -1603,8 +1625,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise
 
     def _bound(self, parameter: torch.Tensor) -> Weight | None:
-        """In backward(): *parameter* as it is bound; None where it is in no group, or cannot be
-        bound, which `step` will say.
+        """In backward(): the weight of *parameter*; None if it is in no group, or if it cannot be
+        bound, in which case `step` raises the error.
         """
         weight = self._binding.of(parameter)
         task = torch._C._current_graph_task_id()
@@ -1619,7 +1641,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return weight if weight is not None and weight.is_as_bound else None
 
     def _update_complete(self, weight: Weight) -> None:
-        """Update the buckets that waited for the gradient of *weight* alone."""
+        """Update the buckets that waited only for the gradient of *weight*."""
         backward = known(self._backward)
         self._recover()
         self._ended.clear()
@@ -1643,7 +1665,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._progress.running = False
 
     def _update_in_backward(self, bucket: Bucket) -> None:
-        """Update *bucket*, whose gradients are complete, now, if it can be."""
+        """Update *bucket*, whose gradients are complete, if it can be updated now."""
         if not self._has_begun:
             self._take_up_states()
             self._has_begun = True
@@ -1673,7 +1695,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         known(self._backward).spend(bucket)
 
     def _drain_after_backward(self) -> None:
-        """Have this `backward` return when parameters in host memory have their new values there."""
+        """Make this `backward` wait at its end until parameters in host memory have their new
+        values.
+        """
         task = torch._C._current_graph_task_id()
         if task == self._draining_task:
             return
@@ -1692,11 +1716,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
         engine: Any = torch.autograd.Variable
         engine._execution_engine.queue_callback(drain)
 
-    # What `overlap_step` does.
+    # The implementation of `overlap_step`.
 
     @property
     def state(self) -> Any:
-        """As every optimizer's. With `overlap_step` it waits for the updates."""
+        """The states, as in every optimizer. With `overlap_step` it waits for the updates."""
         self._settle()
         self._state_was_asked_for = True
         return self._state
@@ -1705,17 +1729,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if "_template" not in self.__dict__:  # torch.optim.Optimizer makes an empty one
             return
-        self._settle()  # updates that are not made yet would put the old states back
+        self._settle()  # pending updates would restore the old states
         self._state_was_asked_for = True
         self._state = value if isinstance(value, dict) else defaultdict(dict, value)
 
     @property
     def is_broken(self) -> bool:
-        """Whether parameters and states are no longer of one step."""
+        """Whether parameters and states are out of sync."""
         return bool(self._broken)
 
     def _due(self) -> list[Bucket]:
-        """Buckets whose gradients are there, and which are not updated in this step yet."""
+        """The buckets that have gradients and are not updated in this step yet."""
         if self._open_step is None or self._state_was_asked_for:
             self.synchronize()
             self._take_up_states()
@@ -1734,15 +1758,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return due
 
     def _can_queue(self, due: Sequence[Bucket]) -> bool:
-        """Whether the updates of *due* can be made after the step has returned. At first the inner
-        optimizers are made, and what they change is found out.
+        """Whether the updates of *due* can be made after the step has returned. The first updates
+        cannot: they make the inner optimizers, and show which options these change.
         """
         if self._queue is None or self._changes_groups:
             return False
         if anything_is_compiled():
             self._tell_alone("torch.compile is used in this process")
             return False
-        if torch.get_default_dtype() != torch.float32:  # of the whole process, now and later
+        if torch.get_default_dtype() != torch.float32:  # it applies to the whole process
             self._tell_alone("torch.set_default_dtype has changed the default")
             return False
         gradients = [
@@ -1772,15 +1796,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._progress.changing = False
 
     def _end_queueing(self) -> None:
-        """Have what is queued of this step made, whose others are made here and now."""
+        """Complete the queued updates of this step; its remaining updates are made in this call."""
         self.synchronize()
         if self._open_step is not None:
             self._options.left(self._open_step.left)
             self._open_step = None
 
     def _end_queued(self, step: Step) -> None:
-        """No more is to come of *step*: have its updates made in the order in which parameters were
-        used last; those that backward() usually makes before, as it does.
+        """All updates of *step* are queued: order them by the last order in which parameters were
+        used. Updates that backward() usually makes come first, in its order.
         """
         queue = known(self._queue)
         uses, queue.uses = queue.uses, []
@@ -1805,13 +1829,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._progress.changing = False
 
     def run_job(self, job: Job) -> None:
-        """Make a queued update, in the thread of the queue. Nobody else uses the swapper until it
-        is made.
+        """Make a queued update, in the thread of the queue. No other thread uses the swapper
+        meanwhile.
 
         Parameters
         ----------
         job : Job
-            Whose updates come next. Without a bucket, it ends a step.
+            The update. Without a bucket, it ends a step.
 
         Raises
         ------
@@ -1840,12 +1864,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._last = self._clock.end_step(step.number, **step.counts)
 
     def job_ended(self, error: BaseException | None) -> None:
-        """The queue has recorded that the last job is made, or that *error* has ended it.
+        """The queue has recorded the end of the last job, or the *error* that ended it.
 
         Parameters
         ----------
         error : BaseException, optional
-            The exception; None for a job that is made.
+            The exception; None if the job is complete.
         """
         if error is None:
             self._job_progress.changing = self._job_progress.running = False
@@ -1855,7 +1879,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
 
     def _recover_job(self) -> None:
-        """As `_recover`, before a job that has failed is made again."""
+        """As `_recover`, before a failed job is run again."""
         self._tier.end_uses()
         if self._tier.interrupted and not self._broken:
             self._broken = "a call was interrupted"
@@ -1863,8 +1887,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._updater.recover(self._buckets)
 
     def _watch_first_gradient(self, weight: Weight) -> None:
-        """Have nothing to come when a backward pass begins: it may write to gradients, as do DDP's
-        buckets, which share their memory.
+        """Complete pending updates when a backward pass begins: it may write to gradients, as DDP
+        does through its buckets, which share their memory.
         """
         if weight in self._hooks or not weight.parameter.requires_grad:
             return
@@ -1900,7 +1924,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             _log.warning("overlap_step is left out: %s", reason)
 
     def _give_up_what_fails(self) -> None:
-        """Before states are loaded: wait for what is to come, and give up what cannot be made."""
+        """Before states are loaded: wait for pending updates, and drop the ones that fail."""
         self._recover()
         try:
             self._settle()
@@ -1922,7 +1946,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
 
 def _settling(source: weakref.ref[NVMeOptimizer]) -> Callable[[], None]:
-    """The function that has pending updates of *source* made, before `state` is used."""
+    """A function that completes the pending updates of *source*, before `state` is used."""
 
     def settle() -> None:
         optimizer = source()

@@ -22,16 +22,17 @@ from .buckets import Bucket, Weight, is_distributed, local
 from .modes import Modes, fixed_modes
 
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
-_compiled = False  # whether anything was compiled in this process
+_compiled = False  # whether torch.compile was used in this process
 
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """One step, of *owner*, which its jobs keep alive: it is the *number*th, counted from 1.
+    """One step of *owner*, the *number*th, counted from 1. Its jobs keep *owner* alive.
 
-    *given* and *left*: the options of groups, as they were when the step was called and as the last
-    bucket left them. *threads*: that torch's operators may use. *modes*: of the step's caller. *hints*: names of values in the
-    order of need, which the swapper has not been told of yet. *counts*: for its `UpdateStats`.
+    *given* and *left*: the options of groups when the step was called, and after the update of the
+    last bucket. *threads*: the number of threads for torch's operators. *modes*: of the step's
+    caller. *hints*: names of values in the order of need, not yet passed to the swapper. *counts*:
+    for its `UpdateStats`.
     """
 
     owner: Any
@@ -45,8 +46,8 @@ class Step:
 
 
 class Job(NamedTuple):
-    """The update of *bucket* with *options* by group; of no bucket, the end of the step. *ready*:
-    the event of a CUDA device after which it may begin.
+    """The update of *bucket* with *options* by group; without a bucket, the end of the step.
+    *ready*: the event of a CUDA device after which the update may begin.
     """
 
     step: Step
@@ -57,16 +58,17 @@ class Job(NamedTuple):
 
 
 class UpdateQueue:
-    """Jobs, which a thread of the queue's own makes one after the other by its *owner*'s `run_job`,
-    and records by its `job_ended`.
+    """Jobs that a separate thread makes one after another: it calls `run_job` of *owner*, and then
+    its `job_ended`.
 
-    A job that fails stops the queue. Who waits next is told what went wrong, and who waits after
-    that has it tried again. While the owner is broken, or once an exception has ended the thread
-    outside of a job, no job is made, and waits end by forgetting them.
+    A job that fails stops the queue. The next caller that waits receives the error; a later wait
+    tries the job again. While the owner is broken, or once an exception has ended the thread
+    outside of a job, no job is made, and a wait ends by dropping the jobs.
 
-    Attributes: *lock*, under which jobs are put together; *waited_seconds*, that callers waited
-    since it was last set to 0; *uses*, weights in the order in which they were first used. Lifetime:
-    the thread ends by `stop`, when the queue is garbage, or with the process, after the jobs.
+    Attributes: *lock*, held while several jobs are queued together; *waited_seconds*, the time that
+    callers have waited since it was last set to 0; *uses*, weights in the order of their first use.
+    Lifetime: the thread ends with `stop`, when the queue is garbage-collected, or with the process,
+    after the jobs.
     """
 
     def __init__(self, owner: weakref.ref[Any]) -> None:
@@ -76,20 +78,20 @@ class UpdateQueue:
         self.uses: list[Weight] = []
         self._jobs: deque[Job] = deque()
         self._current: Job | None = None
-        self._failed = False  # and the first job is to be tried again
-        self._error: BaseException | None = None  # why, until somebody is told
-        self._held: dict[Awaited, None] = {}  # whose parameters nobody has used yet
+        self._failed = False  # the first job has failed, and can be tried again
+        self._error: BaseException | None = None  # the error, until a caller has received it
+        self._held: dict[Awaited, None] = {}  # updates whose parameters have not been used yet
         self._streams: dict[torch.device, Any] = {}
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._module_hooks: list[Any] = []  # one while a parameter waits
+        self._module_hooks: list[Any] = []  # one hook while a parameter is awaited
         self._process = os.getpid()
         _queues.add(self)
         weakref.finalize(self, _end, weakref.ref(self), self.lock, self._module_hooks)
 
     @property
     def told(self) -> bool:
-        """Whether a caller was told of an error, and nobody has waited since."""
+        """Whether a caller has received an error, and no caller has waited since."""
         return self._failed and self._error is None
 
     @property
@@ -99,20 +101,20 @@ class UpdateQueue:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread makes a job, or will without a further call."""
+        """Whether a job is in progress, or will begin without a further call."""
         with self.lock:
             return not self._is_idle()
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job is being made or will be."""
+        """Whether a job is in progress or queued."""
         with self.lock:
             return not self._is_done()
 
-    # For who has updates to make.
+    # Queueing updates.
 
     def add(self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]) -> None:
-        """Queue the update of *bucket*, whose gradients are those of now."""
+        """Queue the update of *bucket*, with its present gradients."""
         watch_entrances()
         with self.lock:
             awaited = []
@@ -143,7 +145,7 @@ class UpdateQueue:
                 )
 
     def end(self, step: Step, order: Callable[[Bucket], tuple[int, int]]) -> None:
-        """No more is to come of *step*: make what is left in the *order* of buckets."""
+        """All updates of *step* are queued: make the remaining ones in the *order* of buckets."""
         with self.lock:
             jobs = sorted(
                 (job for job in self._jobs if job.bucket is not None),
@@ -165,10 +167,10 @@ class UpdateQueue:
             self._thread.start()
         self.lock.notify_all()
 
-    # For who needs them made.
+    # Waiting for updates.
 
     def wait(self) -> None:
-        """Return when all jobs are done. Raises: what went wrong."""
+        """Return when all jobs are done. Raises: the error of a job."""
         if self._is_worker():
             return
         self._wait(self._is_done)
@@ -180,8 +182,8 @@ class UpdateQueue:
                 self._restore(awaited)
 
     def use(self, awaited: Awaited) -> bool:
-        """Wait for one update: the parameter is used for the first time. False where it is the
-        update that uses it. Raises: what went wrong.
+        """Wait for one update, before the first use of its parameter or gradient. False if the
+        update itself uses them. Raises: the error of a job.
         """
         if self._is_worker():
             return False
@@ -194,13 +196,13 @@ class UpdateQueue:
         return True
 
     def check(self) -> None:
-        """Raises: what went wrong, if nobody was told; otherwise have it tried again."""
+        """Raise the error, if no caller has received it; otherwise try the job again."""
         with self.lock:
             self._tell()
             self._try_again()
 
     def quiesce(self) -> bool:
-        """Return when no job is being made or will be; whether all are done."""
+        """Return when no job is in progress or will begin; True if all are done."""
         if self._is_worker():
             return False
         with self.lock:
@@ -208,8 +210,8 @@ class UpdateQueue:
             return not self._jobs and not self._is_void()
 
     def stop(self, *, finish: bool) -> None:
-        """End the thread, after all jobs or after the one that is being made; nothing waits for
-        those that are not made.
+        """End the thread: after all jobs with *finish*, otherwise after the job in progress. Drop
+        the remaining jobs; waits for them end.
         """
         if finish:
             self.quiesce()
@@ -218,15 +220,15 @@ class UpdateQueue:
             self.lock.notify_all()
             thread = self._thread
             if thread is not None and not self._is_worker(thread):
-                # Before it is joined: this thread may have the lock already, where a `__del__`
-                # calls this in the midst of `use`, and waiting gives that up.
+                # Wait before joining: a `__del__` may call this in the midst of `use`, where this
+                # thread holds the lock, and waiting releases it.
                 wait_for(self.lock, lambda: self._thread is None or not thread.is_alive())
                 thread.join()
             self._thread = None
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget the jobs that are not made; those that wait go on. None may be being made."""
+        """Drop the queued jobs; waits for them end. No job may be in progress."""
         with self.lock:
             self._jobs.clear()
             self._failed, self._error = False, None
@@ -261,8 +263,8 @@ class UpdateQueue:
                 self.waited_seconds += time.perf_counter() - began
 
     def _tell(self) -> None:
-        """Raises: what went wrong, if nobody was told. It is not kept: its traceback has the
-        caller's frames, and these the graph of a forward pass.
+        """Raise the error, if no caller has received it. The queue does not keep it: its traceback
+        keeps the caller's frames alive, and these keep the graph of a forward pass.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -288,12 +290,14 @@ class UpdateQueue:
         return not self._jobs and self._current is None
 
     def _is_void(self) -> bool:
-        """Whether no job will be made, since parameters and states are not whole."""
+        """Whether no job will be made: the thread is dead, or parameters and states are out of
+        sync.
+        """
         owner = self._owner()
         return self.is_dead or (owner is not None and owner.is_broken)
 
     def _is_idle(self) -> bool:
-        """Whether the thread makes no job, and will make none without a further call."""
+        """Whether no job is in progress, and none will begin without a further call."""
         return self.is_dead or (
             self._current is None and (not self._jobs or self._failed or self._is_void())
         )
@@ -307,17 +311,17 @@ class UpdateQueue:
             self._streams[device] = make(device)
         return self._streams[device]
 
-    # In the thread.
+    # Called by the thread.
 
     def take(self) -> Job | None:
-        """The next job, if there is one to be made now. Under the lock."""
+        """The next job, if one can be made now. The caller holds the lock."""
         if not self._jobs or self._failed or self._is_void():
             return None
         self._current = self._jobs.popleft()
         return self._current
 
     def make(self, job: Job) -> None:
-        """Make a *job* that was taken."""
+        """Make *job*, which `take` has returned."""
         error: BaseException | None = None
         event = None
         try:
@@ -346,13 +350,14 @@ class UpdateQueue:
                         awaited.values = None
                         awaited.weight.awaited = None
                 job.step.owner.job_ended(None)
-            self._current = None  # last: an exception before it ends the thread, which is noticed
+            # last: an exception before this line ends the thread, and `is_dead` detects it
+            self._current = None
             self.lock.notify_all()
 
     @contextlib.contextmanager
     def _like_the_caller(self, job: Job) -> Iterator[None]:
-        """What is a thread's own, as the step's caller had it, on a stream of this thread's; no
-        use of a parameter waits.
+        """Set the thread-local state of the step's caller, and a stream of this thread. Uses of
+        parameters do not wait in the context.
         """
         if torch.get_num_threads() != job.step.threads:
             torch.set_num_threads(job.step.threads)
@@ -367,11 +372,11 @@ class UpdateQueue:
 
 
 def _be_reached(awaited: Awaited) -> None:
-    """Let what uses the parameter from now on come after its update on a GPU."""
+    """On a GPU, order later uses of the parameter after its update."""
     if awaited.event is None:
         return
     if is_distributed(awaited.weight.parameter):
-        awaited.event.synchronize()  # FSDP2 gathers on streams of its own
+        awaited.event.synchronize()  # FSDP2 gathers on separate streams
         return
     now = torch.cuda.current_stream(awaited.weight.parameter.device)
     for stream in {now, awaited.home}:
@@ -379,14 +384,15 @@ def _be_reached(awaited: Awaited) -> None:
 
 
 def wait_for_all() -> None:
-    """Return when no optimizer has an update to come. Raises: what went wrong."""
+    """Return when no optimizer has a pending update. Raises: the error of an update."""
     for queue in list(_queues):
         queue.wait()
 
 
 def anything_is_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process: what it compiled looks at the
-    classes of parameters, and not by their own functions. What is compiled later waits first.
+    """Whether torch.compile was used in this process: compiled code checks the classes of
+    parameters, and does not call their `__torch_function__`. A later compilation first waits for
+    pending updates.
     """
     global _compiled
     compiling.wait_first(_before_compiling)
@@ -401,7 +407,9 @@ def _before_compiling() -> None:
 
 
 def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
-    """Run the thread. An exception outside of a job ends it, and the next wait raises it."""
+    """The function of the thread. An exception outside of a job ends it, and the next wait raises
+    it.
+    """
     try:
         _make_jobs(reference, lock)
     except BaseException as error:
@@ -411,7 +419,7 @@ def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> Non
 
 
 def _make_jobs(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
-    """Holds the queue only while it makes a job."""
+    """Take and make jobs. Holds a reference to the queue only while it makes one."""
     while True:
         with lock:
             while True:
@@ -435,7 +443,7 @@ def _end(
     reference: weakref.ref[UpdateQueue], lock: threading.Condition, module_hooks: list[Any]
 ) -> None:
     queue = reference()
-    if queue is not None:  # the process ends: a thread in the midst of torch may not be there then
+    if queue is not None:  # the process is exiting: no thread may be running torch code by then
         queue.stop(finish=True)
     else:
         with lock:
