@@ -140,7 +140,7 @@ class Bucketing:
             if not self.together:
                 raise
             raise UsageError(
-                f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}"
+                f"{self._name} updates all parameters together, so host_memory has to hold all of its states: {error}"
             ) from None
 
     def growth_bytes(self, buckets: Sequence[Bucket]) -> int:
@@ -201,8 +201,8 @@ class Bucketing:
             return buckets
         if len({(bucket.dtype, bucket.home, bucket.device) for bucket in trained}) > 1:
             raise UnsupportedError(
-                f"{self._name} looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype on one device. Use an optimizer that "
-                "treats every parameter by itself, such as AdamW"
+                f"{self._name} updates all parameters together: NVMeOptimizer takes it with parameters of one dtype on one device. Use an optimizer that "
+                "treats every parameter separately, such as AdamW"
             )
         self.together = True
         first, *others = trained
@@ -214,7 +214,7 @@ class Bucketing:
         """Check that the buckets that are *due* can be updated. Raises: UnsupportedError."""
         if self.together and not all(bucket.trained for bucket in due):
             raise UnsupportedError(
-                f"{self._name} looks at all parameters at once, and some that are frozen have gradients: call requires_grad_() on them, or set their gradients "
+                f"{self._name} updates all parameters together, and some that are frozen have gradients: call requires_grad_() on them, or set their gradients "
                 "to None"
             )
 
@@ -292,8 +292,8 @@ class Bucketing:
             weights = [weight(parameter, found) for parameter in run]
             if not found.elementwise and any(is_cut(weight.parameter) for weight in weights):
                 raise UnsupportedError(
-                    f"{self._name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
-                    "use an optimizer that treats every element by itself, such as AdamW"
+                    f"{self._name} needs whole parameters for an update, and these are sharded over ranks, each of which updates its shard: "
+                    "use an optimizer that treats every element separately, such as AdamW"
                 )
             value_bytes = self._format.element_bytes(found.states, dtype, self._name) + max(
                 map(_rest_share, weights)

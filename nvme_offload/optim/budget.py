@@ -88,7 +88,7 @@ class Budget:
         if largest + max(aside, kept) > self.cap_bytes:
             raise UsageError(
                 f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bucket of states, {format_bytes(largest)}, and "
-                f"{format_bytes(max(aside, kept))} beside it: allow at least {largest + max(aside, kept)} bytes ({format_bytes(largest + max(aside, kept))})"
+                f"{format_bytes(max(aside, kept))} of scratch: allow at least {largest + max(aside, kept)} bytes ({format_bytes(largest + max(aside, kept))})"
             )
         self.values_bytes, self._divided = self.cap_bytes - kept, self._divided or bool(values)
         return sum(_rounded(value) for value in values) + _PAGE

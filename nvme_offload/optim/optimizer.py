@@ -179,7 +179,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if accumulate is not None and (step_in_backward or overlap_step):
             raise UsageError(
                 'accumulate="host" needs step_in_backward=False and overlap_step=False: the one leaves no gradients to accumulate, and the other keeps '
-                "those of a whole step where the parameters are"
+                "the gradients of a whole step on the device of the parameters"
             )
         given = materialised(params)
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))

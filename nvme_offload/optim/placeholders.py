@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 @functools.cache
 def _warn_of_clipping() -> None:
     _log.warning(
-        "the norm is that of gradients which step_in_backward has used up: clipping that would change them raises an error. Turn it off, as by "
+        "step_in_backward has used up the gradients, and only their norm is left: clipping that would change them raises an error. Turn it off, as by "
         'max_grad_norm=0, or use step_in_backward="provisional"'
     )
 
@@ -169,7 +169,7 @@ class StateOnDrive(WithoutMemory):
         source.synchronize()
         if not self.is_current:
             raise UsageError(
-                f"the state {self.key!r} was moved before an update, and its values are no longer what they were: clone() keeps them"
+                f"the state {self.key!r} was moved before an update, and its values have changed since: clone() keeps them"
             )
         whole = source.read_state(self.weight, self.key)
         return whole, self.of(whole)

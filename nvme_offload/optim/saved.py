@@ -81,7 +81,7 @@ def collect(
             file.flush()
         except OSError as error:
             reason = (
-                f"{error.strerror}; a state dict takes {end} bytes on the drive, beside the states; "
+                f"{error.strerror}; a state dict takes {end} bytes on the drive, in addition to the states; "
                 "save(path) writes them to a file without that"
             )
             raise IOFailure(
@@ -444,7 +444,7 @@ def check(state: Any, weight: Weight) -> None:
     saved = {key: value for key, value in state.items() if is_kept(value)}
     if "low" in saved.get(MASTER, {}) and dtype != torch.bfloat16:
         raise UsageError(
-            f"the masters were saved as what bfloat16 weights lack of them, and a parameter is in {dtype}: load the states with bfloat16 weights, "
+            f"the masters were saved as the bits that bfloat16 weights lack, and a parameter is in {dtype}: load the states with bfloat16 weights, "
             "and have state_dict() make whole masters of them"
         )
     state = {**state, **{key: whole_of(value) for key, value in saved.items()}}

@@ -244,8 +244,8 @@ class UpdateQueue:
                 return
             if os.getpid() != self._process:
                 raise UsageError(
-                    "an update of NVMeOptimizer is to come in the process that this one was forked from, and never comes here: call optimizer.synchronize() "
-                    "before the fork"
+                    "this process was forked while an update of NVMeOptimizer was pending, which only the parent process can make: call "
+                    "optimizer.synchronize() before the fork"
                 )
             began = time.perf_counter()
             try:

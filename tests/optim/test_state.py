@@ -148,7 +148,7 @@ def test_a_clone_is_a_snapshot_and_a_move_is_not(tmp_path):
         assert not torch.equal(state["exp_avg"], before)
         with pytest.raises(
             UsageError,
-            match="was moved before an update, and its values are no longer what they were",
+            match="was moved before an update, and its values have changed since",
         ):
             moved.sum()
         with pytest.raises(UsageError, match="cannot be put into state: put in a clone"):

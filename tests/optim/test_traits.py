@@ -274,12 +274,12 @@ def test_what_looks_at_all_parameters_is_refused_where_it_cannot_be(tmp_path):
     params = parameters(shapes=SHAPES)
     with pytest.raises(
         UsageError,
-        match="Distance looks at all parameters at once, so that host_memory has to hold all of its states",
+        match="Distance updates all parameters together, so host_memory has to hold all of its states",
     ):
         NVMeOptimizer(params, Distance, paths=tmp_path, host_memory=200_000)
     with pytest.raises(
         UnsupportedError,
-        match="Distance looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype",
+        match="Distance updates all parameters together: NVMeOptimizer takes it with parameters of one dtype",
     ):
         NVMeOptimizer([*params, *parameters(torch.float64)], Distance, paths=tmp_path)
     frozen = parameters(shapes=[(5, 5)])[0].requires_grad_(False)
