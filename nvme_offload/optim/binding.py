@@ -97,7 +97,9 @@ class Binding:
         places: dict[int, int] = {}
         for index, parameter in parameters_of(groups):
             if id(parameter) in places:
-                raise UsageError("a parameter is more than once in a group: each may be there once")
+                raise UsageError(
+                    "a parameter appears more than once in a group: list each parameter once"
+                )
             places[id(parameter)] = index
         stale = {
             weight
@@ -252,8 +254,8 @@ def check_resized(
         now, before = Form.of(weight.parameter).shape, weight.form.shape
         if weight.fragments and now != before and dict.get(states, weight.parameter):
             raise UsageError(
-                f"{_name_of(weight.parameter, groups)} has become one of shape {list(now)}, and its states are of shape {list(before)}: take them out, "
-                "as by optimizer.state.pop(parameter), and it begins with new ones"
+                f"{_name_of(weight.parameter, groups)} has become one of shape {list(now)}, and its states are of shape {list(before)}: remove them by "
+                "optimizer.state.pop(parameter), and the next step makes new ones"
             )
 
 

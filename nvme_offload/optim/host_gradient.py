@@ -228,5 +228,5 @@ def _with_values(function: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse(function: Any) -> NoReturn:
     raise UsageError(
-        f'{function} cannot be done to gradients that accumulate="host" has in host memory: clone() them one by one, and assign what comes of it to .grad'
+        f'{function} cannot be done to gradients that accumulate="host" has in host memory: clone() them one by one, and assign the results to .grad'
     )

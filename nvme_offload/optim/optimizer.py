@@ -759,7 +759,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             parts.check_part(told["part"], self._weights)
         elif told and parts.is_cut(self._weights):
             _log.warning(
-                "the states do not say which part of the parameters they are of, as they were saved by an older version: check that this rank has saved them"
+                "an older version saved these states, without the part of the parameters to which they belong: check that this rank has saved them"
             )
         indices = [index for group in given["param_groups"] for index in group["params"]]
         found = {}
@@ -1655,7 +1655,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 except Exception as error:
                     if not self._left:
                         _log.warning(
-                            "an update during backward() failed, and is left to step(), as are others that do: %s",
+                            "an update during backward() failed, and is left to step(); so is any other that fails: %s",
                             error,
                         )
                     self._left = self._leaves = True

@@ -59,8 +59,8 @@ class SpentGradient(WithoutMemory):
         raise UsageError(
             f"{use} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
             'run all but the last backward() under optimizer.no_sync(), or use accumulate="host" in its place. Clipping by a norm, '
-            "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; for clipping there is "
-            '"provisional". Where it has come to this, the parameters have moved by gradients without it, so begin again from a checkpoint'
+            "GradScaler, DistributedDataParallel and all other code that reads gradients before step() needs step_in_backward=False; for clipping there is "
+            '"provisional". The parameters were already updated by unchanged gradients, so begin again from a checkpoint'
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
