@@ -10,25 +10,29 @@ import argparse
 import copy
 import functools
 import logging
+import multiprocessing
 import os
+import random
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from reference import differing, loss_of, model, smallest, unlike
+from reference import loss_of, model, smallest, unlike
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from interrupts import Hang, Place, Raising, deadline, places, raising, sample, watched
+from interrupts import Hang, Place, Raising, deadline, places, raising, watched
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-_SECONDS = 20.0  # that a trial may take: hundredths of it are usual
-_FIRST = 4  # the step that is ended
-_LAST = 6
+_SECONDS = 60.0  # that a trial may take: hundredths of it are usual
+_FIRST = 4  # the step that is ended in the first trial of a training
+_STEPS = 2  # of a trial: the step that is ended, and the next one
+_TRIALS = 8  # that `outcomes` makes in one training
 
 # What is not part of the recovery: it runs before anything is changed, or only computes.
 ELSEWHERE = ("units.py", "errors.py", "hardware/", "optimizer_states/compiling.py")
@@ -126,17 +130,15 @@ def _least(mode: Mode, place: Path) -> int:
 
 
 @functools.cache
-def _uninterrupted(mode: str, place: Path) -> tuple[list[torch.Tensor], Any, tuple[Any, Any]]:
-    """Weights and states at the end, and what was saved before the step that others end."""
+def _uninterrupted(mode: str, place: Path) -> list[tuple[Any, Any]]:
+    """Weights and states before each step of a training without an exception."""
     training = Training(MODES[mode], place)
-    for number in range(_FIRST):
+    result = []
+    for number in range(_FIRST + _STEPS * _TRIALS + 1):
+        result.append(training.saved())
         training.run(number)
-    saved = training.saved()
-    for number in range(_FIRST, _LAST):
-        training.run(number)
-    states = copy.deepcopy(training.optimizer.state_dict())
     training.optimizer.close()
-    return [parameter.detach().clone() for parameter in training.net.parameters()], states, saved
+    return result
 
 
 def found(mode: str, place: Path) -> Sequence[Place]:
@@ -196,90 +198,149 @@ class _Program:
                 self._call("step again", self._training.optimizer.step)
                 return
 
-    def state_dict(self) -> Any:
-        """As the optimizer's."""
-        result: list[Any] = []
-        while not self._call(
-            "state_dict", lambda: result.append(self._training.optimizer.state_dict())
-        ):
+    def saved(self) -> tuple[Any, Any]:
+        """Copies of weights and states."""
+        result: list[tuple[Any, Any]] = []
+        while not self._call("state_dict", lambda: result.append(self._training.saved())):
             pass
-        return copy.deepcopy(result[0])
+        return result[0]
+
+
+class Trials:
+    """A training in which one step after another is ended by an exception."""
+
+    def __init__(self, mode: str, place: Path) -> None:
+        self._options = MODES[mode].options
+        self._expected = _uninterrupted(mode, place)
+        with watched():
+            self._training = Training(MODES[mode], place)
+        for number in range(_FIRST):
+            self._training.run(number)
+        self._training.optimizer.state_dict()
+        self._next = _FIRST
+
+    def outcome(self, at: Place, error: BaseException) -> str:
+        """What becomes of the training when its next step raises *error* *at* a place: "exact",
+        "refused", "unreached", or a line that begins with "wrong" or "hung". The training cannot be
+        used any more after one of the last two.
+        """
+        training, first, last = self._training, self._next, self._next + _STEPS
+        self._next = last
+        program, result = _Program(training, error), "exact"
+        raised = Raising()
+        try:
+            with deadline(_SECONDS):
+                try:
+                    with raising(at, error) as raised:
+                        program.run(first)
+                        program._call("synchronize", training.optimizer.synchronize)
+                    for number in range(first + 1, last):
+                        program.run(number)
+                    ended = program.saved()
+                except _Refused:
+                    result = "refused"
+                    for _ in range(2):
+                        program.doing = "step, which should be refused,"
+                        try:
+                            training.optimizer.step()
+                        except UsageError as refusal:
+                            if "load" not in str(refusal):
+                                raise
+                        else:
+                            return f"wrong: refused once and then not after {raised.where}"
+                    program.doing = "load"
+                    training.load(self._expected[first], weights_first=at.line % 2 == 0)
+                    for number in range(first, last):
+                        program.run(number)
+                    ended = program.saved()
+                if raised.where is None:
+                    return "unreached"
+                # backward() logs the error of an update or of a binding, which `step` then makes
+                in_backward = {"step_in_backward", "accumulate"} & self._options.keys()
+                logged = in_backward and isinstance(error, Exception)
+                if program.told != 1 and not (logged and not program.told):
+                    return f"wrong: told {program.told} times of {raised.where}"
+                if different := unlike([*ended], [*self._expected[last]]):
+                    return f"wrong: other values {different[:2]} after {raised.where}"
+                return result
+        except Hang as hang:
+            return f"hung: {program.doing} in {hang} after {raised.where}"
+        except BaseException as failure:
+            return (
+                f"wrong: {program.doing} raised {type(failure).__name__}: "
+                f"{str(failure)[:200]} after {raised.where}"
+            )
+
+    def close(self) -> str:
+        """How closing failed, as `outcome`; "" if it did not."""
+        try:
+            with deadline(_SECONDS):
+                self._training.optimizer.close()
+                return ""
+        except Hang as hang:
+            return f"hung: close in {hang}"
+        except BaseException as failure:
+            return f"wrong: close raised {type(failure).__name__}: {str(failure)[:200]}"
 
 
 def outcome(mode: str, at: Place, error: BaseException, place: Path) -> str:
-    """What becomes of a training whose step raises *error* *at* a place: "exact", "refused",
-    "unreached", or a line that begins with "wrong" or "hung".
+    """What becomes of a new training that raises *error* *at* a place; see `Trials.outcome`."""
+    trials = Trials(mode, place)
+    result = trials.outcome(at, error)
+    return result if result.startswith(("wrong", "hung")) else trials.close() or result
+
+
+def outcomes(mode: str, tried: Sequence[Place], place: Path) -> Iterator[tuple[Place, str]]:
+    """The outcomes of several places in one training, and of that training's close. A place that
+    the training does not reach is tried again in a new one.
     """
-    expected, states, saved = _uninterrupted(mode, place)
-    program: Any = None
-    raised = Raising()
-    try:
-        with deadline(_SECONDS):
-            with watched():
-                training = Training(MODES[mode], place)
-            program, result = _Program(training, error), "exact"
-            for number in range(_FIRST):
-                program.run(number)
-            program.state_dict()
-            try:
-                with raising(at, error) as raised:
-                    program.run(_FIRST)
-                    program._call("synchronize", training.optimizer.synchronize)
-                for number in range(_FIRST + 1, _LAST):
-                    program.run(number)
-                ended = program.state_dict()
-            except _Refused:
-                result = "refused"
-                for _ in range(2):
-                    program.doing = "step, which should be refused,"
-                    try:
-                        training.optimizer.step()
-                    except UsageError as refusal:
-                        if "load" not in str(refusal):
-                            raise
-                    else:
-                        return f"wrong: refused once and then not after {raised.where}"
-                program.doing = "load"
-                training.load(saved, weights_first=at.line % 2 == 0)
-                for number in range(_FIRST, _LAST):
-                    program.run(number)
-                ended = program.state_dict()
-            if raised.where is None:
-                return "unreached"
-            # backward() logs the error of an update or of a binding, which `step` then makes
-            in_backward = {"step_in_backward", "accumulate"} & MODES[mode].options.keys()
-            logged = in_backward and isinstance(error, Exception)
-            if program.told != 1 and not (logged and not program.told):
-                return f"wrong: told {program.told} times of {raised.where}"
-            if differing(list(training.net.parameters()), expected):
-                return f"wrong: other weights after {raised.where}"
-            if different := unlike(ended, states):
-                return f"wrong: other states {different[:2]} after {raised.where}"
-            program.doing = "close"
-            training.optimizer.close()
-            return result
-    except Hang as hang:
-        return f"hung: {program and program.doing} in {hang} after {raised.where}"
-    except BaseException as failure:
-        return (
-            f"wrong: {program and program.doing} raised {type(failure).__name__}: "
-            f"{str(failure)[:200]} after {raised.where}"
-        )
+    trials, before = Trials(mode, place), []
+    for at in tried:
+        error = (KeyboardInterrupt, MemoryError)[(at.line + at.occurrence) % 2]("made up")
+        result = trials.outcome(at, error)
+        if result == "unreached":
+            result = outcome(mode, at, error, place)
+        elif result.startswith(("wrong", "hung")):
+            result += f", with {type(error).__name__} and after {[*map(str, before)]}"
+            trials, before = Trials(mode, place), []
+        else:
+            before.append(at)
+        yield at, result
+    if result := trials.close():
+        yield at, f"{result}, after {[*map(str, before)]}"
+
+
+def _in_process(
+    end: float, directory: Path, training: tuple[str, Sequence[Place]]
+) -> tuple[str, list[tuple[Place, str]]]:
+    """The mode and the outcomes of one training in a process of a pool; none after *end*."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    mode, tried = training
+    if time.monotonic() > end:
+        return mode, []
+    place = directory / str(os.getpid())
+    place.mkdir(exist_ok=True)
+    return mode, [*outcomes(mode, tried, place)]
 
 
 _REPORT = """# Interrupted steps of NVMeOptimizer
 
 One training step (`zero_grad`, forward, `backward`, `step`) is ended by a KeyboardInterrupt or, alternating, a MemoryError just before a line of the package
 runs, in any of its threads. The program then goes on as a user does. It calls `step()` again, or begins the step anew if an earlier call was ended. If the
-optimizer refuses, the program loads weights and states into the same objects. It trains to the end, and weights and states are compared, bit for bit, with
-the weights and states of a training without an interruption.
+optimizer refuses, the program loads weights and states into the same objects. It trains on, and weights and states are compared, bit for bit, with the
+weights and states of a training without an interruption.
 
 - places: lines that the step executes, a line counts again for its second and fifth time
-- tried: places in which the exception was raised, spread evenly over the package
+- tried: places in which the exception was raised, chosen at random
 - exact: the training went on with the same bits
 - refused and restored: one error asked for a checkpoint, and loading it gave the same bits
 - wrong: other bits, another exception in place of the original, or a swallowed exception
 - hung: a call that did not end within {seconds:.0f} s
+- not reached: the step did not execute the line this time
+
+One training tries {trials} places, in every second step. Weights and states are compared after the step that follows. A new training tries a place that this
+one does not reach.
 
 {table}
 
@@ -303,35 +364,49 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="on the drive to offload to")
     parser.add_argument("--output", type=Path, help="the report")
     parser.add_argument("--most", type=int, default=1 << 30, help="places to try in each mode")
+    parser.add_argument("--minutes", type=float, help="when to stop")
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    rows, faults = [], []
+    chooser, end = random.Random(0), time.monotonic() + (arguments.minutes or 1e9) * 60
+    counts: dict[str, Counter[str]] = {mode: Counter() for mode in MODES}
+    trainings, faults = [], []
     for mode in MODES:
-        all_places = found(mode, arguments.directory)
-        chosen = sample(all_places, arguments.most)
-        outcomes: Counter[str] = Counter()
-        for index, at in enumerate(chosen):
-            error = (KeyboardInterrupt, MemoryError)[index % 2]("made up")
-            result = outcome(mode, at, error, arguments.directory)
-            outcomes[result.split(":")[0]] += 1
-            if result.startswith(("wrong", "hung")):
-                faults.append(f"- {mode}, {at}: {result}")
-        tried = outcomes.total() - outcomes["unreached"]
-        rows.append(
-            [mode, len(all_places), tried]
-            + [outcomes[kind] for kind in ("exact", "refused", "wrong", "hung")]
-        )
-        print(*rows[-1], flush=True)
-    total = [sum(row[column] for row in rows) for column in range(1, 7)]
+        all_places = [*found(mode, arguments.directory)]
+        counts[mode]["places"] = len(all_places)
+        chooser.shuffle(all_places)
+        chosen = all_places[: arguments.most]
+        trainings += [(mode, chosen[at : at + _TRIALS]) for at in range(0, len(chosen), _TRIALS)]
+    chooser.shuffle(trainings)
+    work = (end, arguments.directory)
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+        results = pool.imap_unordered(functools.partial(_in_process, *work), trainings)
+        for number, (mode, result) in enumerate(results, 1):
+            for at, one in result:
+                counts[mode][one.split(":")[0]] += 1
+                if one.startswith(("wrong", "hung")):
+                    faults.append(f"- {mode}, {at}: {one}")
+                    print(faults[-1], flush=True)
+            if number % 100 == 0:
+                print(number, "of", len(trainings), "trainings", flush=True)
+    kinds = ("exact", "refused", "wrong", "hung")
+    rows: list[list[Any]] = [
+        [mode, count["places"], sum(count[kind] for kind in kinds)]
+        + [count[kind] for kind in (*kinds, "unreached")]
+        for mode, count in counts.items()
+    ]
+    total = [sum(row[column] for row in rows) for column in range(1, 8)]
     rows.append(["all", *total])
     head = ["mode", "places", "tried", "exact", "refused and restored", "wrong", "hung"]
+    head.append("not reached")
     known = facts(arguments.directory, "tests.optim.interrupted")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     )
     text = _REPORT.format(
         seconds=_SECONDS,
+        trials=_TRIALS,
         table=table(head, rows),
         faults="".join(f"\n{fault}" for fault in faults),
         date=known["date"],
