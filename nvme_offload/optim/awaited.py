@@ -78,8 +78,8 @@ class Waits:
     ) -> Any:
         kwargs = kwargs or {}
         if function in _WITHOUT_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
+            # in C++, so that no exception comes before functions of subclasses are enabled again
+            return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
         found = [one for one in _leaves((args, kwargs)) if isinstance(one, Waits)]
         for one in found:
             use(one)
@@ -147,7 +147,8 @@ def use(tensor: Any) -> None:
 
 
 def _restore(tensor: Any) -> None:
-    tensor.__class__ = _OWN[type(tensor)]
+    # It may have its own class already, if an exception has ended an earlier call.
+    tensor.__class__ = _OWN.get(type(tensor), type(tensor))
     tensor.__dict__.pop(_KEY, None)
 
 

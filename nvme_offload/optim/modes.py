@@ -38,6 +38,24 @@ _entered = threading.local()
 
 
 @contextlib.contextmanager
+def sure_stack() -> Iterator[contextlib.ExitStack]:
+    """An ExitStack that leaves its contexts even if an exception, such as Ctrl-C, comes at the end
+    of the `with` statement or in this function: a mode that stays set changes what the thread
+    computes later.
+
+    Without the call of `__exit__`, Python drops this generator, which ends its `yield`.
+    """
+    stack = contextlib.ExitStack()
+    try:
+        try:
+            yield stack
+        finally:
+            stack.close()
+    finally:
+        stack.close()
+
+
+@contextlib.contextmanager
 def fixed_modes(callers: Modes | None = None) -> Iterator[None]:
     """Disable inference mode, gradients and autocast, and make the CPU the default device.
     *callers*: the modes for `callers_modes`; by default the present ones.
@@ -48,7 +66,7 @@ def fixed_modes(callers: Modes | None = None) -> Iterator[None]:
         yield
         return
     now = Modes.now()
-    with contextlib.ExitStack() as stack:
+    with sure_stack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -56,11 +74,9 @@ def fixed_modes(callers: Modes | None = None) -> Iterator[None]:
             stack.enter_context(torch.device("cpu"))
         for kind, _ in now.autocast:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(setattr, _entered, "modes", None)
         _entered.modes = now if callers is None else callers
-        try:
-            yield
-        finally:
-            _entered.modes = None
+        yield
 
 
 def callers() -> Modes:
@@ -74,7 +90,7 @@ def callers_modes() -> Iterator[None]:
     since states have values.
     """
     modes = callers()
-    with contextlib.ExitStack() as stack:
+    with sure_stack() as stack:
         if modes.device is not None and modes.device.type != "meta":
             stack.enter_context(modes.device)
         for kind, dtype in modes.autocast:

@@ -397,15 +397,15 @@ def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
     return changed
 
 
+@torch.no_grad()
 def _restore(before: Before, others: Container[Weight]) -> None:
     """Restore parameters, except *others*, and small states."""
     bucket = before.bucket
-    with torch.no_grad():
-        for fragment, old in zip(bucket.fragments, before.elements, strict=True):
-            if fragment.weight not in others:
-                fragment.put_weight(old)
-                if old.is_cuda:
-                    old.record_stream(torch.cuda.current_stream(old.device))
+    for fragment, old in zip(bucket.fragments, before.elements, strict=True):
+        if fragment.weight not in others:
+            fragment.put_weight(old)
+            if old.is_cuda:
+                old.record_stream(torch.cuda.current_stream(old.device))
     for fragment, old_states, taken_up in zip(
         bucket.fragments, before.states, before.taken_up, strict=True
     ):

@@ -21,6 +21,7 @@ class WithoutMemory(torch.Tensor):
     """
 
     @classmethod
+    @torch.inference_mode(False)
     def make(
         cls,
         shape: torch.Size,
@@ -29,10 +30,9 @@ class WithoutMemory(torch.Tensor):
         device: torch.device,
     ) -> Any:
         """A tensor of this class. C++ that asks for its address gets an error."""
-        with torch.inference_mode(False):
-            made = torch.Tensor._make_wrapper_subclass(
-                cls, shape, strides=strides, dtype=dtype, device=device
-            )
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=device
+        )
         torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
@@ -54,18 +54,24 @@ class WithoutMemory(torch.Tensor):
         """Call the *function*, or refuse it. Raises: UsageError."""
         if any(issubclass(kind, Waits) for kind in types):
             return NotImplemented  # their own method waits, and calls the function again
-        with torch._C.DisableTorchFunctionSubclass():
-            if function == _SET_DATA and isinstance(args[0], WithoutMemory):
-                args[0].replace_data(args[1])
-                return None
-            use = _OF_MEMORY.get(function)
-            # torch.compile and others compare storages to find aliases. C++ refuses to use this one.
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if use and not (use == "untyped_storage" and caller.startswith("torch.")):
-                for one in args:
-                    if isinstance(one, WithoutMemory):
-                        one.refuse(use)
-            return function(*args, **(kwargs or {}))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        # in C++, so that no exception comes before functions of subclasses are enabled again
+        return torch._C._disabled_torch_function_impl(
+            _call_or_refuse, types, (caller, function, args, kwargs or {}), {}
+        )
+
+
+def _call_or_refuse(caller: str, function: Any, args: Any, kwargs: Any) -> Any:
+    if function == _SET_DATA and isinstance(args[0], WithoutMemory):
+        args[0].replace_data(args[1])
+        return None
+    use = _OF_MEMORY.get(function)
+    # torch.compile and others compare storages to find aliases. C++ refuses to use this one.
+    if use and not (use == "untyped_storage" and caller.startswith("torch.")):
+        for one in args:
+            if isinstance(one, WithoutMemory):
+                one.refuse(use)
+    return function(*args, **kwargs)
 
 
 def changes_form(function: Any) -> bool:
