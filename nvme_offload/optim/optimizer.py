@@ -1332,6 +1332,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._queue.abandon()
             if self._queue.is_dead:
                 self._queue = UpdateQueue(self._source)
+        for weight in self._weights:
+            weight.awaited = None  # it has the gradient of a step that was not made
         self._updater.reset(self._buckets)
         if self._sums is not None:
             self._sums.reset()

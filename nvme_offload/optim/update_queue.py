@@ -19,7 +19,7 @@ from ..io.waits import wait_for
 from ..optimizer_states import compiling
 from .awaited import Awaited, use_module, watch_entrances
 from .buckets import Bucket, Weight, is_distributed, local
-from .modes import Modes, fixed_modes
+from .modes import Modes, fixed_modes, sure_stack
 
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
 _compiled = False  # whether torch.compile was used in this process
@@ -124,10 +124,10 @@ class UpdateQueue:
                     weight.look()
                     one = Awaited(self, step, weight)
                     weight.taken_up()
-                    weight.awaited = one
+                self._held[one] = None  # first: `abandon` undoes the rest after an exception
+                weight.awaited = one
                 one.left += 1
                 one.hold()
-                self._held[one] = None
                 awaited.append(one)
             ready = None
             if bucket.device.type == "cuda":
@@ -361,7 +361,7 @@ class UpdateQueue:
         """
         if torch.get_num_threads() != job.step.threads:
             torch.set_num_threads(job.step.threads)
-        with contextlib.ExitStack() as stack:
+        with sure_stack() as stack:
             stack.enter_context(fixed_modes(job.step.modes))
             stack.enter_context(torch._C.DisableTorchFunctionSubclass())
             if job.ready is not None and job.bucket is not None:
