@@ -68,11 +68,11 @@ class BackwardUpdates:
         if getattr(compiled, "in_compiled_autograd_region", False):
             return  # compiled autograd does not call the engine's callbacks
         if number != -1 and number not in self._passes:
-            self._passes.add(number)
             # The engine calls the callback unless an exception ends the pass. Source:
             # final_callbacks_ in torch/csrc/autograd/engine.cpp.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._passes.discard(number))
+            self._passes.add(number)
 
     def was_cut_short(self) -> bool:
         """Whether an exception has ended a backward pass after an update, since the last call of
