@@ -206,6 +206,14 @@ class _Program:
         return result[0]
 
 
+def _modes() -> tuple[bool, bool, bool]:
+    """What would change later results of this thread, if it were left: whether inference mode,
+    gradients and the functions of tensors' subclasses are enabled.
+    """
+    enabled = torch._C._is_torch_function_enabled()
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), enabled
+
+
 class Trials:
     """A training in which one step after another is ended by an exception."""
 
@@ -253,13 +261,15 @@ class Trials:
                     for number in range(first, last):
                         program.run(number)
                     ended = program.saved()
+                if (modes := _modes()) != (False, True, True):
+                    return f"wrong: modes {modes} after {raised.where}"
                 if raised.where is None:
                     return "unreached"
                 # backward() logs the error of an update or of a binding, which `step` then makes
                 in_backward = {"step_in_backward", "accumulate"} & self._options.keys()
                 logged = in_backward and isinstance(error, Exception)
                 if program.told != 1 and not (logged and not program.told):
-                    return f"wrong: told {program.told} times of {raised.where}"
+                    return f"wrong: raised {program.told} times after {raised.where}"
                 if different := unlike([*ended], [*self._expected[last]]):
                     return f"wrong: other values {different[:2]} after {raised.where}"
                 return result
@@ -291,9 +301,16 @@ def outcome(mode: str, at: Place, error: BaseException, place: Path) -> str:
 
 
 def outcomes(mode: str, tried: Sequence[Place], place: Path) -> Iterator[tuple[Place, str]]:
-    """The outcomes of several places in one training, and of that training's close. A place that
-    the training does not reach is tried again in a new one.
+    """The outcomes of places, some of them one after another in one training. A place that the
+    training does not reach is tried again in a new one.
     """
+    for first in range(0, len(tried), _TRIALS):
+        yield from _outcomes_of_training(mode, tried[first : first + _TRIALS], place)
+
+
+def _outcomes_of_training(
+    mode: str, tried: Sequence[Place], place: Path
+) -> Iterator[tuple[Place, str]]:
     trials, before = Trials(mode, place), []
     for at in tried:
         error = (KeyboardInterrupt, MemoryError)[(at.line + at.occurrence) % 2]("made up")
@@ -366,10 +383,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=1 << 30, help="places to try in each mode")
     parser.add_argument("--minutes", type=float, help="when to stop")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the places")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    chooser, end = random.Random(0), time.monotonic() + (arguments.minutes or 1e9) * 60
+    chooser, end = random.Random(arguments.seed), time.monotonic() + (arguments.minutes or 1e9) * 60
     counts: dict[str, Counter[str]] = {mode: Counter() for mode in MODES}
     trainings, faults = [], []
     for mode in MODES:
