@@ -164,17 +164,15 @@ def _stock(device: str, job: dict[str, Any]) -> Step:
     return _zero3(job, offload)
 
 
-def _ours_in_zero3(job: dict[str, Any], overlap_step: bool = False, both: bool = False) -> Step:
+def _ours_in_zero3(job: dict[str, Any], both: bool = False, **settings: Any) -> Step:
     from nvme_offload import zero3
 
     zero3.enable()
-    ours = {
-        "host_memory": job["host_memory"],
-        "state_format": "compact",
-        "overlap_step": overlap_step,
-    }
+    ours = {"host_memory": job["host_memory"], "state_format": "compact", **settings}
+    # DeepSpeed clips at 1.0 unless told otherwise.
+    clipping = {"gradient_clipping": 0.0} if settings.get("step_in_backward") else {}
     offload = {"device": "nvme", "nvme_path": job["directory"]}
-    return _zero3(job, offload, offload if both else None, nvme_offload=ours)
+    return _zero3(job, offload, offload if both else None, nvme_offload=ours, **clipping)
 
 
 def _in_host_memory(model: Any) -> Any:
@@ -274,6 +272,18 @@ def _megatrain(job: dict[str, Any]) -> Step:
 SYSTEMS = {
     "compact": System('NVMeOptimizer, "compact", in backward', functools.partial(_ours, "compact")),
     "zero3": System('ZeRO-3 with nvme_offload, "compact"', _ours_in_zero3),
+    "zero3-exact": System(
+        'ZeRO-3 with nvme_offload, "exact"',
+        functools.partial(_ours_in_zero3, state_format="exact"),
+    ),
+    "zero3-backward": System(
+        'ZeRO-3 with nvme_offload, "compact", `step_in_backward`',
+        functools.partial(_ours_in_zero3, step_in_backward=True),
+    ),
+    "zero3-cpu": System(
+        'ZeRO-3 with nvme_offload, "compact", updates on the CPU',
+        functools.partial(_ours_in_zero3, update_device="cpu"),
+    ),
     "zero3-overlap": System(
         'ZeRO-3 with nvme_offload, "compact", `overlap_step`',
         functools.partial(_ours_in_zero3, overlap_step=True),

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..device.copies import CopyStreams
 from ..errors import UnsupportedError
-from ..swap.device_copies import CopyStreams
 from .storages import bytes_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import OutOfHostMemoryError, UsageError, known
+from ..optimizer_states.tree import dense_strides
 from ..swap.tier import Tier
-from .buckets import Bucket, Fragment, Weight, dense_strides, is_distributed
+from .buckets import Bucket, Fragment, Weight, is_distributed
 from .gradient_copies import GradientCopies
 from .host_gradient import HostGradient, Sum
 from .modes import fixed_modes

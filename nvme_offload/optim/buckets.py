@@ -15,7 +15,7 @@ import torch
 
 from ..optimizer_states import BLOCK, Layout, block_names
 from ..optimizer_states.traits import UNIT, Traits
-from ..optimizer_states.tree import Key, is_for_each
+from ..optimizer_states.tree import Key, dense_strides, is_for_each
 
 if TYPE_CHECKING:
     from .awaited import Awaited
@@ -572,15 +572,6 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         requires_grad=False,
     )
     return whole
-
-
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between
-    its elements, and no two in one place.
-    """
-    if tensor.is_contiguous():
-        return tensor.stride()
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def cut(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..swap.device_copies import CopyStreams
+from ..device.copies import CopyStreams
 
 
 class GradientCopies:

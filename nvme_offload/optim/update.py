@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..device.staging import PLACES, DeviceStager, HostStager, Stager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
     Layout,
@@ -35,7 +36,6 @@ from ..units import format_bytes
 from .buckets import Bucket, Fragment
 from .modes import callers_modes
 from .progress import Progress
-from .staging import PLACES, DeviceStager, HostStager, Stager
 
 _LOADING = -1  # in the place of a step
 MASTER = "master"  # the key that the fp32 weights have in a state dict

@@ -66,6 +66,15 @@ def is_for_each(value: Any, shape: torch.Size) -> bool:
     return torch.is_tensor(value) and value.dim() > 0 and value.shape == shape
 
 
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between
+    its elements, and no two in one place.
+    """
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def drop_memory(held: Iterable[torch.Tensor]) -> None:
     """Leave the tensors *held* empty, so that what they were views of can be used for others."""
     empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

@@ -250,6 +250,13 @@ class Tier:
         """
         self._exceeded_bytes = max(self._exceeded_bytes, nbytes)
 
+    def end_use(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
+        """Release the value *name* if it is in use: after an exception, which may have come before
+        `swap_in` or after `release`. As `TensorSwapper.release`.
+        """
+        with contextlib.suppress(UsageError):
+            self.swapper.release(name, changed=changed, nbytes=nbytes)
+
     def give_back(self, nbytes: int) -> None:
         """Undo a `require` of *nbytes*."""
         self._needed_bytes -= nbytes

@@ -65,7 +65,7 @@ def enable() -> None:
     import deepspeed.runtime.zero.stage3 as stage3
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from . import checkpoint, compiling, op, overlap, precision, stages
+    from . import checkpoint, compiling, op, overlap, precision, stages, update_device
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .settings import checked, checked_first
@@ -83,6 +83,8 @@ def enable() -> None:
     for name, wrapped in (
         ("_configure_zero_optimizer", stages.configured),
         ("zero_cpu_offload", stages.offloads_like_cpu),
+        ("_configure_optimizer", update_device.making_optimizer),
+        ("zero_use_cpu_optimizer", update_device.uses_cpu_optimizer),
     ):
         _replace(trained, name, wrapped(getattr(trained, name)))
     _replace(

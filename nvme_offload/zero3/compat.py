@@ -19,9 +19,12 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, known
+
+if TYPE_CHECKING:
+    import torch
 
 # Tested releases, oldest first.
 TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")
@@ -59,6 +62,7 @@ CONTRACT: Mapping[str, str] = {
         destroy()
         get_fp32_grad_for_param(param)
         get_fp32_grad_partitions()
+        get_grad_norm_direct(gradients, params, ...)
         has_overflow(partition_gradients)
         independent_gradient_partition_epilogue()
         initialize_optimizer_states()
@@ -220,6 +224,7 @@ CONTRACT: Mapping[str, str] = {
         zero_load_from_fp32_weights()
         zero_nvme_offload_optimizer()
         zero_optimization_partition_weights()
+        zero_use_cpu_optimizer()
         _config
         checkpoint_engine
         device
@@ -342,6 +347,8 @@ CONTRACT: Mapping[str, str] = {
         is_compatible(...)
     """,
     "deepspeed.ops.op_builder.builder:OpBuilder": "jit_load(verbose)",
+    "deepspeed.ops.adam": "FusedAdam(params, ...)",
+    "deepspeed.ops.op_builder": "FusedAdamBuilder",
 }
 
 # Methods that DeepSpeed calls on its swappers, by the attribute that holds them, and that ours do
@@ -694,6 +701,15 @@ def keeps_powers_for_a_step() -> bool:
     step. In older releases the first one is multiplied from that of the last step.
     """
     return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
+
+
+def norm_dtype() -> torch.dtype:
+    """The dtype in which DeepSpeed computes norms of gradients: doubles in older releases."""
+    import torch
+
+    utils = importlib.import_module("deepspeed.runtime.zero.utils")
+    dtype: torch.dtype = getattr(utils, "get_norm_dtype", lambda: torch.float64)()
+    return dtype
 
 
 def is_trained(param: Any) -> bool:

@@ -3,7 +3,8 @@ tier, from the first reduction until the next backward pass after the step.
 
 They share the host memory budget with parameters and states, and go to the drive where they do not
 fit. They are kept in the dtype in which they are reduced, normally 16-bit, and widened for the
-optimizer one sub-group at a time. At most one is in use, and none while states are.
+optimizer one sub-group at a time. At most one is in use, and none while states are. Where updates
+run on a GPU, gradients stay there as long as its memory has room, see `DeviceRoom`.
 
 DeepSpeed's functions read them until the next backward pass: after the step as the optimizer had
 them, unscaled and clipped.
@@ -11,13 +12,14 @@ them, unscaled and clipped.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..device.room import DeviceRoom
+from ..device.staging import CPU
 from ..errors import UsageError
 from ..swap.tier import Tier
 
@@ -30,7 +32,7 @@ class Gradients:
     *widened_dtype*.
 
     *wait_for_copies* returns when no copy to or from the accelerator that was started here is in
-    flight.
+    flight. *device*: where the optimizer gets them. *aside*: bytes that updates take on a GPU.
 
     Lifetime: forgotten after `abandon`, or when this is dropped. Raises: as `TensorSwapper`, wherever a
     gradient is brought or stored.
@@ -45,7 +47,14 @@ class Gradients:
         dtype: torch.dtype,
         widened_dtype: torch.dtype,
         wait_for_copies: Callable[[], None],
+        device: torch.device = CPU,
+        aside: int = 0,
     ) -> None:
+        self._device = device
+        self._room = DeviceRoom(device, aside) if device.type != "cpu" else None
+        # What is on the device: by name, and the last gradient that was widened.
+        self._on_device: dict[str, torch.Tensor] = {}
+        self._widened: torch.Tensor | None = None
         self._tier = tier
         self._numels = numels
         self._dtype = dtype
@@ -62,20 +71,25 @@ class Gradients:
         # By sub-group: the optimizer had the gradient multiplied by this.
         self._factors: dict[int, Any] = {}
         self._spent = False  # a step has used them
+        self._used_up = False  # updates in the last backward pass have used some
         self._closed = False  # the next reduction begins another step
         self._outdated: set[int] = set()  # sub-groups with values of an earlier step
         # The value that is being added to, and its name.
         self._open: tuple[str, torch.Tensor] | None = None
         self._taken: str | None = None  # the value that is in use, or is about to be
         self._scratch = f"{prefix}/widened"
-        tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
-        self._owned = [*self._names, *self._replacements, self._scratch]
+        self._owned = [*self._names, *self._replacements]
+        if self._room is None:
+            self._owned.append(self._scratch)
+            tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
         tier.abandon_with(self, self._owned)
 
     def abandon(self) -> None:
         """Forget everything: see `Tier.abandon`. Nothing else may be called afterwards."""
         if self._open is not None:
             self._wait_for_copies()
+        self._on_device.clear()
+        self._widened = None
         self._tier.abandon(self._owned)
 
     def name(self, index: int) -> str:
@@ -120,14 +134,21 @@ class Gradients:
         """
         return {} if self._spent else self._reduced.get(index, {})
 
-    def partition(self, index: int, offset: int) -> torch.Tensor:
-        """What was reduced at *offset* of sub-group *index*, in host memory. Valid until the next
-        call.
+    def padded(self, index: int, offset: int, numel: int, total: torch.Tensor) -> torch.Tensor:
+        """*total*, which `add` returned for *offset* of sub-group *index*, with zeros behind it up to
+        *numel* elements.
         """
+        flat = self._on_device.get(self._names[index])
+        if flat is not None:
+            return flat.narrow(0, offset, numel)
+        return torch.nn.functional.pad(total, (0, numel - total.numel()))
+
+    def partition(self, index: int, offset: int) -> torch.Tensor:
+        """What was reduced at *offset* of sub-group *index*. Valid until the next call."""
         return self._opened(index).narrow(0, offset, self._reduced[index][offset])
 
     def sums(self, index: int) -> torch.Tensor:
-        """What `add` has stored for sub-group *index*, in host memory. Valid until the next call."""
+        """What `add` has stored for sub-group *index*. Valid until the next call."""
         return self._opened(index)
 
     def pause(self) -> None:
@@ -140,13 +161,18 @@ class Gradients:
         """Release the value in use, also one that an interrupted call left in use."""
         name, self._open, self._taken = self._taken, None, None
         if name is not None:
-            with contextlib.suppress(UsageError):  # not swapped in yet, or released already
-                self._tier.swapper.release(name, changed=True)
+            self._tier.end_use(name, changed=True)
 
     # The optimizer, and access to fragments.
 
     def require_whole(self) -> None:
-        """Check that no micro-batch of the step is missing. Raises: UsageError."""
+        """Check that no micro-batch of the step is missing, and that no update in backward has used
+        gradients up. Raises: UsageError.
+        """
+        if self._used_up:
+            raise UsageError(
+                'safe_get_full_grad and the like need gradients, which "step_in_backward" uses up in backward: leave it out to read or change them'
+            )
         if self.partial:
             raise UsageError(
                 "safe_get_full_grad, safe_update_full_grad_vectorized and the like need the gradients of a whole step, and micro-batches are missing: "
@@ -161,6 +187,7 @@ class Gradients:
         Lifetime: all sub-groups share this memory. A change to it is kept only by `replace`.
         """
         self.pause()
+        self._widened = None
         memory = self._widened_memory(index)
         if last and self._spent:
             return memory.zero_()
@@ -182,6 +209,12 @@ class Gradients:
         """The optimizer has the gradient of sub-group *index* multiplied by *factor*, too."""
         self._factors[index] = self._factors.get(index, 1.0) * factor
 
+    def use_up(self, index: int) -> None:
+        """An update in backward has used the gradient of sub-group *index*: forget it."""
+        self._widened = None
+        self._used_up = True
+        self._forget([index])
+
     def replace(self, index: int, gradient: torch.Tensor | None = None) -> None:
         """Make *gradient*, by default the memory that `widened` returned, the gradient of sub-group
         *index*, in full precision.
@@ -190,9 +223,9 @@ class Gradients:
         memory = self._widened_memory(index) if gradient is None else gradient
         self.pause()
         self._factors.pop(index, None)
-        self._taken = name
-        self._tier.swapper.create(name, memory.nbytes).view(self._widened_dtype).copy_(memory)
-        self.give_back()
+        value = self._use(name, memory.numel(), self._widened_dtype, exists=False)
+        value.copy_(memory)
+        self.pause()
         self._replaced[index] = {}
 
     def close(self) -> None:
@@ -202,6 +235,7 @@ class Gradients:
     def spend(self) -> None:
         """The step is over: its gradients are only read from now on."""
         self.pause()
+        self._widened = None
         used = self._reduced.keys() | self._replaced.keys() if self._spent else set()
         self._forget(self._outdated | used)
         self._spent = self._closed = True
@@ -210,8 +244,9 @@ class Gradients:
     def forget_all(self) -> None:
         """The weights were replaced: forget all gradients."""
         self.pause()
+        self._widened = None
         self._forget(range(len(self._names)))
-        self._spent = self._closed = self.partial = False
+        self._spent = self._closed = self._used_up = self.partial = False
 
     def _begin(self) -> None:
         """The first reduction of a step: the gradients of the one before are void."""
@@ -219,10 +254,23 @@ class Gradients:
         self._reduced.clear()
         self._replaced.clear()
         self._factors.clear()
-        self._spent = self._closed = False
+        self._spent = self._closed = self._used_up = False
+        if self._room is not None and not self._room.suffices(self._device_bytes):
+            # Another step has needed more memory: these are void, and made again where there is room.
+            self._on_device.clear()
+
+    @property
+    def _device_bytes(self) -> int:
+        return sum(value.nbytes for value in self._on_device.values())
 
     def _widened_memory(self, index: int) -> torch.Tensor:
         """The memory in which the gradient of sub-group *index* is widened."""
+        if self._room is not None:
+            if self._widened is None:
+                self._widened = torch.empty(
+                    self._numels[index], dtype=self._widened_dtype, device=self._device
+                )
+            return self._widened
         return (
             self._tier.scratch(self._scratch)
             .view(self._widened_dtype)
@@ -233,21 +281,29 @@ class Gradients:
         """The gradient of sub-group *index*, in use. The one in use before is released."""
         if index in self._outdated:
             self._outdated.remove(index)
-            self._tier.forget([self._replacements[index]])
+            self._discard([self._replacements[index]])
         return self._use(
             self._names[index], self._numels[index], self._dtype, exists=index in self._reduced
         )
 
     def _use(self, name: str, numel: int, dtype: torch.dtype, *, exists: bool) -> torch.Tensor:
+        value = self._on_device.get(name)
+        if value is None and not exists and self._room is not None:
+            nbytes = numel * dtype.itemsize
+            if self._room.suffices(self._device_bytes, nbytes):
+                value = torch.zeros(numel, dtype=dtype, device=self._device)
+                self._on_device[name] = value
+        if value is not None:
+            return value
         if self._open is None or self._open[0] != name:
             self.pause()
             self._taken = name
-            value = (
+            memory = (
                 self._tier.swapper.swap_in(name)
                 if exists
                 else self._tier.swapper.create(name, numel * dtype.itemsize)
             )
-            self._open = name, value.view(dtype)
+            self._open = name, memory.view(dtype)
         return self._open[1]
 
     def _fetch(
@@ -257,13 +313,16 @@ class Gradients:
         into: torch.Tensor,
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        swapper = self._tier.swapper
-        self._taken = name
-        value = swapper.swap_in(name).view(dtype)
+        value = self._on_device.get(name)
+        if value is None:
+            self._taken = name
+            value = self._tier.swapper.swap_in(name).view(dtype)
         for start, end in spans:
-            into[start:end].copy_(value[start:end])
-        swapper.release(name, changed=False)
-        self._taken = None
+            # Widened on the device: a copy between devices would do it on the host.
+            into[start:end].copy_(value[start:end].to(self._device))
+        if self._taken is not None:
+            self._tier.swapper.release(name, changed=False)
+            self._taken = None
 
     def _forget(self, indexes: Collection[int]) -> None:
         for index in indexes:
@@ -271,9 +330,43 @@ class Gradients:
             self._replaced.pop(index, None)
             self._factors.pop(index, None)
         self._outdated.difference_update(indexes)
-        self._tier.forget(
+        self._discard(
             [name for index in indexes for name in (self._names[index], self._replacements[index])]
         )
+
+    def _discard(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._on_device.pop(name, None)
+        self._tier.forget(names)
+
+
+class KeptGradients(Gradients):
+    """As `Gradients` on a GPU, with what "missing_gradients": "last" asks for there. DeepSpeed without
+    offload keeps the sums of all steps: a parameter without a gradient in a step gets its last sum
+    again, and the first micro-batch of a step overwrites it.
+    """
+
+    def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
+        """As the base. With *last*, the sum as it is, not as the optimizer has scaled it before."""
+        if last:
+            self._factors.pop(index, None)
+        return super().widened(index)
+
+    def reduced(self, index: int) -> Mapping[int, int]:
+        """The parts of sub-group *index* that were ever reduced."""
+        return self._reduced.get(index, {})
+
+    def spend(self) -> None:
+        """The step is over. DeepSpeed keeps all gradients, and so does this."""
+        self.pause()
+        self._widened = None
+        self._closed = True
+        self.partial = False
+
+    def _begin(self) -> None:
+        self._replaced.clear()
+        self._factors.clear()
+        self._closed = False
 
 
 def _joined(slices: Slices) -> list[tuple[int, int]]:

@@ -109,11 +109,12 @@ def replaces_step(optimizer: Any) -> bool:
 
 def _may_count(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of *optimizer* may change more than its parameters and their states. The
-    optimizers of torch do not, and snapshots cost as much as their steps for 1,000 sub-groups.
+    optimizers of torch and DeepSpeed do not, and snapshots cost as much as their steps for 1,000
+    sub-groups.
     """
     return (
         known(optimizer) is None
-        or not type(optimizer).__module__.startswith("torch.optim.")
+        or not type(optimizer).__module__.startswith(("torch.optim.", "deepspeed.ops."))
         or has_hooks(optimizer)
         or replaces_step(optimizer)
     )

@@ -13,11 +13,13 @@ sub-group at a time is unpacked, into scratch memory that all share. That differ
 - A master weight set by the user shows in its parameter at once, not after the next step.
 - A parameter changed by the user changes its master weight; DeepSpeed undoes the change at the next
   step.
+
+Where updates run on a GPU, a `DeviceStager` copies the value of a sub-group there and back, and all
+tensors of the sub-group are on the GPU in between.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -27,7 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedError, UsageError, known
+from ..device.staging import CPU, DeviceStager, HostStager, Stager
+from ..errors import UnsupportedError, known
 from ..optimizer_states import (
     BLOCK,
     Layout,
@@ -50,12 +53,17 @@ _log = logging.getLogger(__name__)
 
 
 class Working(NamedTuple):
-    """The 16-bit parameters of sub-groups. *load* copies those of a flat master parameter into a
-    tensor, *store* writes them back.
+    """The 16-bit parameters of sub-groups.
+
+    *load* is called with a flat master parameter, and with a function that allocates memory for its
+    weights on the device of updates. It returns the weights there: in their own memory, or a copy
+    in memory that the function returns. With False as its third argument, the contents of the copy
+    are undefined. *store* is called with the master parameter and the tensor that *load* returned,
+    whose contents become the weights.
     """
 
     dtype: torch.dtype
-    load: Callable[[torch.Tensor, torch.Tensor], None]
+    load: Callable[[torch.Tensor, Callable[[], torch.Tensor], bool], torch.Tensor]
     store: Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -72,7 +80,9 @@ class SubGroup:
     layout: Layout
     states: Mapping[str, torch.dtype]
     buffer: torch.Tensor | None = None  # while swapped in
+    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)  # likewise, if packed
     pack_count: int = 0
+    step: int | None = None  # of the optimizer, where its own count is on a GPU and known
 
 
 class OptimizerSwapper:
@@ -89,8 +99,11 @@ class OptimizerSwapper:
     sub-group. One sub-group is in use at a time: taking another gives back what a call left in use
     when an exception ended it.
 
-    While *leaves_packed* is True, `swap_in_optimizer_state` leaves the states packed for `step`.
-    The parameter has undefined contents until then.
+    Updates run on *device*. With *at_once* False, host memory has no room for states that are on
+    their way back from a GPU beside those of the next sub-group.
+
+    While *leaves_packed* is True, `swap_in_optimizer_state` leaves the states packed for `step`,
+    where updates run on the CPU. The parameter has undefined contents until then.
     """
 
     def __init__(
@@ -102,8 +115,15 @@ class OptimizerSwapper:
         largest: int,
         working: Working,
         mark_backward: Callable[[bool], None],
+        device: torch.device = CPU,
+        at_once: bool = True,
     ) -> None:
         self.tier = tier
+        self.device = device
+        self._stager: Stager = (
+            HostStager(tier) if device.type == "cpu" else DeviceStager(tier, device)
+        )
+        self._at_once = at_once
         self._mark_backward = mark_backward
         self._optimizer = optimizer
         self._in_place = state_format.in_place
@@ -131,7 +151,7 @@ class OptimizerSwapper:
             f"{self._prefix}/working",
         )
         tier.abandon_with(self, self._names)
-        if not self._in_place:
+        if not self._in_place and device.type == "cpu":
             self._names += self._unpacked_name, self._working_name
             layout = state_format.layout(largest, states, working.dtype, self._optimizer_name)
             tier.make_scratch(self._unpacked_name, state_format.unpacked_elements(layout) * 4)
@@ -174,13 +194,17 @@ class OptimizerSwapper:
             self._sub_groups[id(parameter)] = sub_group
             self._parameters.append(parameter)  # keeps its id from being reused
             self._names.append(sub_group.name)
-            self._take(parameter)
-            buffer = sub_group.buffer = self.tier.swapper.create(sub_group.name, capacity)
-            if self._in_place:
-                self._unpack(sub_group)[_MASTER].copy_(source)
-            else:
-                buffer.zero_()
-            self._release(sub_group, changed=True)
+            host = HostStager(self.tier)
+            try:
+                buffer = host.renew(sub_group.name, capacity)
+                if self._in_place:
+                    _views(sub_group.layout, buffer)[_MASTER].copy_(source)
+                else:
+                    buffer.zero_()
+                host.give_back(changed=True, nbytes=sub_group.layout.nbytes)
+            except BaseException:
+                host.cancel()
+                raise
 
     def swap_in_optimizer_state(
         self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None
@@ -188,10 +212,9 @@ class OptimizerSwapper:
         """Bring *parameter* and its optimizer states to memory."""
         sub_group = self._take(parameter)
         # before the states, so that only one value is in use at a time
-        for weights in self._working_of(sub_group):
-            self._working.load(parameter, weights)
-        sub_group.buffer = self.tier.swapper.swap_in(sub_group.name)
-        if self.leaves_packed and not self._in_place:
+        self._load_weights(parameter, sub_group, fill=True)
+        sub_group.buffer = self._stager.fetch(sub_group.name, sub_group.capacity_bytes)
+        if self.leaves_packed and not self._in_place and self.device.type == "cpu":
             # of the right shape, for the gradient to be assigned
             scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
             parameter.data = scratch[: sub_group.numel]
@@ -232,11 +255,7 @@ class OptimizerSwapper:
         state, gradient = optimizer.state.get(parameter, {}), parameter.grad
         if "step" not in state or gradient is None or not gradient.is_contiguous():
             return False
-        layout, buffer, (weights,) = (
-            sub_group.layout,
-            known(sub_group.buffer),
-            self._working_of(sub_group),
-        )
+        layout, buffer, (weights,) = sub_group.layout, known(sub_group.buffer), sub_group.weights
         step = int(state["step"]) + 1
         if looks_at(self._format, step):
             return False
@@ -254,28 +273,43 @@ class OptimizerSwapper:
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
         """Give back what `swap_in_optimizer_state` brought, with its changes and with states that
-        the optimizer has added. The write goes on in the background.
+        the optimizer has added. The write goes on in the background; with *async_swap*, so does the
+        copy from the GPU, until `drain`.
         """
         sub_group = self._sub_groups[id(parameter)]
         if not self._is_packed:
             self._pack(parameter, sub_group)
+        weights = sub_group.weights
         self._give_back(parameter, changed=True)
-        for weights in self._working_of(sub_group):
-            self._working.store(parameter, weights)
+        for weight in weights:
+            self._working.store(parameter, weight)
+        if not (async_swap and self._at_once):
+            self.drain()
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
         """Give back what `swap_in_optimizer_state` brought, unchanged."""
         self._give_back(parameter, changed=False)
+        self.drain()
+
+    def drain(self) -> None:
+        """Return when all states that were given back are in host memory."""
+        self._stager.drain()
+
+    def count_step(self, parameter: torch.Tensor) -> None:
+        """The optimizer has made a step over *parameter*."""
+        sub_group = self._sub_groups[id(parameter)]
+        if sub_group.step is not None:
+            sub_group.step += 1
 
     def give_back(self) -> None:
         """Give back what an interrupted call left in use, as it is now; otherwise do nothing."""
         parameter, self._taken = self._taken, None
         self._is_packed = False
         if parameter is not None:
+            sub_group = self._sub_groups[id(parameter)]
             self._empty(parameter)
-            self._sub_groups[id(parameter)].buffer = None
-            with contextlib.suppress(UsageError):  # not swapped in yet, or released already
-                self.tier.swapper.release(self._sub_groups[id(parameter)].name, changed=True)
+            sub_group.buffer, sub_group.weights = None, []
+            self._stager.cancel()
 
     def states(self, parameter: torch.Tensor) -> Mapping[str, torch.dtype]:
         """The dtypes of *parameter*'s offloaded states, by key."""
@@ -289,15 +323,18 @@ class OptimizerSwapper:
         """
         sub_group = self._take(parameter)
         self._plan(parameter, sub_group, states)
+        sub_group.step = None
         sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.layout.nbytes)
-        buffer = sub_group.buffer = self.tier.swapper.create(
-            sub_group.name, sub_group.capacity_bytes
-        )
+        self._load_weights(parameter, sub_group, fill=False)
+        buffer = sub_group.buffer = self._stager.renew(sub_group.name, sub_group.capacity_bytes)
         if not self._in_place:
             buffer.zero_()
         if states:
             self._optimizer().state[parameter].update(
-                {key: torch.empty(0, dtype=dtype) for key, dtype in states.items()}
+                {
+                    key: torch.empty(0, dtype=dtype, device=self.device)
+                    for key, dtype in states.items()
+                }
             )
         self._bind(parameter, sub_group)
 
@@ -313,6 +350,7 @@ class OptimizerSwapper:
     def purge_state(self) -> None:
         """Forget the optimizer's states. The master weights stay: they are first in every layout."""
         for parameter in self._parameters:
+            self._sub_groups[id(parameter)].step = None
             self._plan(parameter, self._sub_groups[id(parameter)], {})
 
     def init_timers(self) -> None:
@@ -358,35 +396,32 @@ class OptimizerSwapper:
         sub_group.layout = self._layout(parameter, sub_group.numel, states)
         sub_group.states = states
 
-    def _working_of(self, sub_group: SubGroup) -> list[torch.Tensor]:
-        """The scratch memory of the 16-bit parameters that the master weights are made of; [] in
-        "exact", which has whole masters.
+    def _load_weights(self, parameter: torch.Tensor, sub_group: SubGroup, *, fill: bool) -> None:
+        """Bring the 16-bit parameters that the master weights are made of; none in "exact", which
+        has whole masters. Without *fill*, a copy has undefined contents.
         """
-        if self._in_place:
-            return []
-        return [
-            self.tier.scratch(self._working_name)
-            .view(self._working.dtype)
-            .narrow(0, 0, sub_group.numel)
-        ]
+        numel, dtype = sub_group.numel, self._working.dtype
+
+        def allocate() -> torch.Tensor:
+            if self.device.type != "cpu":
+                return torch.empty(numel, dtype=dtype, device=self.device)
+            return self.tier.scratch(self._working_name).view(dtype).narrow(0, 0, numel)
+
+        if not self._in_place:
+            sub_group.weights = [self._working.load(parameter, allocate, fill)]
 
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
         """The master weights and the states of a sub-group in use, by key."""
         buffer = known(sub_group.buffer)
         if self._in_place:
-            return {
-                key: slot.values.of(buffer).view(slot.dtype)
-                for key, slot in sub_group.layout.states.items()
-            }
-        memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
-        # too small if the optimizer has more states than expected
-        suffices = memory.numel() >= self._format.unpacked_elements(sub_group.layout)
-        master, states = self._format.unpack(
-            sub_group.layout,
-            buffer,
-            self._working_of(sub_group),
-            memory if suffices else None,
-        )
+            return _views(sub_group.layout, buffer)
+        memory = None  # a GPU's allocator keeps what is freed
+        if self.device.type == "cpu":
+            memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
+            # too small if the optimizer has more states than expected
+            if memory.numel() < self._format.unpacked_elements(sub_group.layout):
+                memory = None
+        master, states = self._format.unpack(sub_group.layout, buffer, sub_group.weights, memory)
         return states if master is None else {_MASTER: master, **states}
 
     def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
@@ -416,8 +451,7 @@ class OptimizerSwapper:
                 for key, value in values.items()
             }
             sub_group.capacity_bytes = layout.nbytes
-            self.tier.swapper.discard(sub_group.name)
-            buffer = sub_group.buffer = self.tier.swapper.create(sub_group.name, layout.nbytes)
+            buffer = sub_group.buffer = self._stager.renew(sub_group.name, layout.nbytes)
         if self._in_place:
             start = buffer.data_ptr()
             if any(
@@ -432,15 +466,22 @@ class OptimizerSwapper:
         if self._format.eight_bit:
             # From the step and the position alone, so that a resumed run rounds as an
             # uninterrupted one, however sub-groups are cut.
-            seed = int(state.get("step", sub_group.pack_count))
-            blocks = block_names(sub_group.start, sub_group.numel)
+            seed = self._seed(sub_group, state)
+            blocks = block_names(sub_group.start, sub_group.numel, self.device)
             if not self._format.wide and looks_at(
                 self._format, 1 if sub_group.pack_count == 1 else seed
             ):
                 self._warn_of_far_blocks(layout, values)
-        self._format.pack(
-            layout, buffer, self._working_of(sub_group), parameter.data, values, seed, blocks
-        )
+        self._format.pack(layout, buffer, sub_group.weights, parameter.data, values, seed, blocks)
+
+    def _seed(self, sub_group: SubGroup, state: Mapping[str, Any]) -> int:
+        """The step that *state* is of. A count on a GPU is read once: that waits for the GPU."""
+        step = state.get("step", sub_group.pack_count)
+        if not torch.is_tensor(step) or step.is_cpu:
+            return int(step)
+        if sub_group.step is None:
+            sub_group.step = int(step)
+        return sub_group.step
 
     def _give_back(self, parameter: torch.Tensor, changed: bool) -> None:
         sub_group = self._sub_groups[id(parameter)]
@@ -457,8 +498,8 @@ class OptimizerSwapper:
         parameter.grad = None
 
     def _release(self, sub_group: SubGroup, changed: bool) -> None:
-        sub_group.buffer = None
-        self.tier.swapper.release(sub_group.name, changed=changed, nbytes=sub_group.layout.nbytes)
+        sub_group.buffer, sub_group.weights = None, []
+        self._stager.give_back(changed=changed, nbytes=sub_group.layout.nbytes)
         self._taken = None
         self._is_packed = False
 
@@ -488,6 +529,11 @@ def updates_packed(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def _views(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The values of *buffer* in "exact", by key."""
+    return {key: slot.values.of(buffer).view(slot.dtype) for key, slot in layout.states.items()}
+
+
 def element_bytes(
     state_format: StateFormat,
     states: Mapping[str, torch.dtype],
@@ -513,13 +559,16 @@ def element_bytes(
     ), unpacked * master.itemsize + working.itemsize
 
 
-def states_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The elementwise states that *optimizer* will keep for master weights of *dtype*, by key.
+def states_of(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device = CPU
+) -> dict[str, torch.dtype]:
+    """The elementwise states that *optimizer* will keep for master weights of *dtype* on *device*,
+    by key.
 
     Found by one step of an optimizer of the same class over a few elements; Adam's where that
     cannot be made from the defaults.
     """
-    sample = torch.zeros(8, dtype=dtype, requires_grad=True)
+    sample = torch.zeros(8, dtype=dtype, device=device, requires_grad=True)
     sample.grad = torch.zeros_like(sample)
     # AdamW's defaults have more than its constructor takes.
     accepted = inspect.signature(type(optimizer)).parameters
@@ -543,6 +592,6 @@ def elementwise(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, 
         key: value
         for key, value in state.items()
         if is_for_each(value, parameter.shape)
-        and value.is_cpu
+        and value.device == parameter.device
         and getattr(value, "swappable", True)
     }

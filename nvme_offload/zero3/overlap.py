@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..device.staging import CPU
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
 from . import ahead, compat
@@ -83,7 +84,7 @@ class Overlap:
         self._has_noted = False
         if not self._has_states:
             return
-        reason = _reason(self._stage3)
+        reason = left_out_since(self._stage3)
         if reason:
             tell_left_out(self._told, reason)
             return
@@ -125,6 +126,7 @@ class Overlap:
             self._optimizer.step()
         finally:
             group["params"] = []
+        stage3.count_step(index)
 
     def end(self, step: int) -> bool:
         """DeepSpeed's `step`, the *step*th, has ended. Returns: whether updates are to come."""
@@ -181,7 +183,7 @@ class Overlap:
         has.
         """
         groups = self._stage3.fp16_groups
-        if _needs_order(self._stage3):
+        if needs_order(self._stage3):
             return list(range(len(groups)))
         order = self._order
         if not order:
@@ -199,18 +201,23 @@ class Overlap:
 
     # In the thread.
 
-    def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> None:
+    def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> Any:
+        stage3 = self._stage3
         try:
             with like():
                 for action in actions:
                     action()
+                if stage3.update_device != CPU:
+                    return torch.cuda.current_stream().record_event()
+                return None
         except BaseException:
-            self._stage3.release_all()
+            stage3.release_all()
             raise
 
     def _finish(self, like: Any) -> None:
         stage3 = self._stage3
         with like():
+            stage3.optimizer_swapper.drain()
             stage3.spend_gradients()
         stage3.end_period()
         stage3.partly_changed = False
@@ -239,15 +246,15 @@ def _without_del(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__del__": lambda self: None})
 
 
-def tell_left_out(told: set[str], reason: str) -> None:
+def tell_left_out(told: set[str], reason: str, setting: str = "overlap_step") -> None:
     """Log, once, that updates are made in `step`, and why. *told*: what was logged already."""
     if reason not in told:
         told.add(reason)
-        _log.warning("overlap_step is left out: %s", reason)
+        _log.warning("%s is left out: %s", setting, reason)
 
 
-def _reason(stage3: Stage3) -> str:
-    """Why sub-groups are updated at once; "" where they need not."""
+def left_out_since(stage3: Stage3) -> str:
+    """Why sub-groups are updated in `step` and in their order; "" where they need not."""
     optimizer: Any = stage3.optimizer
     name = type(optimizer).__name__
     if not all(map(stage3._swappable_optimizer_subgroup, range(len(stage3.fp16_groups)))):
@@ -271,7 +278,7 @@ def _reason(stage3: Stage3) -> str:
     return ""
 
 
-def _needs_order(stage3: Stage3) -> bool:
+def needs_order(stage3: Stage3) -> bool:
     """Whether bits depend on the order of sub-groups: DeepSpeed's optimizers for the CPU keep powers
     of the betas from one call to the next. Source: csrc/includes/cpu_adam.h, `IncrementStep`.
     """
@@ -299,7 +306,7 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
             stack.enter_context(torch.no_grad())
             if device is not None:
                 accelerator.set_device(device)
-                # copies between host and device are synchronous, so that nobody waits for it
+                # Whoever uses a parameter waits for the event at the end of its update.
                 stack.enter_context(accelerator.stream(stream))
             yield
 

@@ -4,7 +4,8 @@ in its own dtype.
 It takes the place of DeepSpeed's `AsyncPartitionedParameterSwapper` and has the same methods. A
 partition that is swapped in is copied to the accelerator at once, where the all-gather needs it
 anyway. So no host memory is held between two calls, and the budget suffices however many parameters
-DeepSpeed keeps alive.
+DeepSpeed keeps alive. Of partitions that stay in host memory, the copies run on streams of their own,
+and only the stream that gathers waits for them.
 
 DeepSpeed passes a list of parameters to the swapper of the first one, also where the others belong
 to another `zero.Init` or another engine. Each method therefore uses the swapper of each parameter.
@@ -30,6 +31,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ..device.copies import CopyStreams
+from ..device.staging import Returns
 from ..errors import OutOfHostMemoryError, UsageError
 from ..optimizer_states.fingerprint import fingerprint
 from ..swap.tier import Tier
@@ -70,6 +73,8 @@ class ParameterSwapper:
         # By ds_id: memory from `get_buffer`, until `swap_out_and_release`.
         self._filling: dict[int, torch.Tensor] = {}
         self._taken: str | None = None  # the name that is in use, or is about to be
+        self._copies = CopyStreams()
+        self._returns = Returns(tier)
 
     # When parameters are first partitioned, and when the user has changed them.
 
@@ -182,14 +187,19 @@ class ParameterSwapper:
     def give_back(self) -> None:
         """Release what an interrupted call left in use."""
         with self.tier.swapper.exclusive():
+            self._returns.cancel()
             self._give_back()
+
+    def drain(self) -> None:
+        """Return when no copy to or from a GPU is under way."""
+        with self.tier.swapper.exclusive():
+            self._returns.release(at_most=0)
 
     def _give_back(self) -> None:
         name, self._taken = self._taken, None
         if name is not None:
             self._filling.clear()
-            with contextlib.suppress(UsageError):  # not swapped in yet, or released already
-                self.tier.swapper.release(name, changed=True)
+            self.tier.end_use(name, changed=True)
 
     def _swap_out(self, param: Any) -> None:
         """Store the partition of *param* and drop it."""
@@ -209,10 +219,15 @@ class ParameterSwapper:
             param.nvme_value.read = fingerprint(param.ds_tensor.data)
 
     def _store(self, param: Any, source: torch.Tensor) -> None:
-        self._create(param, source.numel()).copy_(source)
+        target = self._create(param, source.numel())
+        done = None
+        if self._copies_beside(param, source.device):
+            done = self._copies.take_back(target, source.to(target.dtype))
+        else:
+            target.copy_(source)
         if updates.is_worker():  # the forward pass waits for it
             self.tier.swapper.prefetch([_name(param)])
-        self._release(param, changed=True)
+        self._release(param, changed=True, done=done)
 
     def _used(self, use: Callable[[], _Result]) -> _Result:
         """What *use* returns, which has one value in use meanwhile, while other threads' calls wait.
@@ -233,12 +248,24 @@ class ParameterSwapper:
         nothing unnoted.
         """
         self._give_back()
-        self._taken = name = _name(param)
+        name = _name(param)
+        self._returns.release(at_most=0 if name in self._returns else len(self._returns))
+        self._taken = name
         return name
 
-    def _release(self, param: Any, changed: bool) -> None:
-        self.tier.swapper.release(_name(param), changed=changed)
+    def _release(self, param: Any, changed: bool, done: Any = None) -> None:
+        """End the use of *param*'s value, after the event *done* where there is one."""
+        if done is None:
+            self.tier.swapper.release(_name(param), changed=changed)
+        else:
+            self._returns.add(_name(param), changed=changed, done=done)
         self._taken = None
+
+    def _copies_beside(self, param: Any, device: torch.device) -> bool:
+        """Whether a copy of *param*'s value to or from *device* need not be waited for: its host memory
+        is needed for nothing else.
+        """
+        return device.type == "cuda" and self.tier.swapper.stays(_name(param))
 
     def _create(self, param: Any, numel: int) -> torch.Tensor:
         name, dtype = _name(param), _dtype(param)
@@ -257,20 +284,28 @@ class ParameterSwapper:
 
         def copy() -> torch.Tensor:
             partition = self.tier.swapper.swap_in(self._take(param), in_order=in_order).view(dtype)
+            done = None
             try:
-                # Both are synchronous, so the host memory can be released.
-                copied = (
-                    torch.empty_like(partition, device=device).copy_(partition)
-                    if into is None
-                    else into.copy_(partition)
-                )
+                if self._copies_beside(param, torch.device(device)):
+                    copied, done = self._copies.bring(partition, _indexed(device), into)
+                # These are synchronous, so the host memory can be released.
+                elif into is None:
+                    copied = torch.empty_like(partition, device=device).copy_(partition)
+                else:
+                    copied = into.copy_(partition)
             except BaseException:
                 self._give_back()
                 raise
-            self._release(param, changed=False)
+            self._release(param, changed=False, done=done)
             return copied
 
         return self._used(copy)
+
+
+def _indexed(device: Any) -> torch.device:
+    """*device* with its index."""
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
 def _name(param: Any) -> str:

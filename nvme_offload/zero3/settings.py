@@ -42,7 +42,15 @@ _PARAMETERS_IN_MEMORY = (
     ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
 # Keys of the section that DeepSpeed and other tools have no use for, wherever they are.
-_OWN_KEYS = {"swappers", "host_memory", "state_format", "missing_gradients", "overlap_step"}
+_OWN_KEYS = {
+    "swappers",
+    "host_memory",
+    "state_format",
+    "missing_gradients",
+    "overlap_step",
+    "update_device",
+    "step_in_backward",
+}
 # from this similarity on, an unknown key is taken for a misspelled one
 _LIKENESS = 0.8
 
@@ -79,6 +87,13 @@ class Settings:
         step, as DeepSpeed does.
     overlap_step
         Whether `step` returns before the updates, which are made during the next forward pass.
+    update_device : {"auto", "gpu", "cpu"}
+        Where the optimizer updates run in ZeRO-3. "auto" is the GPU where there is one, with the
+        optimizer and the bits of a run without offload; "cpu" has those of "device": "cpu".
+    step_in_backward
+        Whether ZeRO-3 updates a sub-group in the last backward pass of a step, as soon as its
+        gradients are reduced, with the learning rate of that time. The gradients are used up. Not
+        with clipping, fp16, parameters on a drive, or *overlap_step*.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -90,6 +105,8 @@ class Settings:
     state_format: Literal["exact", "split", "compact", "compact24"] = "exact"
     missing_gradients: Literal["zero", "last"] = "zero"
     overlap_step: bool = False
+    update_device: Literal["auto", "gpu", "cpu"] = "auto"
+    step_in_backward: bool = False
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
@@ -128,10 +145,14 @@ class Settings:
         _require(values, "state_format", tuple(FORMATS))
         _require(values, "missing_gradients", ("zero", "last"))
         _require(values, "overlap_step", (True, False))
+        _require(values, "update_device", ("auto", "gpu", "cpu"))
+        _require(values, "step_in_backward", (True, False))
         for key, theirs in (
             ("state_format", "exact"),
             ("missing_gradients", "last"),
             ("overlap_step", False),
+            ("update_device", "auto"),
+            ("step_in_backward", False),
         ):
             if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
                 raise UsageError(

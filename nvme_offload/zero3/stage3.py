@@ -3,13 +3,15 @@
 It differs from its base class in this: sub-groups are cut to sizes that host memory can prefetch;
 gradients stay in the dtype in which they are reduced until the optimizer needs them, in
 `Gradients`; offloaded states go through `OptimizerSwapper`; with `"overlap_step"` updates are made
-after `step`, see `Overlap`. Results are bit for bit the same: norms are summed over the sub-groups
-that the user configured.
+after `step`, see `Overlap`. Updates run on the device that `update_device` chooses. Results are bit for
+bit the same, on the CPU as with `"device": "cpu"`, on a GPU as without offload: norms are summed over
+the sub-groups that the user configured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import logging
@@ -23,15 +25,17 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from ..device.staging import CPU, PLACES
 from ..errors import UnsupportedError, UsageError
 from ..io import archive
-from ..optimizer_states import FORMATS, wide_enough
+from ..optimizer_states import BLOCK, FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import awaited, compat, states, working_weights
 from .adam_powers import AdamPowers
 from .agreement import all_or_none, least, share_cores
-from .gradients import Gradients
+from .gradients import Gradients, KeptGradients
+from .in_backward import InBackward, require_possible
 from .last_gradients import LastGradients
 from .moving import move_partitions
 from .once_per_step import (
@@ -63,7 +67,8 @@ from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
-from .updates import quiesce
+from .update_device import device_of, gpu_bytes, most_elements, trial_device
+from .updates import partly_applied, quiesce
 
 _VECTOR_ELEMENTS = 128  # DeepSpeed's AVX512 kernels: 16 floats, unrolled 8 times
 _UNUSED_KEYS = {
@@ -92,6 +97,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     tier: Tier  # only where something is offloaded
     overflow: bool
     swaps_natively = False  # whether optimizer states are in an `OptimizerSwapper`
+    update_device = CPU
 
     def __init__(self, *args: Any, **named: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **named).arguments
@@ -99,7 +105,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._ds_config: Mapping[str, Any] = as_mapping(given["ds_config"])
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
-        self._keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
+        self.keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
         # With fp16 and "last": whether each parameter's summed gradient is finite, by its id.
         self._finite: dict[int, torch.Tensor] = {}
         # The user's sub-groups: each is a list of ours, each a list of parameters.
@@ -111,6 +117,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._within_backward = False
         self._hooks: list[Any] = []  # handles of hooks of the module
         self.overlap: Overlap | None = None
+        self.in_backward: InBackward | None = None
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
         self._once: OncePerStep | None = None
         self._scaler: torch.amp.GradScaler | None = None
@@ -122,6 +129,9 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.resumes = False
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
+        # On a GPU that makes updates: bytes for each element of a sub-group, and the most elements.
+        self._gpu_bytes = 0.0
+        self._most_on_gpu = sys.maxsize
         self._tiers: list[Tier] = []  # of states and of parameters
         return_to_device(module)
         move_partitions(module, self._ds_config)
@@ -150,6 +160,12 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self.overlap = Overlap(self)
         elif Settings.of(self._ds_config).overlap_step:
             tell_left_out(set(), "no optimizer states are on a drive")
+        if Settings.of(self._ds_config).step_in_backward:
+            if self.swaps_natively:
+                require_possible(self, self._ds_config)
+                self.in_backward = InBackward(self)
+            else:
+                tell_left_out(set(), "no optimizer states are on a drive", "step_in_backward")
 
     # Sub-groups and swapper.
 
@@ -213,28 +229,9 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         """Compute what is to be kept, and check that memory and drives have room for it. Raises:
         UsageError or NoSpaceError with the numbers.
         """
-        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
         self._format = wide_enough(
             self._format, type(self.optimizer).__name__, self.optimizer.param_groups
         )
-        kept, unpacked = element_bytes(
-            self._format,
-            self._expected_states,
-            self.dtype,
-            self.master_weights_and_grads_dtype,
-            type(self.optimizer).__name__,
-        )
-        self._footprint = Footprint(
-            states=kept,
-            gradient=self.gradient_accumulation_dtype.itemsize
-            + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
-            scratch=self.master_weights_and_grads_dtype.itemsize + unpacked,
-            parameter=self.dtype.itemsize
-            if any(has_value(param) for group in param_groups for param in group["params"])
-            else 0,
-            largest_parameter=max(map(value_bytes, self.module.parameters()), default=0),
-        )
-        self._elementwise = is_elementwise(self.optimizer)
         sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
         groups = [
             super(Stage3, self)._create_fp16_sub_groups(group["params"]) for group in param_groups
@@ -243,13 +240,48 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             sum(param.partition_numel() for param in group)
             for group in itertools.chain.from_iterable(groups)
         ]
+        self._elementwise = is_elementwise(self.optimizer)
         # The smallest possible size of the largest sub-group, in elements.
         self._least_sub_group = max(sizes if self._elementwise else uncut)
+        self._footprint = self._footprint_of(param_groups)
         self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
         self.tier = tier_of(self._ds_config)
         quiesce(self.tier)
         self.tier.require_memory(self._whole_bytes)
         self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
+
+    def _footprint_of(self, param_groups: Any) -> Footprint:
+        """Choose the device of updates, and compute what they need in host memory."""
+        self._expected_states = states_of(
+            self.optimizer, self.master_weights_and_grads_dtype, trial_device(self.optimizer)
+        )
+        kept, unpacked = element_bytes(
+            self._format,
+            self._expected_states,
+            self.dtype,
+            self.master_weights_and_grads_dtype,
+            type(self.optimizer).__name__,
+        )
+        footprint = Footprint(
+            states=kept,
+            gradient=self.gradient_accumulation_dtype.itemsize
+            + (self.master_weights_and_grads_dtype.itemsize if self.keeps_last else 0),
+            scratch=self.master_weights_and_grads_dtype.itemsize + unpacked,
+            parameter=self.dtype.itemsize
+            if any(has_value(param) for group in param_groups for param in group["params"])
+            else 0,
+            largest_parameter=max(map(value_bytes, self.module.parameters()), default=0),
+            in_flight=PLACES,
+        )
+        self.update_device = device_of(
+            self._ds_config, self.optimizer, footprint, self._least_sub_group
+        )
+        if self.update_device == CPU:
+            return dataclasses.replace(footprint, in_flight=1)
+        self._gpu_bytes = gpu_bytes(footprint)
+        # GPU memory, too, has to hold the sub-groups that are in flight.
+        self._most_on_gpu = max(most_elements(footprint), self._least_sub_group)
+        return dataclasses.replace(footprint, scratch=0)
 
     def _plan(self) -> None:
         """Check that host memory can hold the largest sub-group that cannot be cut. Raises:
@@ -274,9 +306,11 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         # DeepSpeed's CPU optimizers round elements after the last whole vector of a tensor
         # differently (csrc/adam/cpu_adam_impl.cpp).
         unit = _VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
+        if self._format.eight_bit:
+            unit = BLOCK  # whose values share an exponent
         wanted, most = (
-            self._footprint.wanted_elements(self.tier.cap_bytes),
-            self._footprint.most_elements(self.tier.cap_bytes),
+            min(self._footprint.wanted_elements(self.tier.cap_bytes), self._most_on_gpu),
+            min(self._footprint.most_elements(self.tier.cap_bytes), self._most_on_gpu),
         )
         parts = [
             cut(group, wanted, most, unit) if self._elementwise else [group] for group in groups
@@ -287,7 +321,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             for part in group[:-1]
         ):
             _log.warning(
-                'sub-groups were cut inside SIMD vectors, so the last bits may differ from "device": "cpu": a larger "host_memory" avoids it'
+                "sub-groups were cut inside SIMD vectors or blocks of 8-bit states, so the last bits depend on host_memory: a larger host_memory avoids it"
             )
         self._logical_groups += parts
         return list(itertools.chain.from_iterable(parts))
@@ -297,29 +331,37 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
             return
         self.tier.require(self._whole_bytes)
-        widened = self.master_weights_and_grads_dtype
-        kind = LastGradients if self._keeps_last else Gradients
+        widened, on_gpu = self.master_weights_and_grads_dtype, self.update_device != CPU
+        last = KeptGradients if on_gpu else LastGradients
+        kind = last if self.keeps_last else Gradients
+        largest = max(self.fp16_partitioned_groups_flat_numel, default=0)
         self._gradients = kind(
             self.tier,
             self.fp16_partitioned_groups_flat_numel,
             self.gradient_accumulation_dtype,
             widened,
             self._wait_for_copies,
+            self.update_device,
+            int(self._gpu_bytes * largest),
         )
         self.optimizer_swapper = OptimizerSwapper(
             self.tier,
             lambda: self.optimizer,
             self._format,
             self._expected_states,
-            max(self.fp16_partitioned_groups_flat_numel, default=0),
+            largest,
             Working(
                 self.dtype,
-                lambda parameter, into: working_weights.load(self, self._index_of(parameter), into),
+                lambda parameter, allocate, fill: working_weights.load(
+                    self, self._index_of(parameter), allocate, fill
+                ),
                 lambda parameter, source: working_weights.store(
                     self, self._index_of(parameter), source
                 ),
             ),
             self._mark_backward,
+            self.update_device,
+            self._footprint.holds_in_flight(largest, self.tier.cap_bytes),
         )
         self.swaps_natively = True
 
@@ -418,12 +460,14 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.finish_updates()
         self.optimizer_swapper.give_back()
         swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
+        arrived: dict[int, list[Any]] = {}
         others = []
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
             index, offset, numel = self.grad_position[self.get_param_id(param)]
             if not self._swappable_optimizer_subgroup(index):
                 others.append((param, partition))
                 continue
+            arrived.setdefault(index, []).append(param)
             # has more than padding
             if numel * self._get_param_partition_rank(param) < param.ds_numel:
                 swapped.setdefault(index, []).append((offset, partition, param))
@@ -435,15 +479,15 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
             self._gradients.partial = not compat.at_accumulation_boundary(self)
-            if self._keeps_last and self.dtype == torch.float16:
+            if self.keeps_last and self.dtype == torch.float16:
                 self._finite |= {
                     self.get_param_id(param): total.isfinite().all()
                     for (_, _, param), total in zip(swapped[index], totals, strict=True)
                 }
             if compat.at_accumulation_boundary(self):
-                for (_, _, param), total in zip(swapped[index], totals, strict=True):
-                    self.norm_for_param_grads[self.get_param_id(param)] = (
-                        self._constant_buffered_norm2(total)
+                for (offset, _, param), total in zip(swapped[index], totals, strict=True):
+                    self.norm_for_param_grads[self.get_param_id(param)] = self._norm(
+                        param, index, offset, total
                     )
                 self._gradients.complete(
                     index,
@@ -452,9 +496,22 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
                         for (offset, _, _), total in zip(swapped[index], totals, strict=True)
                     ],
                 )
+        if self.in_backward is not None and compat.at_accumulation_boundary(self):
+            for index in sorted(arrived, reverse=True):
+                self.in_backward.reduced(index, arrived[index])
         return super().partition_grads(
             [param for param, _ in others], [partition for _, partition in others]
         )
+
+    def _norm(self, param: Any, index: int, offset: int, total: torch.Tensor) -> torch.Tensor:
+        """The norm of *total*, the gradient of *param* at *offset* of sub-group *index*."""
+        if self.update_device == CPU:
+            norm: torch.Tensor = self._constant_buffered_norm2(total)
+            return norm
+        # As `get_grad_norm_direct` computes it: over the whole partition, padding included.
+        whole = self._gradients.padded(index, offset, param.partition_numel(), total)
+        found: torch.Tensor = torch.linalg.vector_norm(whole.to(compat.norm_dtype()))
+        return found
 
     def independent_gradient_partition_epilogue(self) -> None:
         """The backward pass is over."""
@@ -492,7 +549,9 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
                     partition = self._gradients.partition(index, offset).to(
                         get_accelerator().current_device_name()
                     )
-                    self.norm_for_param_grads[identifier] = self._constant_buffered_norm2(partition)
+                    self.norm_for_param_grads[identifier] = self._norm(
+                        param, index, offset, partition
+                    )
                     self._gradients.complete(index, [(offset, partition)])
         if self.swaps_natively:
             self._gradients.pause()
@@ -502,15 +561,15 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         """As the base, which checks only the gradients that it keeps itself: the others are checked
         by their norms.
         """
-        finite_by_id: Mapping[int, torch.Tensor] = self._finite if self._keeps_last else {}
+        finite_by_id: Mapping[int, torch.Tensor] = self._finite if self.keeps_last else {}
         # the base has norms only where it offloads
-        if self.swaps_natively and not self._keeps_last:
+        if self.swaps_natively and not self.keeps_last:
             finite_by_id = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
         if self.swaps_natively and finite_by_id:
-            finite = torch.stack(
-                [every.to(self.inf_or_nan_tracker.device) for every in finite_by_id.values()]
+            finite = torch.stack(list(finite_by_id.values())).all()
+            self.inf_or_nan_tracker.logical_or_(
+                finite.logical_not().to(self.inf_or_nan_tracker.device)
             )
-            self.inf_or_nan_tracker.logical_or_(finite.all().logical_not())
         overflows: bool = super().has_overflow(partition_gradients)
         return overflows
 
@@ -527,7 +586,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._multiply_gradient(sub_group_id, 1.0 / scale)
 
     def _multiply_gradient(self, index: int, factor: Any) -> None:
-        if factor != 1.0:
+        # To look at a factor on a GPU would wait for the GPU.
+        if (torch.is_tensor(factor) and not factor.is_cpu) or factor != 1.0:
             self.fp32_partitioned_groups_flat[index].grad.mul_(factor)
             if self.swaps_natively and self._swappable_optimizer_subgroup(index):
                 self._gradients.used(index, factor)
@@ -548,6 +608,10 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         if self.overlap is None or not self.overlap.holds_gradients:
             self.spend_gradients()
 
+    def use_up_gradient(self, index: int) -> None:
+        """An update in backward has used the gradient of sub-group *index*."""
+        self._gradients.use_up(index)
+
     def spend_gradients(self) -> None:
         """The step that has used the gradients is over."""
         if self.swaps_natively:
@@ -556,6 +620,21 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     def _get_norm_groups(self) -> Any:
         if not self.swaps_natively:
             norms = super()._get_norm_groups()
+        elif self.update_device != CPU:
+            none = torch.zeros((), dtype=compat.norm_dtype(), device=self.update_device)
+            norms = [
+                # The norm of a norm is itself.
+                self.get_grad_norm_direct(
+                    [
+                        self.norm_for_param_grads.get(self.get_param_id(param), none)
+                        if param.requires_grad
+                        else none
+                        for param in params
+                    ],
+                    params,
+                )
+                for params in map(list, map(itertools.chain.from_iterable, self._logical_groups))
+            ]
         else:
             groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
             norms = [
@@ -586,7 +665,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         overlaps = False
         try:
             self.clock.begin_update()
-            if not self._keeps_last:
+            if not self.keeps_last or self.update_device != CPU:
                 self._make_missing_norms()
             # A second call would count the step twice.
             self.partly_changed = bool(self.dynamic_loss_scale)
@@ -603,6 +682,9 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
                 overlaps = self.overlap.end(self.clock.number)
             elif self.overlap is not None:
                 self.overlap.end(self.clock.number)
+            if self.in_backward is not None:
+                self.in_backward.end()
+                self.optimizer_swapper.drain()
             if not (self.overflow or overlaps):
                 self.end_period()
             stats = self.clock.end(*self._update_waits())
@@ -621,6 +703,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
 
     def end_period(self) -> None:
         """A step has used all values: the swappers learn their order."""
+        for swapper in swappers_of(self.module):
+            swapper.drain()
         for tier in self._tiers:
             tier.swapper.step()
             trained.add(tier)
@@ -680,6 +764,12 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     def _update_sub_group(self, sub_group_id: int) -> None:
         if not self.step_packed(sub_group_id, self.optimizer):
             super()._optimizer_step(sub_group_id)
+            self.count_step(sub_group_id)
+
+    def count_step(self, sub_group_id: int) -> None:
+        """The optimizer has made a step over sub-group *sub_group_id*."""
+        if self.swaps_natively and self._swappable_optimizer_subgroup(sub_group_id):
+            self.optimizer_swapper.count_step(self.fp32_partitioned_groups_flat[sub_group_id])
 
     def step_packed(self, sub_group_id: int, optimizer: Any) -> bool:
         """Let *optimizer* update sub-group *sub_group_id*, which is in memory, without unpacking its
@@ -781,6 +871,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         if self.swaps_natively:
             self._gradients.give_back()
             self.optimizer_swapper.give_back()
+            self.optimizer_swapper.drain()
         for swapper in swappers_of(self.module):
             swapper.give_back()
 
@@ -797,6 +888,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             # does not have.
             param.grad = None
         compat.end_backward(self)
+        if self.in_backward is not None:
+            self.in_backward.end()
         self._partly_reduced = self._within_backward = self._awaits_backward = False
         self.reset_cpu_buffers()
         self.zero_grad()
@@ -864,7 +957,20 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
         finally:
             self.optimizer_swapper.leaves_packed = False
-        parameter.grad = gradient
+        parameter.grad = self._without_frozen(sub_group_id, gradient) if steps else gradient
+
+    def _without_frozen(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """*gradient* of sub-group *index*, with zeros for frozen parameters where stock DeepSpeed has
+        them: on a GPU.
+        """
+        if self.keeps_last and self.update_device != CPU:
+            offset = 0
+            for param in self.fp16_groups[index]:
+                numel = param.partition_numel()
+                if not param.requires_grad:
+                    gradient.narrow(0, offset, numel).zero_()
+                offset += numel
+        return gradient
 
     def read_ahead(self, index: int) -> None:
         """Prefetch the gradients and the states of sub-group *index* and the next ones."""
@@ -874,10 +980,16 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
                 self._gradients.name(number),
                 self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number]),
             )
-            for number in later or range(index, len(self.fp16_groups))[:_PREFETCHED]
+            for number in later or self._next_ones(index)[:_PREFETCHED]
             if self._swappable_optimizer_subgroup(number)
         )
         self.tier.swapper.prefetch(itertools.chain.from_iterable(names))
+
+    def _next_ones(self, index: int) -> range:
+        """Sub-group *index* and those that are probably used after it."""
+        if self.in_backward is not None and self.in_backward.updating:
+            return range(index, -1, -1)
+        return range(index, len(self.fp16_groups))
 
     def _writeback_swap_state(
         self, sub_group_id: int, write_opt_state: bool, write_gradients: bool
@@ -1037,6 +1149,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             return state_dict
         self.finish_updates()
         self.require_whole()
+        if self.in_backward is not None and self.in_backward.updated:
+            raise partly_applied()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
         if powers := self.powers.state(self.optimizer):

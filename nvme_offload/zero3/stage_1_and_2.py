@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ..device.staging import CPU
 from ..errors import UnsupportedError, UsageError
 from ..io import archive
 from ..io.archive import Provider
@@ -61,6 +62,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
     """
 
     swaps_natively = has_offloaded_states = True
+    update_device = CPU
     leaves_states_offloaded = False  # True while a checkpoint streams states from the drive
     resumes = False  # whether a load is of engine.load_checkpoint
     # A step or a load has begun to change states: still running, or ended by an exception.
@@ -126,7 +128,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         """
         name = type(self.optimizer).__name__
         self.master_weights_and_grads_dtype = self.single_partition_of_fp32_groups[0].dtype
-        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
+        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype, CPU)
         self.state_format = wide_enough(
             FORMATS[self._settings.state_format], name, self.optimizer.param_groups
         )
@@ -202,7 +204,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             max(numels),
             Working(
                 self.dtype,
-                lambda parameter, into: _copy(self._weights(self._indexes[id(parameter)]), into),
+                self._load_weights,
                 lambda parameter, source: _copy(
                     source, self._weights(self._indexes[id(parameter)])
                 ),
@@ -225,6 +227,15 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
                 }
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
         self._clear_fp32_optimizer_param_groups()
+
+    def _load_weights(
+        self, parameter: torch.Tensor, allocate: Callable[[], torch.Tensor], fill: bool
+    ) -> torch.Tensor:
+        """See `Working`."""
+        weights = self._weights(self._indexes[id(parameter)])
+        if weights.is_cpu:
+            return weights
+        return allocate().copy_(weights) if fill else allocate()
 
     @property
     def groups_of_sub_groups(self) -> list[int]:
@@ -650,4 +661,5 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
 
 def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
-    into.copy_(source)
+    if into.data_ptr() != source.data_ptr():
+        into.copy_(source)

@@ -79,6 +79,8 @@ def _require_supported(engine: Any, optimizer: Any, ds_config: Mapping[str, Any]
     zero = ds_config["zero_optimization"]
     refused = {
         '"overlap_step"': Settings.of(ds_config).overlap_step,
+        '"step_in_backward"': Settings.of(ds_config).step_in_backward,
+        '"update_device": "gpu"': Settings.of(ds_config).update_device == "gpu",
         "DeepSpeed's MoE layers": engine.has_moe_layers,
         "the pipeline engine": engine.pipeline_parallelism,
         '"load_universal"': engine.load_universal_checkpoint(),

@@ -401,7 +401,7 @@ def refill(
             MASTER: parameter.data,
             **{key: stage3.optimizer.state[parameter][key].data for key in cut},
         }
-        wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
+        _fill_all(places, fill)
         stage3._reassign_or_swap_out_partitioned_parameters(index)
     except BaseException:
         if swapped:
@@ -409,6 +409,20 @@ def refill(
         raise
     if swapped:
         stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+
+def _fill_all(
+    places: Mapping[str, torch.Tensor],
+    fill: Callable[[str, torch.Tensor], Iterable[Ticket]],
+) -> None:
+    """Have *fill* fill each of *places*; where it is on a GPU, by way of host memory."""
+    if all(place.is_cpu for place in places.values()):
+        wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
+        return
+    for key, place in places.items():
+        into = torch.empty_like(place, device="cpu")
+        wait_all(fill(key, into))
+        place.copy_(into)
 
 
 def take_masters_from_parameters(stage3: Stage3) -> None:
@@ -451,7 +465,9 @@ def load_options(
     *shapes*.
     """
     optimizer = stage3.optimizer
-    parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in states]
+    # On the device of updates, as torch's optimizers move what they load to it.
+    dtype, device = stage3.master_weights_and_grads_dtype, stage3.update_device
+    parameters = [torch.empty(0, dtype=dtype, device=device) for _ in states]
     kept = optimizer.state
     groups, start = [], 0
     for group, saved_group in zip(optimizer.param_groups, tree["param_groups"], strict=True):

@@ -31,11 +31,13 @@ class Footprint:
         The gradient, as it is reduced.
     scratch
         Scratch memory that sub-groups share: the widened gradient and, in packed formats, unpacked
-        states.
+        states. 0 where updates run on a GPU, which has it in its own memory.
     parameter
         A parameter on a drive; 0 for others.
     largest_parameter
         Bytes in all of the largest parameter on a drive, trained or not; 0 for none.
+    in_flight
+        Sub-groups whose states are in use together, if host memory has room for as many.
     """
 
     states: float
@@ -43,12 +45,17 @@ class Footprint:
     scratch: int
     parameter: int
     largest_parameter: int = 0
+    in_flight: int = 1
 
     @property
     def _at_once(self) -> float:
         # An update holds the states, the scratch memory, and one 16-bit parameter at a time before
         # and after the states.
         return self.states + self.scratch + 2 * self.parameter
+
+    def holds_in_flight(self, elements: int, nbytes: int) -> bool:
+        """Whether *nbytes* of memory have room for `in_flight` sub-groups of *elements*."""
+        return self.least_bytes(elements) + (self.in_flight - 1) * elements * self.states <= nbytes
 
     def least_bytes(self, elements: int) -> int:
         """The memory that sub-groups of up to *elements* need, and all parameters."""
@@ -58,7 +65,10 @@ class Footprint:
     def most_elements(self, nbytes: int) -> int:
         """The elements of the largest sub-group for which *nbytes* of memory suffice."""
         room = nbytes - 2 * _SLACK_BYTES
-        return int(min(room / self._at_once, (room - self.largest_parameter) / self.scratch))
+        most = room / self._at_once
+        if self.scratch:
+            most = min(most, (room - self.largest_parameter) / self.scratch)
+        return int(most)
 
     def wanted_elements(self, nbytes: int) -> int:
         """The best size of sub-groups for *nbytes* of memory, in elements."""

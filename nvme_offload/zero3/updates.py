@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,11 +22,13 @@ _all: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 
 class Update(NamedTuple):
-    """The update of *sub_group*, which has *params*; *make* makes it."""
+    """The update of *sub_group*, which has *params*. *make* makes it, and returns the event at its end
+    where it runs on a GPU, otherwise None.
+    """
 
     sub_group: int
     params: Sequence[torch.nn.Parameter]
-    make: Callable[[], None]
+    make: Callable[[], Any]
 
 
 class Updates:
@@ -50,6 +52,7 @@ class Updates:
         self._lock = threading.Condition()  # guards all attributes
         self._left: dict[int, Update] = {}  # that are not made
         self._held: dict[int, Update] = {}  # whose parameters nobody has used yet
+        self._ends: dict[int, Any] = {}  # the events at the end of updates
         self._thread: threading.Thread | None = None  # while there is something to make
         self._busy = False
         self._paused = 0
@@ -76,6 +79,7 @@ class Updates:
                 raise InvariantError("updates of a step begin before the last ones have ended")
             try:
                 self.uses = {}
+                self._ends = {}
                 self._beside = True
                 self._left = {update.sub_group: update for update in updates}
                 self._held = dict(self._left)
@@ -106,6 +110,9 @@ class Updates:
             if index in self._held:
                 self.uses[index] = self._now()
                 self._let_go(index)
+            end = self._ends.get(index)
+        if end is not None:
+            end.synchronize()
 
     def wait(self) -> None:
         """Return when all updates are made. Raises: what went wrong."""
@@ -220,12 +227,14 @@ class Updates:
                         return
                     self._busy = True
                 before = self.tier.swapper.stats().waited_seconds
-                update.make()
+                end = update.make()
                 waited = self.tier.swapper.stats().waited_seconds - before
                 with self._lock:
                     self._busy = False
                     self.drive_seconds += waited
                     self._left.pop(update.sub_group, None)
+                    if end is not None:
+                        self._ends[update.sub_group] = end
                     self._lock.notify_all()
                 del update
         except BaseException as error:

@@ -4,7 +4,7 @@ memory or on a drive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,28 +15,39 @@ if TYPE_CHECKING:
     from .stage3 import Stage3
 
 
-def load(stage3: Stage3, index: int, into: torch.Tensor) -> None:
-    """Copy the parameters of sub-group *index* into *into*. Shapes: flat, of their dtype. Raises:
-    as `TensorSwapper.swap_in`.
+def load(
+    stage3: Stage3, index: int, allocate: Callable[[], torch.Tensor], fill: bool
+) -> torch.Tensor:
+    """The parameters of sub-group *index*: the flat tensor that holds them where there is one on the
+    device of updates, otherwise a copy in memory from *allocate*; without *fill* the copy has
+    undefined contents. Shapes: flat, of their dtype. Raises: as `TensorSwapper.swap_in`.
     """
     flat = stage3.fp16_partitioned_groups_flat[index]
+    if flat is not None and flat.device.type == stage3.update_device.type:
+        weights: torch.Tensor = flat.detach()
+        return weights
+    into = allocate()
+    if not fill:
+        return into
     if flat is not None:
         into.copy_(flat)
-        return
+        return into
     for param, place in _parts(stage3, index, into):
         if is_offloaded(param):
             param.nvme_swapper.swap_into_buffer(param, place)
         else:
             place.copy_(param.ds_tensor.data)
+    return into
 
 
 def store(stage3: Stage3, index: int, source: torch.Tensor) -> None:
-    """Set the parameters of sub-group *index* to *source*. Shapes: flat, of their dtype. Raises: as
+    """Set the parameters of sub-group *index* to *source*, which `load` returned. Raises: as
     `TensorSwapper.create`.
     """
     flat = stage3.fp16_partitioned_groups_flat[index]
     if flat is not None:
-        flat.data.copy_(source)
+        if flat.data_ptr() != source.data_ptr():
+            flat.data.copy_(source)
         stage3._unflatten_partitioned_parameters(index)
         return
     for param, part in _parts(stage3, index, source):

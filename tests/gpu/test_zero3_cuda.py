@@ -32,7 +32,11 @@ pytestmark = [
 # On a GPU DeepSpeed itself stops at an assertion where "device": "cpu" follows zero.Init without a
 # configuration, so these programs have nothing to be compared with.
 CASES, ON_TWO_RANKS = (
-    {name: case for name, case in cases.items() if case.program != "moved"}
+    {
+        name: case.but(section={**case.section, "update_device": "cpu"})
+        for name, case in cases.items()
+        if case.program != "moved"
+    }
     for cases in (ALL_CASES, ALL_ON_TWO_RANKS)
 )
 

@@ -36,9 +36,10 @@ MAY_IMPORT = {
     "store": HOST | {"io"},
     "swap": HOST | {"io", "store"},
     "optimizer_states": LEAVES | {"extension"},
-    "optim": MOVING | {"optimizer_states"},
-    "activations": MOVING,
-    "zero3": MOVING | {"ds_config", "optimizer_states", "planning"},
+    "optim": MOVING | {"device", "optimizer_states"},
+    "activations": MOVING | {"device"},
+    "device": MOVING | {"optimizer_states"},
+    "zero3": MOVING | {"device", "ds_config", "optimizer_states", "planning"},
     "report": HOST | {"ds_config", "planning"},
     "sweep": HOST | {"ds_config", "io", "planning", "report"},
     "commands": HOST | {"ds_config", "io", "optimizer_states", "planning", "zero3"},
@@ -66,6 +67,7 @@ _ZERO3 = (
     "gradients",
     "last_gradients",
     "moving",
+    "in_backward",
     "inference",
     "op",
     "ahead",
@@ -80,6 +82,7 @@ _ZERO3 = (
     "stage3",
     "stage_1_and_2",
     "states",
+    "update_device",
     "updates",
     "working_weights",
 )
@@ -87,6 +90,7 @@ ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
 }
 ON_FIRST_USE |= {f"optimizer_states/{name}.py" for name in ("by_triton", "traits", "tree")}
+ON_FIRST_USE |= {"device/room.py", "device/staging.py"}
 ON_FIRST_USE |= {"activations/checkpointing.py", "activations/context.py", "io/archive.py"}
 
 

@@ -37,7 +37,7 @@ def swapping(
         working.numel(),
         Working(
             torch.bfloat16,
-            lambda _, place: place.copy_(working),
+            lambda _, allocate, fill: allocate().copy_(working),
             lambda _, changed: working.copy_(changed),
         ),
         lambda begins: None,

@@ -161,7 +161,16 @@ def clip(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     return seen
 
 
+def backward_twice(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Two backward passes of a step that has one micro-batch."""
+    for _ in range(2):
+        inputs = engine.module.inputs(torch.Generator().manual_seed(0)).to(engine.device)
+        engine.backward(engine(inputs.to(engine.module.layers[0].weight.dtype)).float().sum())
+    return []
+
+
 LOOPS = {
+    "backward twice": backward_twice,
     "resume": resume,
     "interrupt": interrupt,
     "fragments": fragments,

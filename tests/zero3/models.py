@@ -357,6 +357,7 @@ OPTIMIZERS = {
     "counting": lambda groups: Counting(groups),
     "estimating": lambda groups: Estimating(groups),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=True),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-1),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9, nesterov=True),
@@ -372,6 +373,7 @@ OPTIMIZERS = {
 ELEMENTWISE = {
     "cpu_adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
+    "fused": ("exp_avg", "exp_avg_sq"),
     "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": (),
     "counting": ("momentum",),
@@ -386,6 +388,7 @@ ELEMENTWISE = {
 SCALAR = {
     "cpu_adam": ("step",),
     "adamw": ("step",),
+    "fused": ("step",),
     "amsgrad": ("step",),
     "adagrad": ("step",),
     "nadam": ("step", "mu_product"),

@@ -18,6 +18,7 @@ from launch import Case, differences, train
 
 SMALLEST = {"host_memory": "smallest"}
 ROOM = {"host_memory": 700_000}  # for a sub-group, not for all
+IN_BACKWARD = {"host_memory": "smallest", "step_in_backward": True}
 LAST = {**SMALLEST, "missing_gradients": "last"}
 Results = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
@@ -176,6 +177,26 @@ CASES = {
     "thawed-parameters-in-memory": Case(program="thawed", section=ROOM),
     "exchanged": Case(program="exchanged", parameters="nvme", section=ROOM),
     "inference-first": Case(program="inference first", parameters="nvme", section=ROOM),
+    "in-backward": Case(
+        model="blocks", sub_group_size=5000, steps=4, evaluate=True, section=IN_BACKWARD
+    ),
+    "in-backward-groups": Case(
+        model="blocks",
+        sub_group_size=5000,
+        steps=4,
+        groups=2,
+        accumulation=2,
+        section={**IN_BACKWARD, "host_memory": "double"},
+    ),
+    "in-backward-tied": Case(model="tied", sub_group_size=2000, section=IN_BACKWARD),
+    "in-backward-frozen": Case(model="frozen", sub_group_size=1000, section=IN_BACKWARD),
+    "in-backward-checkpointed": Case(
+        model="checkpointed", parameters="cpu", sub_group_size=2000, section=IN_BACKWARD
+    ),
+    "in-backward-reentrant": Case(model="reentrant", sub_group_size=2000, section=IN_BACKWARD),
+    "in-backward-fp32": Case(
+        dtype="fp32", optimizer="momentum", sub_group_size=500, section=IN_BACKWARD
+    ),
     # Where DeepSpeed has the gradient of an earlier step applied again, for parameters that have
     # none; also where it is scaled, and where it is infinite.
     "last-gradients": Case(
@@ -241,6 +262,7 @@ ON_TWO_RANKS = {
     "changed-without-a-rank": CASES["changed-without-a-rank"],
     "reference-follows": CASES["reference-follows"],
     "moved": CASES["moved"],
+    "in-backward": CASES["in-backward-groups"],
 }
 
 CPU_ADAM = {

@@ -5,7 +5,8 @@ The one argument is a JSON object: "cases", as `launch.Case` has them; "director
 "ours", whether `nvme_offload.zero3` is enabled; "fp16", whether DeepSpeed is to take the processor
 for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines,
 as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does;
-"late", that no update of "overlap_step" is made before somebody waits for one.
+"late", that no update of "overlap_step" is made before somebody waits for one; "in_gpu_memory", that
+nothing is offloaded.
 The ranks are what the environment says.
 """
 
@@ -68,7 +69,8 @@ def main(request: dict[str, Any]) -> None:
         began = time.monotonic()
         case = Case(**fields)
         try:
-            result = Training(case, place, request["ours"], watch).result()
+            in_gpu_memory = bool(request.get("in_gpu_memory"))
+            result = Training(case, place, request["ours"], watch, in_gpu_memory).result()
         except Exception as error:
             traceback.print_exc()
             result = {"error": type(error).__name__, "message": str(error)}
@@ -221,9 +223,12 @@ def only_when_awaited() -> None:
 class Training:
     """One case, from its beginning."""
 
-    def __init__(self, case: Case, directory: str, ours: bool, watch: Watch) -> None:
+    def __init__(
+        self, case: Case, directory: str, ours: bool, watch: Watch, in_gpu_memory: bool = False
+    ) -> None:
         self.case = case
         self.ours = ours
+        self.in_gpu_memory = in_gpu_memory
         self.watch = watch
         self.seeks = (
             {"smallest": 1, "double": 2}.get(case.section.get("host_memory"), 0) if ours else 0
@@ -297,6 +302,8 @@ class Training:
             "reduce_bucket_size": 300_000,
         }
         for key, device in (("offload_param", case.parameters), ("offload_optimizer", case.states)):
+            if self.in_gpu_memory:
+                continue
             if device == "nvme" and self.ours:
                 zero[key] = {"device": "nvme", "nvme_path": directory}
             elif device != "none":

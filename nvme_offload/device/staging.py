@@ -1,5 +1,5 @@
-"""`HostStager` and `DeviceStager`: how the bytes of a bucket come to where its parameters are, and
-back.
+"""`HostStager` and `DeviceStager` bring values of a tier to the device where an update uses them, and
+take them back.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..errors import OutOfHostMemoryError
-from ..swap.device_copies import CopyStreams
+from ..optimizer_states.tree import dense_strides
 from ..swap.tier import Tier
-from .buckets import dense_strides
+from .copies import CopyStreams
 
+CPU = torch.device("cpu")
 _ALIGNED_BYTES = 256  # as the allocator of CUDA memory aligns tensors
 PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
 # Bytes of values that stay in host memory and are on their way back there, beyond which the CPU
@@ -25,67 +26,79 @@ _IN_FLIGHT_BYTES = 4 << 30
 
 
 class Stager(Protocol):
-    """Bytes of values of a tier, on the device of the parameters. One at a time is between `fetch`
-    or `renew` and `give_back`.
+    """Brings values of a tier to a device. The caller has one value at a time: from `fetch` or
+    `renew` until `give_back`.
     """
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """The bytes of value *name*. Raises: as `TensorSwapper.swap_in`, and nothing is changed."""
-
-    def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """Room for *nbytes* in place of the value *name*, which may be the one that is fetched.
-        Raises: as `TensorSwapper.create`.
+        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`, and
+        nothing is changed.
         """
 
-    def give_back(self, *, changed: bool) -> None:
-        """The caller is done with what it has, if anything. Never waits for a drive."""
+    def renew(self, name: str, nbytes: int) -> torch.Tensor:
+        """Room for *nbytes* in place of the value *name*, which the caller may have. Raises: as
+        `TensorSwapper.create`.
+        """
+
+    def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
+        """The caller is done with its value, if it has one. Of a *changed* value the first *nbytes*
+        are kept, all unless given. Never waits for a drive.
+        """
 
     def bring(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
     ) -> list[torch.Tensor]:
-        """Both from host memory, on the stager's device until `give_back`; the gradients after the
-        event *written*. Called at most once before `give_back`, after `fetch` or `renew` if there
-        is a value.
+        """Copy both from host memory to the device, the gradients after the event *written*. The
+        caller has the copies until `give_back`. Called at most once before `give_back`, after
+        `fetch` or `renew` if there is a value.
         """
 
     def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy into the first tensor of each pair, in host memory, the second, on the device. The
+        """Copy the second tensor of each pair, on the device, into the first, in host memory. The
         first may be read after `drain`.
         """
 
     def drain(self) -> None:
-        """Return when everything that was given back is where it should be."""
+        """Return when everything that was given back is in host memory."""
+
+    def cancel(self) -> None:
+        """Drain, and release the value that the caller has as it is in host memory: after an
+        exception that has left the swapper as it was.
+        """
 
     def recover(self) -> None:
         """Have nothing, and no copy under way, after an exception. Uses the swapper for nothing."""
 
 
 class HostStager:
-    """For parameters on the CPU: the bytes are used where they lie."""
+    """For updates on the CPU, which use values where they are."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._held: str | None = None
+        self._taking: str | None = None  # a name that is about to be held
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
+        self._taking = name
         memory = self._tier.swapper.swap_in(name)[:nbytes]
-        self._held = name
+        self._held, self._taking = name, None
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
         self._held = None
         self._tier.forget([name])
+        self._taking = name
         memory = self._tier.swapper.create(name, nbytes)
-        self._held = name
+        self._held, self._taking = name, None
         return memory
 
-    def give_back(self, *, changed: bool) -> None:
+    def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
         """See `Stager`."""
         if self._held is not None:
             name, self._held = self._held, None
-            self._tier.swapper.release(name, changed=changed)
+            self._tier.swapper.release(name, changed=changed, nbytes=nbytes)
 
     def bring(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
@@ -99,17 +112,65 @@ class HostStager:
     def drain(self) -> None:
         """See `Stager`."""
 
+    def cancel(self) -> None:
+        """See `Stager`."""
+        name = self._taking if self._held is None else self._held
+        self._held = self._taking = None
+        if name is not None:
+            self._tier.end_use(name, changed=True)
+
     def recover(self) -> None:
         """See `Stager`."""
-        self._held = None
+        self._held = self._taking = None
 
 
 class _Return(NamedTuple):
-    """A value whose copy to the host is under way."""
+    """A value whose copy is under way: see `Stager.give_back`."""
 
     name: str
     changed: bool
+    nbytes: int | None
     done: Any  # torch.cuda.Event
+
+
+class Returns:
+    """Values of a tier that stay in use until the copy engine of a GPU is done with their memory."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._returns: deque[_Return] = deque()
+
+    def __len__(self) -> int:
+        return len(self._returns)
+
+    def __contains__(self, name: str) -> bool:
+        return any(returned.name == name for returned in self._returns)
+
+    def add(self, name: str, *, changed: bool, nbytes: int | None = None, done: Any) -> None:
+        """Release the value *name* after the event *done*, as `TensorSwapper.release` does."""
+        self._returns.append(_Return(name, changed, nbytes, done))
+
+    def release(self, at_most: int) -> None:
+        """Let the swapper have what is copied, and wait until no more than *at_most* copies are under
+        way.
+        """
+        while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
+            self._returns[0].done.synchronize()
+            returned = self._returns.popleft()
+            self._tier.swapper.release(
+                returned.name, changed=returned.changed, nbytes=returned.nbytes
+            )
+
+    def cancel(self) -> None:
+        """As `release` all, after an exception that may have come in the middle of this class."""
+        while self._returns:
+            returned = self._returns.popleft()
+            returned.done.synchronize()
+            self._tier.end_use(returned.name, changed=returned.changed, nbytes=returned.nbytes)
+
+    def clear(self) -> None:
+        """Forget the values, whose uses the swapper has ended."""
+        self._returns.clear()
 
 
 class _Place:
@@ -124,7 +185,7 @@ class _Place:
 
 
 class DeviceStager:
-    """For parameters on a GPU: copies to it and from it run while the current stream computes.
+    """For updates on a GPU: copies to it and from it run while the current stream computes.
 
     A value stays in use until its copy to the host is done, so that the swapper writes nothing that
     is not there yet.
@@ -135,20 +196,22 @@ class DeviceStager:
         self._device = device
         self._copies = CopyStreams()
         self._places = deque(_Place() for _ in range(PLACES))
-        self._returns: deque[_Return] = deque()
-        # what the caller has: its name, its memory on the host, and the end of the copy from there
+        self._returns = Returns(tier)
+        # What the caller has: its name, its memory on the host, and the end of the copy from there.
         self._held: tuple[str, torch.Tensor, Any] | None = None
+        self._taking: str | None = None  # a name that is about to be held
         self._has_weights = False  # since the last `give_back`
         self._taken_back: Any = None  # the event after the last weights that were copied back
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
-        self._release(at_most=self._most_in_flight(name, nbytes))
+        self._returns.release(at_most=self._most_in_flight(name, nbytes))
+        self._taking = name
         host = self._obtain(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
         filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
         torch.cuda.current_stream(self._device).wait_event(filled)
-        self._held = name, host, filled
+        self._held, self._taking = (name, host, filled), None
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
@@ -158,16 +221,17 @@ class DeviceStager:
             if filled is not None:
                 filled.synchronize()  # the copy reads what is discarded
             self._held = None
+        self._returns.release(at_most=0 if name in self._returns else PLACES - 1)
         self._tier.forget([name])
-        self._release(at_most=PLACES - 1)
+        self._taking = name
         host = self._obtain(lambda: self._tier.swapper.create(name, nbytes))
         memory = self._place(nbytes)
         if self._places[0].free is not None:
             torch.cuda.current_stream(self._device).wait_event(self._places[0].free)
-        self._held = name, host, None
+        self._held, self._taking = (name, host, None), None
         return memory
 
-    def give_back(self, *, changed: bool) -> None:
+    def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
         """See `Stager`."""
         place = self._places[0]
         if self._held is None and not self._has_weights:
@@ -180,9 +244,11 @@ class DeviceStager:
         if held is not None and place.memory is not None:
             name, host, _ = held
             if changed:  # on the stream of `take_back`, so after it
-                source = place.memory[: host.numel()]
-                place.free = self._copies.start(host, source, after=place.free)
-            self._returns.append(_Return(name, changed, place.free))
+                kept = host[:nbytes]
+                place.free = self._copies.start(
+                    kept, place.memory[: kept.numel()], after=place.free
+                )
+            self._returns.add(name, changed=changed, nbytes=nbytes, done=place.free)
         self._places.rotate(-1)
 
     def bring(
@@ -218,24 +284,37 @@ class DeviceStager:
 
     def drain(self) -> None:
         """See `Stager`."""
-        self._release(at_most=0)
+        self._returns.release(at_most=0)
         if self._taken_back is not None:
             self._taken_back.synchronize()
             self._taken_back = None
 
-    def _most_in_flight(self, name: str, nbytes: int) -> int:
-        """How many values may be on their way back when *name* is fetched: few where it is not to
-        stay in host memory, since another value may need the memory.
-        """
-        if not self._tier.swapper.stays(name):
-            return PLACES - 1
-        return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
+    def cancel(self) -> None:
+        """See `Stager`."""
+        torch.cuda.synchronize(self._device)
+        name = self._taking if self._held is None else self._held[0]
+        self._held, self._taking, self._has_weights = None, None, False
+        if name is not None:
+            self._tier.end_use(name, changed=False)
+        self._returns.cancel()
+        self._taken_back = None
 
     def recover(self) -> None:
         """See `Stager`."""
         torch.cuda.synchronize(self._device)
-        self._held, self._has_weights, self._taken_back = None, False, None
+        self._held, self._taking, self._has_weights = None, None, False
+        self._taken_back = None
         self._returns.clear()
+
+    def _most_in_flight(self, name: str, nbytes: int) -> int:
+        """How many values may be on their way back when *name* is fetched: few where it is not to
+        stay in host memory, since another value may need the memory; none where it is one of them.
+        """
+        if name in self._returns:
+            return 0
+        if not self._tier.swapper.stays(name):
+            return PLACES - 1
+        return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
 
     def _obtain(self, ask: Any) -> torch.Tensor:
         while True:
@@ -244,24 +323,14 @@ class DeviceStager:
             except OutOfHostMemoryError:  # beside what is on its way back
                 if not self._returns:
                     raise
-                self._release(at_most=len(self._returns) - 1)
+                self._returns.release(at_most=len(self._returns) - 1)
             else:
                 return host
-
-    def _release(self, at_most: int) -> None:
-        """Let the swapper have what is back, and wait until no more than so many are on
-        their way.
-        """
-        while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
-            name, changed, done = self._returns.popleft()
-            done.synchronize()
-            self._tier.swapper.release(name, changed=changed)
 
     def _place(self, nbytes: int) -> torch.Tensor:
         place = self._places[0]
         if place.memory is None or place.memory.numel() < nbytes:
-            # rarely: what is let go may be in use on any of the streams, and so may be what comes
-            # instead
+            # Rarely: what is dropped may be in use on any of the streams, and so may what replaces it.
             torch.cuda.synchronize(self._device)
             place.memory = None
             place.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -1,0 +1,78 @@
+"""`CopyStreams`: copies between host memory and a GPU that overlap with its computation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CopyStreams:
+    """Two CUDA streams for each GPU, one for each direction, made when first used: a copy to the
+    GPU does not wait for one to the host.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, bool], Any] = {}
+
+    def start(self, target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
+        """Start copying *source* to *target*, one of which is on a GPU and the other in pinned
+        host memory. Returns the event at its end.
+
+        *after*: an event that the copy waits for: after the kernels that write *source*, and those
+        that still use *target*. None for none. Lifetime: the caller keeps both tensors until the
+        event is done.
+        """
+        import torch
+
+        cuda: Any = torch.cuda  # untyped there
+        stream = self._stream(target.device if target.is_cuda else source.device, target.is_cuda)
+        if after is not None:
+            stream.wait_event(after)
+        with cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def bring(
+        self, source: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Start copying *source*, in pinned host memory, to memory of *device*, which is new unless
+        *into* is given. Returns the copy, for which the current stream waits, and the event after
+        which *source* may change.
+        """
+        import torch
+
+        cuda: Any = torch.cuda
+        stream, current = self._stream(device, True), cuda.current_stream(device)
+        if into is None:
+            # Memory of this stream, so that the copy does not wait for what else is computed.
+            with cuda.stream(stream):
+                into = source.to(device, non_blocking=True)
+            done = stream.record_event()
+            into.record_stream(current)
+        else:
+            done = self.start(into, source, after=current.record_event())
+        current.wait_event(done)
+        return into, done
+
+    def take_back(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Start copying *source*, which the current stream computes, to *target* in pinned host memory.
+        Returns the event at its end. Lifetime: the caller keeps *target* until then, and changes
+        *source* no more.
+        """
+        import torch
+
+        cuda: Any = torch.cuda
+        done = self.start(target, source, after=cuda.current_stream(source.device).record_event())
+        source.record_stream(self._stream(source.device, False))
+        return done
+
+    def _stream(self, device: torch.device, to_device: bool) -> Any:
+        import torch
+
+        key = (device, to_device)
+        if key not in self._streams:
+            cuda: Any = torch.cuda
+            self._streams[key] = cuda.Stream(device)
+        return self._streams[key]

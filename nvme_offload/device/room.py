@@ -1,0 +1,31 @@
+"""`DeviceRoom`: how much of a GPU's memory is free for what may also be in host memory."""
+
+from __future__ import annotations
+
+import torch
+
+# One part in this many of a GPU's memory is left for steps that need more than those before.
+_MARGIN_PARTS = 10
+
+
+class DeviceRoom:
+    """The memory of *device* that forward and backward passes leave.
+
+    What they need is the most that was allocated so far without what the caller has there. *aside*
+    bytes more are for the caller's own temporary tensors.
+    """
+
+    def __init__(self, device: torch.device, aside: int) -> None:
+        self._device = device
+        self._aside = aside
+        self._most_bytes = 0
+
+    def suffices(self, held: int, more: int = 0) -> bool:
+        """Whether there is room for *more* bytes beside the *held* bytes that the caller has there."""
+        cuda = torch.cuda
+        free, total = cuda.mem_get_info(self._device)
+        allocated = cuda.max_memory_allocated(self._device) - held
+        self._most_bytes = max(self._most_bytes, allocated)
+        ours = free + cuda.memory_reserved(self._device)
+        needed = self._most_bytes + held + more + self._aside
+        return needed <= ours - total // _MARGIN_PARTS

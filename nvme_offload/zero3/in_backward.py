@@ -1,0 +1,118 @@
+"""`InBackward`: `"step_in_backward"` of one engine. A sub-group is updated as soon as the gradients of
+all its parameters are reduced, in the last backward pass of a step. DeepSpeed's `step` then leaves it
+out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UnsupportedError, UsageError
+from .overlap import left_out_since, needs_order, tell_left_out
+
+if TYPE_CHECKING:
+    from .stage3 import Stage3
+
+# What DeepSpeed's `step` calls for each sub-group.
+_STEPS = (
+    "_prepare_sub_group",
+    "unscale_and_clip_grads",
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+    "_release_sub_group",
+)
+
+
+class InBackward:
+    """The updates of *stage3*, whose optimizer states are in a tier.
+
+    Attributes: *updated*, the sub-groups that this backward pass has updated; *updating*, whether it
+    updates one now.
+    """
+
+    def __init__(self, stage3: Stage3) -> None:
+        self.updated: set[int] = set()
+        self.updating = False
+        self._stage3 = stage3
+        self._reduced: dict[int, set[int]] = {}  # by sub-group: the ids of parameters
+        self._told: set[str] = set()
+        self._methods: dict[str, Callable[..., None]] = {}
+        for name in _STEPS:
+            self._methods[name] = getattr(stage3, name)
+            setattr(stage3, name, functools.partial(self._unless_updated, self._methods[name]))
+
+    def _unless_updated(self, method: Callable[..., None], index: int, *rest: Any) -> None:
+        if index not in self.updated:
+            method(index, *rest)
+
+    def reduced(self, index: int, params: Iterable[Any]) -> None:
+        """The gradients of *params* in sub-group *index* are those of the whole step. Raises:
+        UsageError where they have been used up; as an update.
+        """
+        stage3 = self._stage3
+        if index in self.updated:
+            raise UsageError(
+                '"step_in_backward" has updated parameters in the backward pass before, and a second one follows without a step: '
+                "call engine.step() after each backward pass, and set gradient_accumulation_steps to accumulate"
+            )
+        reduced = self._reduced.setdefault(index, set())
+        reduced.update(map(id, params))
+        if any(
+            param.requires_grad and id(param) not in reduced for param in stage3.fp16_groups[index]
+        ):
+            return
+        reason = left_out_since(stage3)
+        if not reason and needs_order(stage3):
+            reason = "updates depend on the order of sub-groups"
+        if not reason and (stage3.clip_grad > 0 or stage3.loss_scale != 1):
+            reason = "gradients are clipped or scaled"
+        if reason:
+            tell_left_out(self._told, reason, "step_in_backward")
+            return
+        self._update(index)
+
+    def _update(self, index: int) -> None:
+        stage3, whole = self._stage3, self._stage3.partly_changed
+        self.updating = True
+        with torch.no_grad():
+            stage3._optimizer_states_and_gradient_swap_in(index, set())
+            self._methods["_optimizer_step"](index)
+            self._methods["_reassign_or_swap_out_partitioned_parameters"](index)
+            stage3.optimizer_swapper.swap_out_optimizer_state(
+                stage3.fp32_partitioned_groups_flat[index], async_swap=True
+            )
+        stage3.use_up_gradient(index)
+        self.updated.add(index)
+        self.updating, stage3.partly_changed = False, whole
+
+    def end(self) -> None:
+        """A step, or the backward pass of one that is given up, has ended."""
+        self._reduced.clear()
+        self.updated.clear()
+        self.updating = False
+
+
+def require_possible(stage3: Stage3, ds_config: Mapping[str, Any]) -> None:
+    """Refuse settings with which no sub-group could be updated in backward. Raises: UsageError,
+    UnsupportedError.
+    """
+    refused = {
+        '"gradient_clipping" above 0 (the default is 1.0), which needs the norm of all gradients': (
+            stage3.clip_grad > 0
+        ),
+        "fp16, whose overflows are known after the backward pass": stage3.dtype == torch.float16,
+        '"missing_gradients": "last", which needs gradients of earlier steps': stage3.keeps_last,
+        '"overlap_step"': stage3.overlap is not None,
+    }
+    for what, is_on in refused.items():
+        if is_on:
+            raise UsageError(f'"step_in_backward" excludes {what}: change one of the two')
+    zero = ds_config.get("zero_optimization") or {}
+    if (zero.get("offload_param") or {}).get("device") == "nvme":
+        raise UnsupportedError(
+            '"step_in_backward" does not work with parameters on a drive: leave it out, or keep parameters on the GPU or with "device": "cpu"'
+        )

@@ -1,0 +1,210 @@
+"""Chooses where ZeRO-3's optimizer updates run: on the GPU, with the optimizer that DeepSpeed uses
+without offload, or on the CPU, with the one that it uses with "device": "cpu".
+
+DeepSpeed makes the optimizer of the configuration before stage 3, so `uses_gpu` decides then, and
+`device_of` decides for the optimizer that was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ..device.staging import CPU
+from ..errors import UsageError
+from .agreement import least
+from .settings import Settings
+from .sub_groups import Footprint
+
+# Free memory of a GPU below which updates run on the CPU: several sub-groups, and the temporary
+# tensors of one update.
+_LEAST_FREE_BYTES = 1 << 30
+# One part in this many of the free memory of a GPU is for sub-groups that are being updated.
+_PARTS = 2
+
+_log = logging.getLogger(__name__)
+# Whether the engine that is making its optimizer will update on the GPU.
+_on_gpu: ContextVar[bool] = ContextVar("on_gpu", default=False)
+
+
+def making_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
+    """`DeepSpeedEngine._configure_optimizer`, which makes the optimizer for the device of updates.
+    Where that is FusedAdam and cannot be built, it makes torch's fused Adam.
+    """
+
+    @functools.wraps(configure)
+    def configuring(engine: Any, *args: Any, **named: Any) -> Any:
+        ds_config = engine._config._param_dict
+        on_gpu = not _reason_for_cpu(ds_config)
+        token = _on_gpu.set(on_gpu)
+        ops: Any = importlib.import_module("deepspeed.ops.adam")
+        fused = ops.FusedAdam
+        if on_gpu and _wants_fused_adam(ds_config) and (fault := _fault_of_fused_adam()):
+            _log.info(
+                "torch's fused Adam updates: DeepSpeed's FusedAdam cannot be built: %s", fault
+            )
+            ops.FusedAdam = _torch_fused_adam
+        try:
+            return configure(engine, *args, **named)
+        finally:
+            ops.FusedAdam = fused
+            _on_gpu.reset(token)
+
+    return configuring
+
+
+def uses_cpu_optimizer(uses: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """`DeepSpeedEngine.zero_use_cpu_optimizer`, which is false while an optimizer is made that updates
+    on the GPU.
+    """
+
+    @functools.wraps(uses)
+    def asking(engine: Any) -> bool:
+        return not _on_gpu.get() and uses(engine)
+
+    return asking
+
+
+def _wants_fused_adam(ds_config: Mapping[str, Any]) -> bool:
+    section = ds_config.get("optimizer") or {}
+    parameters = section.get("params") or {}
+    return str(section.get("type", "")).lower() in ("adam", "adamw") and not parameters.get(
+        "torch_adam"
+    )
+
+
+def _torch_fused_adam(
+    params: Any,
+    *,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
+    set_grad_none: bool = True,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """In the place of FusedAdam. Raises: UsageError for an option that only FusedAdam has."""
+    if not bias_correction:
+        raise UsageError(
+            '"bias_correction": false needs DeepSpeed\'s FusedAdam, which cannot be built here: install nvcc, or set "update_device": "cpu" in "nvme_offload"'
+        )
+    kind: Any = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    made: torch.optim.Optimizer = kind(params, fused=True, **{"weight_decay": 0.0, **options})
+    return made
+
+
+@functools.cache
+def _fault_of_fused_adam() -> str:
+    """Why DeepSpeed's FusedAdam cannot be used; "" where it can."""
+    from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    try:
+        FusedAdamBuilder().load()
+    except Exception as error:  # of compilers and loaders: it has no class for all
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
+
+
+def device_of(
+    ds_config: Mapping[str, Any], optimizer: Any, footprint: Footprint, elements: int
+) -> torch.device:
+    """The device on which *optimizer* updates sub-groups, of which the largest has at least *elements*;
+    *footprint* is that of updates on the CPU. All ranks call it. Logs why. Raises: UsageError.
+    """
+    reason = _reason_for_cpu(ds_config)
+    only = _only_device(optimizer)
+    name = type(optimizer).__name__
+    if not reason and only == "cpu":
+        reason = (
+            f"{name} updates on the CPU only: torch.optim.AdamW and FusedAdam update on the GPU"
+        )
+    if not reason and only != "cuda":
+        needed = gpu_bytes(footprint) * elements
+        free = least(torch.cuda.mem_get_info()[0])
+        if needed > free // _PARTS:
+            reason = f"sub-groups of {elements} elements need too much of the GPU's memory: a smaller sub_group_size helps"
+    choice = Settings.of(ds_config).update_device
+    if reason and only == "cuda":
+        raise UsageError(f"{name} updates on the GPU only, and {reason}: use torch.optim.AdamW")
+    if reason and choice == "gpu":
+        raise UsageError(f'"update_device": "gpu" is not possible, since {reason}')
+    if not reason:
+        device = torch.device("cuda", torch.cuda.current_device())
+        _log.info(
+            'optimizer updates run on %s, by %s; "update_device": "cpu" in "nvme_offload" gives the bits of "device": "cpu"',
+            *(device, name),
+        )
+        return device
+    if get_accelerator().device_name() == "cuda":
+        _log.info("optimizer updates run on the CPU, by %s: %s", name, reason)
+    return CPU
+
+
+def trial_device(optimizer: Any) -> torch.device:
+    """A device on which *optimizer* can make a step."""
+    if _only_device(optimizer) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU
+
+
+def gpu_bytes(footprint: Footprint) -> float:
+    """Bytes of GPU memory for each element of the largest sub-group, of which updates on the CPU have
+    *footprint*: several have their states there, and one is unpacked.
+    """
+    return footprint.states * footprint.in_flight + footprint.scratch + footprint.gradient
+
+
+def most_elements(footprint: Footprint) -> int:
+    """The elements of the largest sub-group for which the memory that is free on the GPUs suffices.
+    All ranks call it.
+    """
+    return int(least(torch.cuda.mem_get_info()[0]) / _PARTS / gpu_bytes(footprint))
+
+
+def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
+    """Why an engine of *ds_config* updates on the CPU; "" where it updates on the GPU."""
+    settings = Settings.of(ds_config)
+    zero = ds_config.get("zero_optimization") or {}
+    section = zero.get("offload_optimizer") or {}
+    kind = str((ds_config.get("optimizer") or {}).get("type", "")).lower()
+    if zero.get("stage") != 3 or section.get("device") != "nvme":
+        return "no optimizer states of ZeRO-3 are on a drive"
+    if settings.swappers != "native":
+        return 'DeepSpeed\'s own swappers are used ("swappers")'
+    if settings.update_device == "cpu":
+        return '"update_device" is "cpu"'
+    if get_accelerator().device_name() != "cuda":
+        return "there is no CUDA device"
+    if section.get("ratio", 1.0) != 1.0:
+        return '"ratio" divides updates between the GPU and the CPU'
+    if "muon" in kind:
+        return "DeepSpeed's Muon updates offloaded states on the CPU"
+    for name in ("bf16", "fp16"):
+        precision = ds_config.get(name) or {}
+        if precision.get(f"{name}_master_weights_and_grads") or precision.get(
+            f"{name}_optimizer_states"
+        ):
+            return f"masters or states in 16 bits ({name}) need DeepSpeedCPUAdam"
+    free = least(torch.cuda.mem_get_info()[0])
+    if settings.update_device == "auto" and free < _LEAST_FREE_BYTES:
+        return f"a GPU has {free >> 20} MiB free"
+    return ""
+
+
+def _only_device(optimizer: Any) -> str:
+    """The device, "cpu" or "cuda", on which alone *optimizer* updates; "" where it updates on both."""
+    module = type(optimizer).__module__
+    if hasattr(optimizer, "ds_opt_adam") or module.startswith(
+        ("deepspeed.ops.adam.cpu", "deepspeed.ops.adagrad.cpu", "deepspeed.ops.lion.cpu")
+    ):
+        return "cpu"
+    if module.startswith(
+        ("deepspeed.ops.adam.fused", "deepspeed.ops.lion.fused", "deepspeed.ops.lamb")
+    ):
+        return "cuda"
+    return ""

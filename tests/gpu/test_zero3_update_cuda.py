@@ -1,0 +1,144 @@
+"""ZeRO-3 with updates on the GPU: the bits of stock DeepSpeed without offload on the same GPUs, of
+weights, masters, states, losses, norms and loss scales, wherever parameters and states are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "zero3"))
+from launch import Case, differences, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
+]
+
+SMALLEST = {"host_memory": "smallest"}
+IN_BACKWARD = {"host_memory": "double", "step_in_backward": True}
+LAST = {"missing_gradients": "last"}
+CASES = {
+    "plain": Case(),
+    "fp32-clipped": Case(dtype="fp32", clipping=1.0),
+    "fp16-overflow": Case(
+        dtype="fp16",
+        overflow_step=2,
+        steps=5,
+        accumulation=3,
+        clipping=0.5,
+        groups=2,
+        model="blocks",
+        section=SMALLEST,
+    ),
+    "small-sub-groups": Case(sub_group_size=100, clipping=0.1, section=SMALLEST),
+    "unaligned": Case(model="misaligned", section=SMALLEST),
+    "both-on-the-drive": Case(
+        model="blocks", parameters="nvme", section=SMALLEST, steps=4, evaluate=True
+    ),
+    "parameters-in-memory": Case(parameters="cpu", groups=2, clipping=1.0),
+    "zero-init": Case(model="blocks", parameters="nvme", zero_init=True, section=SMALLEST),
+    "persistent": Case(parameters="nvme", persistence=100),
+    "tied": Case(model="tied", parameters="nvme", section=SMALLEST),
+    "frozen": Case(model="frozen", parameters="nvme", section=SMALLEST),
+    "checkpointed": Case(model="checkpointed", parameters="nvme", accumulation=2),
+    "momentum": Case(optimizer="momentum", model="blocks", section=SMALLEST),
+    "no-states": Case(optimizer="sgd"),
+    "adagrad": Case(optimizer="adagrad"),
+    "amsgrad": Case(optimizer="amsgrad", section=SMALLEST),
+    "scalar-states": Case(optimizer="nadam", model="blocks", groups=2, section=SMALLEST),
+    "states-of-every-kind": Case(optimizer="sign", model="blocks", steps=4),
+    "counts": Case(optimizer="counting", model="blocks", loop="count", steps=4, section=SMALLEST),
+    "gradients-in-fp32": Case(
+        top={"data_types": {"grad_accum_dtype": "fp32"}}, accumulation=2, model="blocks"
+    ),
+    # FusedAdam where it builds, on both sides.
+    "configured-adamw": Case(
+        optimizer="cpu_adam", model="blocks", clipping=1.0, groups=2, steps=4, section=SMALLEST
+    ),
+    "torch-fused": Case(optimizer="fused", model="blocks", steps=4, clipping=0.1),
+    "resumed": Case(model="blocks", loop="resume", steps=5, clipping=0.5, section=SMALLEST),
+    "resumed-fused": Case(optimizer="fused", model="blocks", loop="resume", steps=5),
+    "overlapped": Case(
+        model="blocks", parameters="nvme", steps=5, section={**SMALLEST, "overlap_step": True}
+    ),
+    "in-backward": Case(
+        model="blocks", sub_group_size=5000, steps=4, groups=2, accumulation=2, section=IN_BACKWARD
+    ),
+    "in-backward-fused": Case(
+        model="wide", optimizer="fused", parameters="cpu", sub_group_size=9000, section=IN_BACKWARD
+    ),
+    "last-gradients": Case(model="dropped", sub_group_size=9000, steps=8, section=LAST),
+    "last-gradients-clipped": Case(
+        model="dropped", steps=8, clipping=0.05, accumulation=2, groups=2, section=LAST
+    ),
+}
+ON_TWO_RANKS = {
+    "clipped": Case(clipping=0.1, groups=2, accumulation=2),
+    "overflow": CASES["fp16-overflow"].but(parameters="nvme"),
+    "resumed": CASES["resumed"],
+    "in-backward": CASES["in-backward"],
+    "configured-adamw": CASES["configured-adamw"],
+}
+
+
+def on_gpu(cases: dict[str, Case]) -> list[Case]:
+    """*cases* that fail where updates do not run on the GPU."""
+    return [case.but(section={**case.section, "update_device": "gpu"}) for case in cases.values()]
+
+
+def both(cases: dict[str, Case], directory: Path, ranks: int = 1) -> dict[str, tuple]:
+    stock: dict[str, Any] = {"ours": False, "in_gpu_memory": True}
+    jobs = [
+        (on_gpu(cases), directory / "ours", {}),
+        ([*cases.values()], directory / "stock", stock),
+    ]
+    for _, place, _ in jobs:
+        place.mkdir()
+    with ThreadPoolExecutor() as pool:
+        results = pool.map(
+            lambda job: train(job[0], job[1], ranks=ranks, accelerator="cuda", **job[2]), jobs
+        )
+        return dict(zip(cases, zip(*results, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return both(CASES, tmp_path_factory.mktemp("drive"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return both(ON_TWO_RANKS, tmp_path_factory.mktemp("drive"), ranks=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_gpu(one_rank, name):
+    assert differences(*one_rank[name]) == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_gpus(two_ranks, name):
+    assert differences(*two_ranks[name]) == []
+
+
+@pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
+def test_bits_do_not_depend_on_host_memory(tmp_path_factory, state_format):
+    case = Case(model="wide", optimizer="fused", steps=4, section={"state_format": state_format})
+    small = case.but(parameters="nvme", section={**case.section, **SMALLEST})
+    results = [
+        train(on_gpu({"": each}), tmp_path_factory.mktemp("drive"), accelerator="cuda")[0]
+        for each in (case, small)
+    ]
+    assert differences(*results) == []
