@@ -1,7 +1,8 @@
-"""`GradientSums`: gradients over the micro-batches of a step, in the host memory of a tier.
+"""`GradientSums`: gradients accumulated over the micro-batches of a step, in the host memory of a
+tier.
 
-The gradients of a bucket are one value of the swapper, so that they share its budget with the
-states, and go to the drive where they do not fit.
+The gradients of a bucket are one value of the swapper. They share its budget with the states, and
+spill to the drive where they do not fit.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from .gradient_copies import GradientCopies
 from .host_gradient import HostGradient, Sum
 from .modes import fixed_modes
 
-# of copies that are under way between a GPU and the host: beyond it, backward() waits
+# copies in flight between a GPU and the host; beyond this number, backward() waits
 _IN_FLIGHT = 64
-_UNTIGHT = 8  # values that may be in use together: of buckets on their way to a GPU and back
+_UNTIGHT = 8  # values in use together, for buckets that are being copied to a GPU and back
 _IN_FLIGHT_BYTES = 128 << 20
 
 
 class _Copy(NamedTuple):
-    """A copy between *bucket*'s value, or what *fragment* has of it, and a GPU, until the event
-    *done*; *kept* is what has to be there until then.
+    """A copy between host memory and a GPU: of *bucket*'s value, or of *fragment*'s part of it. It
+    ends with the event *done*; *kept* holds the tensors alive until then.
     """
 
     bucket: Bucket
@@ -41,23 +42,23 @@ class _Copy(NamedTuple):
 
 
 class GradientSums:
-    """Moves each gradient that backward() makes to *tier*, and leaves a `HostGradient` in its
-    place; gives the gradients of a bucket back for its update.
+    """Moves each gradient that backward() produces to *tier*, and leaves a `HostGradient` in its
+    place; loads the gradients of a bucket for its update.
 
-    A sum is made as autograd makes it in `.grad`: the first gradient, then the others added to it,
-    in their dtype. On a GPU it is added to there: the old sum comes up while the one before goes
-    down, and PCIe moves both ways at once, where adding on the CPU would read and write the sum in
-    host memory, at a fraction of that speed, and the thread of backward() would wait for the copy
-    before it. On the CPU it is added to where it lies.
+    A sum is accumulated as autograd does it in `.grad`: the first gradient, then the others added
+    to it, in their dtype. On a GPU the addition runs there: the old sum is copied up while the
+    previous sum is copied down, so PCIe moves both ways concurrently. An addition on the CPU would
+    read and write the sum in host memory, at a fraction of that speed, and the thread of backward()
+    would wait for the copy before it. Gradients of parameters on the CPU are added in place.
 
-    A bucket's value is in use from its first gradient to one of another bucket, since backward()
-    comes to the parameters of a bucket one after the other, or to `settle`. Only what belongs to a
-    gradient is copied, so that the bytes do not depend on how the buckets are.
+    backward() reaches the parameters of a bucket one after another, so a bucket's value is in use
+    from its first gradient until a gradient of another bucket arrives, or until `settle`. Only the
+    elements of a gradient are copied, so the bytes do not depend on the layout of the buckets.
 
-    *lock*: of all that uses the tier. *release_others*: lets go of what else is in use of it.
-    *recover*: continues after a call that an exception has ended, with `recover`.
-    Attributes: *tight*, whether the values in use of several buckets may not fit; *running*, whether
-    a call has begun and not returned.
+    *lock*: held by every user of the tier. *release_others*: releases the other values of the tier
+    that are in use. *recover*: continues after a call that an exception ended; it calls `recover`.
+    Attributes: *tight*, whether the values of several buckets in use together may not fit;
+    *running*, whether a call has begun and not returned.
     """
 
     def __init__(
@@ -77,16 +78,16 @@ class GradientSums:
         self._under_way_bytes = 0
         self._devices: dict[torch.device, GradientCopies] = {}
         self._in_use: dict[Bucket, torch.Tensor] = {}
-        self._changed: set[Bucket] = set()  # of those in use
-        self._current: Bucket | None = None  # that more gradients may come for
-        self._to_discard: set[Bucket] = set()  # once they are not in use
-        self._stored: set[Bucket] = set()  # that have a value
+        self._changed: set[Bucket] = set()  # buckets in use whose value changed
+        self._current: Bucket | None = None  # bucket whose next gradient may follow
+        self._to_discard: set[Bucket] = set()  # buckets to discard once their use ends
+        self._stored: set[Bucket] = set()  # buckets that have a value
         self._taken: dict[Bucket, None] = {}
-        self._sums: dict[Weight, Sum] = {}  # whose bytes are here
+        self._sums: dict[Weight, Sum] = {}  # weights whose gradient is stored here
 
     @staticmethod
     def check(parameter: torch.Tensor) -> None:
-        """See that gradients of *parameter* can be moved. Raises: UsageError.
+        """Check that gradients of *parameter* can be moved. Raises: UsageError.
 
         Source: _set_fsdp_flattened of torch.distributed.fsdp, which marks flat parameters and the
         original ones.
@@ -106,15 +107,15 @@ class GradientSums:
         largest = max((max(one.room_bytes, one.gradient_bytes) for one in buckets), default=0)
         self.tight = self._tier.cap_bytes < _UNTIGHT * largest
 
-    # What backward() does.
+    # Called during backward().
 
     @fixed_modes()
     def move(self, weight: Weight) -> None:
-        """Move the gradient that backward() has made of *weight*. Raises: as `add`."""
+        """Move the gradient that backward() has produced for *weight*. Raises: as `add`."""
         gradient = weight.parameter.grad
         bucket = weight.fragments[0].bucket
-        # what is not plain stays where it is: a gradient with a graph, a sparse one, one of another
-        # dtype, and what was added to a sum already
+        # Other gradients stay where they are: one with a graph, a sparse one, one of another dtype,
+        # and a HostGradient, to which autograd has added the new gradient already.
         if (
             type(gradient) is not torch.Tensor
             or gradient.requires_grad
@@ -132,7 +133,7 @@ class GradientSums:
         lost.
         """
         if one.is_zero:
-            # of which torch makes a sum, too: 0 + -0 is 0
+            # torch adds to zeros, too: 0 + -0 is 0
             whole = torch.zeros_like(gradient)
             one.changes()(whole)
             self.store(one, whole.add_(gradient))
@@ -155,7 +156,7 @@ class GradientSums:
 
     @fixed_modes()
     def store(self, one: Sum, gradient: torch.Tensor) -> None:
-        """Have *gradient* in the place of *one*. Raises: as `add`."""
+        """Replace the contents of *one* by *gradient*. Raises: as `add`."""
         with self._lock, self._changing(one):
             self._keep(one)
             row = _row(gradient, one.strides)
@@ -171,11 +172,11 @@ class GradientSums:
             one.pending.clear()
             one.is_zero = False
 
-    # What reads them.
+    # Reading and consuming the sums.
 
     @fixed_modes()
     def load(self, one: Sum) -> torch.Tensor:
-        """A copy of *one* where its parameter is. Raises: as `TensorSwapper.swap_in`."""
+        """Return a copy of *one* on its parameter's device. Raises: as `TensorSwapper.swap_in`."""
         weight = _weight(one)
         bucket = weight.fragments[0].bucket
         whole = torch.empty_strided(
@@ -195,7 +196,7 @@ class GradientSums:
         return whole
 
     def names(self, buckets: Sequence[Bucket]) -> Iterator[str]:
-        """What an update of the *buckets* uses, in order."""
+        """The names of the values that an update of the *buckets* uses, in order."""
         for bucket in buckets:
             if bucket in self._stored:
                 yield _name(bucket)
@@ -203,19 +204,19 @@ class GradientSums:
 
     @fixed_modes()
     def take(self, bucket: Bucket) -> None:
-        """Have the gradients of *bucket* where its parameters are, for its update, until `done`;
-        they are in host memory no longer. Raises: as `TensorSwapper.swap_in`, and nothing is
-        changed.
+        """Load the gradients of *bucket* onto the device of its parameters for an update, until
+        `done`, and discard them from host memory. Raises: as `TensorSwapper.swap_in`; nothing is
+        changed then.
         """
         if bucket in self._taken:
-            self._discard(bucket)  # an exception may have come before it
+            self._discard(bucket)  # an exception may have skipped it
             return
         summed = [
             (fragment, one)
             for fragment in bucket.fragments
             if (one := self._sum_of(fragment.weight)) is not None
         ]
-        if not summed:  # what there may be is of a gradient that somebody has replaced
+        if not summed:  # any stored value belongs to a gradient that the program has replaced
             self._discard(bucket)
             return
         flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.home)
@@ -231,7 +232,7 @@ class GradientSums:
             )
         self._taken[bucket] = None
         self._discard(bucket)
-        if self.tight or bucket.inner is None:  # whose first update makes its value anew
+        if self.tight or bucket.inner is None:  # the first update creates the bucket's value anew
             self._finish_all()
 
     def done(self, bucket: Bucket) -> None:
@@ -241,7 +242,7 @@ class GradientSums:
             fragment.summed = None
 
     def spend(self, buckets: Sequence[Bucket]) -> None:
-        """The step of these *buckets* is over: their gradients are used up."""
+        """The step of these *buckets* has ended: mark their gradients as used up."""
         for bucket in buckets:
             for fragment in bucket.fragments:
                 one = self._sum_of(fragment.weight)
@@ -250,13 +251,13 @@ class GradientSums:
                     one.is_zero, one.lost = False, "was used up by step()"
 
     def settle(self) -> None:
-        """Return when nothing of the tier is in use here."""
+        """Return when none of the tier's values is in use here."""
         with self._lock:
             self._leave()
             self._finish_all()
 
     def clear(self) -> None:
-        """Give back the memory of all gradients, which nobody needs any more."""
+        """Free the memory of all gradients. The caller does not need them any longer."""
         with self._lock:
             for one in self._sums.values():
                 if not one.is_zero:
@@ -285,7 +286,7 @@ class GradientSums:
         self.running = False
 
     def reset(self) -> None:
-        """Forget all gradients. The values of the swapper are unknown, and are not used."""
+        """Forget all gradients without touching the swapper's values, whose state is unknown."""
         self._finish_copies()
         for one in self._sums.values():
             one.lost = one.lost or "was given up by zero_grad()"
@@ -300,15 +301,15 @@ class GradientSums:
         self.running = False
 
     def _finish_copies(self) -> None:
-        """Wait for the copies under way, whose values are not used any more."""
+        """Wait for the copies in flight. Their values are no longer used."""
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._copies.clear()
         self._under_way_bytes = 0
 
     def release(self, weights: Sequence[Weight]) -> None:
-        """Bring the gradients of *weights* back to `.grad` before their buckets are discarded. Raises:
-        as `TensorSwapper.swap_in`.
+        """Move the gradients of *weights* back to `.grad` before their buckets are discarded.
+        Raises: as `TensorSwapper.swap_in`.
         """
         for weight in weights:
             one = self._sum_of(weight)
@@ -322,23 +323,23 @@ class GradientSums:
             self._discard(bucket)
 
     def close(self, weights: Sequence[Weight]) -> None:
-        """Leave no gradients of *weights*."""
+        """Drop the gradients of *weights*."""
         for weight in weights:
             if self._sum_of(weight) is not None:
                 weight.parameter.grad = None
         self.reset()
 
-    # Inside.
+    # Internals.
 
     def _sum_of(self, weight: Weight) -> Sum | None:
-        """What `.grad` stands for, if its bytes are here."""
+        """The sum that `.grad` refers to, if this object stores it."""
         gradient = weight.parameter.grad
         if isinstance(gradient, HostGradient) and gradient.held.owner() is self:
             return gradient.held
         return None
 
     def _keep(self, one: Sum) -> None:
-        """From now on the bytes of its parameter's gradient are those of *one*."""
+        """Record *one* as the gradient of its parameter; mark the one before as lost."""
         before = self._sums.get(_weight(one))
         if before is not None and before is not one and not before.is_zero:
             before.lost = before.lost or "was replaced by another"
@@ -357,14 +358,16 @@ class GradientSums:
         self.running = False
 
     def _place(self, fragment: Fragment, *, changed: bool = False) -> torch.Tensor:
-        """That of *fragment* in host memory; what is only read need not be written back."""
+        """The part of *fragment* in host memory. Set *changed* if it is written, so that it is
+        written back.
+        """
         value = self._use(fragment.bucket)
         if changed:
             self._changed.add(fragment.bucket)
         return fragment.flat_within(value)
 
     def _use(self, bucket: Bucket) -> torch.Tensor:
-        """The value of *bucket*, of which more is to come."""
+        """The value of *bucket*, which stays in use for the gradients that follow."""
         if bucket is not self._current:
             self._leave()
             if bucket not in self._in_use:
@@ -388,7 +391,7 @@ class GradientSums:
 
         try:
             return ask()
-        except OutOfHostMemoryError:  # beside what is in use until its copy has ended
+        except OutOfHostMemoryError:  # values whose copies have not ended take the room
             self._finish_all()
             self._release_others()
             return ask()
@@ -399,7 +402,7 @@ class GradientSums:
             self._let_go(bucket)
 
     def _let_go(self, bucket: Bucket) -> None:
-        """End the use of *bucket*, unless something is still to come of it."""
+        """End the use of *bucket*, unless it is current or one of its copies is in flight."""
         if bucket is self._current or any(copy.bucket is bucket for copy in self._copies):
             return
         if self._in_use.pop(bucket, None) is None or bucket not in self._stored:
@@ -414,7 +417,7 @@ class GradientSums:
             self._tier.swapper.release(_name(bucket), changed=changed)
 
     def _discard(self, bucket: Bucket) -> None:
-        """Forget the value of *bucket*, once nothing uses it."""
+        """Discard the value of *bucket*, once its use has ended."""
         if bucket in self._in_use:
             self._to_discard.add(bucket)
             if bucket is self._current:
@@ -428,8 +431,8 @@ class GradientSums:
     def _bring(
         self, bucket: Bucket, fragment: Fragment | None, there: torch.Tensor, source: torch.Tensor
     ) -> None:
-        """Copy *source*, of the value of *bucket*, to where it is needed; on a GPU for what comes
-        next on the current stream.
+        """Copy *source*, a part of *bucket*'s value, to *there*. On a GPU, work that the current
+        stream receives next comes after the copy.
         """
         copies = self._copies_of(bucket)
         if copies is None:
@@ -439,7 +442,7 @@ class GradientSums:
         self._note(bucket, fragment, copies.bring(there, source), there)
 
     def _copies_of(self, bucket: Bucket) -> GradientCopies | None:
-        """None where nothing is copied, since all is in host memory."""
+        """None where the parameters are in host memory, so that no copy is needed."""
         if bucket.home.type == "cpu":
             return None
         if bucket.home not in self._devices:
@@ -465,8 +468,8 @@ class GradientSums:
             self._finish_first()
 
     def _await(self, bucket: Bucket, fragment: Fragment | None) -> None:
-        """Until no copy is under way of *fragment*, or of anything of *bucket*: the two directions
-        do not wait for one another.
+        """Wait until no copy of *fragment*, or with None of any part of *bucket*, is in flight: the
+        streams of the two directions are not ordered after each other.
         """
         for copy in self._copies:
             if copy.bucket is bucket and (fragment is None or copy.fragment in (None, fragment)):
@@ -484,7 +487,7 @@ class GradientSums:
 
 
 def _weight(one: Sum) -> Weight:
-    return known(one.weight())  # it is there as long as its optimizer
+    return known(one.weight())  # the weight lives as long as its optimizer
 
 
 def _name(bucket: Bucket) -> str:
@@ -492,8 +495,8 @@ def _name(bucket: Bucket) -> str:
 
 
 def _strides(weight: Weight, gradient: torch.Tensor) -> tuple[int, ...]:
-    """Those of *gradient*, without gaps; of a parameter that is cut, which is contiguous, in the
-    order of its parts.
+    """The strides of *gradient*, without gaps. A parameter that is cut is contiguous: for it, the
+    strides in the order of its parts.
     """
     if len(weight.fragments) == 1:
         return dense_strides(gradient)
@@ -501,8 +504,8 @@ def _strides(weight: Weight, gradient: torch.Tensor) -> tuple[int, ...]:
 
 
 def _row(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The elements of *tensor* in the order that they have in memory with these *strides*: a view
-    where it has them.
+    """The elements of *tensor*, in the order that they have in memory with these *strides*: a view
+    if *tensor* has these strides, else a copy.
     """
     if tensor.stride() != strides:
         tensor = torch.empty_strided(

@@ -1,4 +1,4 @@
-"""`Bucket`: parameters that are updated together, whose states are one value of a
+"""`Bucket`: parameters that are updated together. Their states are one value of a
 `TensorSwapper`.
 """
 
@@ -20,14 +20,14 @@ from ..optimizer_states.tree import Key, dense_strides, is_for_each
 if TYPE_CHECKING:
     from .awaited import Awaited
 
-_TAKEN = "_nvme_offload_taken"  # in the __dict__ of a gradient
+_TAKEN = "_nvme_offload_taken"  # key in the __dict__ of a gradient
 _marks = itertools.count()
-SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
+SLOT_BYTES = 64  # a cache line: alignment of the states outside the layout
 
 
 class Form(NamedTuple):
-    """What a binding depends on: the part of a parameter on this rank, and how a DTensor lies over
-    the ranks.
+    """The properties that a binding depends on: shape, dtype and device of the local shard of a
+    parameter, and the placements of a DTensor.
     """
 
     shape: torch.Size
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Form:
-        """The form of *parameter*. It does not wait for an update that is queued."""
+        """The form of *parameter*. It does not wait for a queued update."""
         part = local_as_it_is(parameter)
         placements: Any = parameter.placements if is_distributed(parameter) else ()  # type: ignore[attr-defined]
         return cls(part.shape, part.dtype, part.device, placements)
@@ -45,17 +45,17 @@ class Form(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """One parameter. *seen* is what its data was like after the last update; *changes* counts how
-    often it was another one before the next, and *updates* how often its states have changed.
+    """One parameter. *seen*: version and address of its data after the last update. *changes*: how
+    often the program has changed it between updates. *updates*: how often its states have changed.
 
-    *traits*: of the optimizer's class with parameters like this one. *number*: among all of the
-    optimizer's. *offset*: of the part on this rank within all of the parameter, in elements.
+    *traits*: of the optimizer's class with parameters like this one. *number*: its index among all
+    parameters of the optimizer. *offset*: of the local shard in the whole parameter, in elements.
 
     *form*, *group* and *trained*: the form of the parameter, the index of its group, and whether it
     required gradients, all at the time of binding.
 
-    *awaited*: the update that is queued, and *taken* the mark of the gradient of the last that was,
-    with its version. No weak reference, with which torch.utils.swap_tensors takes no gradient.
+    *awaited*: the queued update. *taken*: mark and version of the gradient that was queued last. It
+    is not a weak reference, since torch.utils.swap_tensors refuses a gradient that has one.
     """
 
     parameter: torch.Tensor
@@ -69,51 +69,52 @@ class Weight:
     updates: int = 0
     number: int = 0
     offset: int = 0
-    shown: Any = None  # the `ShownState`, once there is one
-    placeholders: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
+    shown: Any = None  # the `ShownState`, once it exists
+    # the placeholders that `shown` has
+    placeholders: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)
     awaited: Awaited | None = None
     taken: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, parameter: torch.Tensor, traits: Traits, group: int) -> Weight:
-        """Bind *parameter*, of the group with the index *group*, as it is now."""
+        """Bind *parameter* as it is now; *group* is the index of its group."""
         return cls(parameter, traits, Form.of(parameter), group, parameter.requires_grad)
 
     @property
     def is_as_bound(self) -> bool:
-        """Whether the parameter was neither moved nor cast nor unfrozen since it was bound."""
+        """Whether the parameter was neither moved, cast nor unfrozen since it was bound."""
         parameter = self.parameter
         return Form.of(parameter) == self.form and (self.trained or not parameter.requires_grad)
 
     def release(self) -> None:
-        """Leave the buckets. `shown` stays for the next binding."""
+        """Detach from the buckets. `shown` stays for the next binding."""
         self.fragments, self.placeholders, self.seen = [], {}, None
 
     @property
     def states(self) -> dict[Any, Any]:
-        """Of the first fragment, which has the same as all others in memory. Nothing where there
-        are no fragments, as of what never has gradients.
+        """The states of the first fragment: all fragments have the same small states. Empty if
+        there are no fragments, as for a parameter that never has gradients.
         """
         return self.fragments[0].states if self.fragments else {}
 
     @property
     def visits_device(self) -> bool:
-        """Whether it is in host memory and updated on a GPU."""
+        """Whether the parameter is in host memory and updated on a GPU."""
         return bool(self.fragments) and self.fragments[0].bucket.visits_device
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """That of the update that is queued, or the parameter's own."""
+        """The gradient of the queued update; without one, the parameter's own."""
         return self.parameter.grad if self.awaited is None else self.awaited.values
 
     @property
     def has_new_gradient(self) -> bool:
-        """Whether the parameter has another gradient than the one that was taken up."""
+        """Whether the parameter has another gradient than `taken`, the last queued."""
         gradient = self.parameter.grad
         return gradient is not None and self.taken != _mark_of(gradient)
 
     def taken_up(self) -> None:
-        """Its gradient is that of an update to come, as which autograd is told of that now."""
+        """Mark the gradient as queued and bump the parameter's version counter."""
         gradient = self.parameter.grad
         if gradient is not None:
             torch.autograd.graph.increment_version(self.parameter)
@@ -121,25 +122,25 @@ class Weight:
         self.seen = self._now()
 
     def mark_gradient(self) -> None:
-        """Have `has_new_gradient` be False of the gradient of now."""
+        """Make `has_new_gradient` False for the present gradient."""
         gradient = self.parameter.grad
         if gradient is not None:
             gradient.__dict__[_TAKEN] = next(_marks)
             self.taken = _mark_of(gradient)
 
     def look(self) -> None:
-        """Notice whether somebody else has changed the parameter since the last update."""
+        """Detect a change of the parameter by the program since the last update."""
         if self.was_changed:
             self.changes += 1
             self.seen = self._now()
 
     @property
     def was_changed(self) -> bool:
-        """Whether somebody else has changed the parameter since the last update."""
+        """Whether the program has changed the parameter since the last update."""
         return self.seen not in (None, self._now())
 
     def settle_gradient(self) -> None:
-        """Let the gradient lie over the ranks as the parameter does. All of these have to call it,
+        """Redistribute the gradient to the placements of the parameter. Every rank has to call it,
         for the same parameters in the same order.
         """
         parameter: Any = self.parameter
@@ -151,8 +152,8 @@ class Weight:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def updated(self, *, always: bool = False) -> None:
-        """An update has changed the parameter, which autograd is told as of every other change in
-        place; without a gradient only where it does *always*.
+        """Record that an update has changed the parameter, and bump its version counter for
+        autograd. Without a gradient it has changed only if *always* is set.
         """
         if always or self.gradient is not None:
             torch.autograd.graph.increment_version(self.parameter)
@@ -164,13 +165,13 @@ class Weight:
 
 
 def _mark_of(gradient: torch.Tensor) -> tuple[Any, int]:
-    """What changes with each gradient, and with each change in place of one."""
+    """A key that differs for each gradient, and after each in-place change of one."""
     return gradient.__dict__.get(_TAKEN), 0 if gradient.is_inference() else gradient._version
 
 
 class Place(NamedTuple):
-    """Of a tensor that is not like its parameter: where it begins in the rest of the bucket's
-    value, in bytes, and what it is like.
+    """The place of a tensor whose shape is not its parameter's, in the rest of the bucket's value:
+    *offset* in bytes, shape, strides and dtype.
     """
 
     offset: int
@@ -180,26 +181,26 @@ class Place(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """The end, in bytes."""
         return self.offset + self.shape.numel() * self.dtype.itemsize
 
     def within(self, rest: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """The tensor, as a view of *rest*."""
         flat = rest[self.offset : self.stop].view(self.dtype)
         return flat.as_strided(self.shape, self.strides, flat.storage_offset())
 
 
 @dataclasses.dataclass(eq=False)
 class Fragment:
-    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first
-    of them in the bucket.
+    """The elements from *start* to *stop* of a parameter's local shard. *place*: the position of
+    the first of them in the bucket.
 
-    *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for
-    it. *leaves* are those of its tensors that travel, which are empty but while the bucket is
-    bound: *keys* says of which of the bucket's states this fragment has a part, and with which
-    strides, and *rest* where the others are. *strides*: of the shadow. *stepped*: it has had a
-    gradient, so that its master is its own. *summed*: its part of a gradient that was in host
-    memory, for the update.
+    *shadow*: the parameter that the inner optimizer sees. *states*: its states there. *leaves*: the
+    tensors of *states* that are stored in the bucket's value; they have memory only while the
+    bucket is bound. *keys*: the bucket's states of which this fragment has a part, with strides.
+    *rest*: the places of its other states. *strides*: of the shadow. *stepped*: it has had a
+    gradient, so that its master may differ from the weight. *summed*: during an update, its part of
+    a gradient that was in host memory.
     """
 
     weight: Weight
@@ -225,32 +226,34 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.stop - self.start
 
     @property
     def first_block(self) -> int:
-        """The name of its first block: see `Bucket.block_names`."""
+        """The name of the fragment's first block: see `Bucket.block_names`."""
         return (self.weight.number << 40) + (self.weight.offset + self.start) // BLOCK
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the parameter is in another fragment."""
+        """Whether the fragment has all elements of the parameter's local shard."""
         return len(self.weight.fragments) == 1
 
     def of_weight(self) -> torch.Tensor:
-        """The elements themselves, or a copy where `is_scattered`; `put_weight` writes it back."""
+        """The elements of the parameter, or a copy if `is_scattered`; `put_weight` writes a copy
+        back.
+        """
         return self.of(local(self.weight.parameter).detach())
 
     @property
     def is_scattered(self) -> bool:
-        """Whether its elements are not in a row: the parameter was cut, and has other strides now,
-        as after ``model.to(memory_format=torch.channels_last)``.
+        """Whether the elements are not contiguous in memory: the parameter was cut, and has other
+        strides now, as after ``model.to(memory_format=torch.channels_last)``.
         """
         return not self.is_whole and not local(self.weight.parameter).is_contiguous()
 
     def put_weight(self, values: torch.Tensor) -> None:
-        """Write *values* into the elements of the parameter."""
+        """Write *values* to the elements of the parameter."""
         whole = local(self.weight.parameter).detach()
         if not self.is_scattered:
             self.of(whole).copy_(values)
@@ -261,7 +264,9 @@ class Fragment:
         rows.copy_(flat.view(rows.shape))
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of *whole*, which is shaped like the parameter; where it has to be, a copy."""
+        """The fragment's part of *whole*, which has the parameter's shape; a copy if a view is
+        impossible.
+        """
         if self.is_whole:
             return whole
         if whole.is_contiguous():
@@ -270,20 +275,20 @@ class Fragment:
         return rows.reshape(-1)[start:stop]
 
     def _rows(self, whole: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """The rows of *whole* that have elements of this fragment, and where these begin and end."""
+        """The rows of *whole* that contain this fragment, and its start and stop within them."""
         size = whole[0].numel()
         first, last = self.start // size, -(-self.stop // size)
         return whole[first:last], self.start - first * size, self.stop - first * size
 
     def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of *flat*, which has a value for each element of the bucket, in the order of
-        memory.
+        """The fragment's part of *flat*, which has an entry for each element of the bucket, in
+        memory order.
         """
         return flat[self.place : self.place + self.numel]
 
     def within(self, flat: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The same, with the shape and the strides of the parameter, or other *strides* without
-        gaps.
+        """The fragment's part of *flat*, with the shape of the parameter, and its strides or other
+        *strides* without gaps.
         """
         return flat.as_strided(
             self.shape,
@@ -294,7 +299,7 @@ class Fragment:
     def state(
         self, key: Key, states: Mapping[Key, torch.Tensor], rest: torch.Tensor
     ) -> torch.Tensor:
-        """One that travels: of the bucket's *states*, or of the *rest* of its value."""
+        """The state *key*, as a view of the bucket's *states* or of the *rest* of its value."""
         return (
             self.within(states[key], self.keys[key])
             if key in self.keys
@@ -302,9 +307,7 @@ class Fragment:
         )
 
     def in_memory_order(self, weight: torch.Tensor) -> torch.Tensor:
-        """*weight*, flat: a view where it has the strides of this fragment, and a copy
-        elsewhere.
-        """
+        """*weight*, flat: a view if it has the strides of this fragment, else a copy."""
         if weight.stride() != self.strides:
             weight = torch.empty_strided(
                 self.shape, self.strides, dtype=weight.dtype, device=weight.device
@@ -312,14 +315,14 @@ class Fragment:
         return weight.as_strided((self.numel,), (1,))
 
     def look_at_strides(self) -> None:
-        """Take the strides that states are made with: the parameter's, as far as there are no gaps
+        """Update `strides`, with which states are created: the parameter's own, without gaps
         between its elements.
         """
         whole = local(self.weight.parameter)
         self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
     def of_gradient(self) -> torch.Tensor | None:
-        """The gradient of the elements, in the dtype and on the device of the parameter."""
+        """The gradient of the fragment, in the dtype and on the device of the parameter."""
         if (gradient := self.weight.gradient) is None:
             return None
         return self.of(local(gradient)) if self.summed is None else self.summed
@@ -327,9 +330,10 @@ class Fragment:
     def in_update_dtype(
         self, part: torch.Tensor, widened: torch.Tensor, *, copy: bool
     ) -> torch.Tensor:
-        """The gradient *part* for the shadow. *widened* has a place for each element of the bucket,
-        or none; a gradient of another dtype is put there. A *copy* where the update may have to be
-        made again: some optimizers, such as Muon, compute in the gradient itself.
+        """The gradient *part* in the dtype of the shadow. A gradient of another dtype is converted
+        into *widened*, which has an entry for each element of the bucket, or is empty. *copy*:
+        return a copy, if the update may have to be repeated: some optimizers, such as Muon, compute
+        in the gradient itself.
         """
         if part.dtype == self.shadow.dtype or widened.numel() == 0:
             return part.to(self.shadow.dtype, copy=copy or part.is_inference())
@@ -338,16 +342,16 @@ class Fragment:
 
 @dataclasses.dataclass(eq=False)
 class Bucket:
-    """*fragments* of one *dtype*, which are updated in *update_dtype*; of one parameter group or,
-    where all parameters go together, of several.
+    """*fragments* of one *dtype*, which are updated in *update_dtype*. They belong to one parameter
+    group, or to several if the optimizer updates all parameters together.
 
-    *home*: the device of the parameters. *device*: where they are updated, a GPU also for
+    *home*: the device of the parameters. *device*: the device of their updates; a GPU also for
     parameters in host memory if `update_device` chose it.
 
-    *unit*: where fragments begin, in elements. *layout*: of the value *name*, None while there is
-    none; behind it are *rest_bytes* for states that are not like their parameters. *room_bytes*:
-    that were asked for. *is_retained*: the drive keeps the value as it was, which is not to be made
-    anew meanwhile.
+    *unit*: alignment of the fragments, in elements. *layout*: of the value *name*, None while it
+    does not exist. *rest_bytes*: the bytes behind the layout, for states whose shape is not their
+    parameter's. *room_bytes*: the bytes that were reserved. *is_retained*: the drive keeps the old
+    version, so the value must not be re-created.
     """
 
     name: str
@@ -371,22 +375,25 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of the value."""
+        """The bytes of the value."""
         return self.rest_bytes + (0 if self.layout is None else self.layout.nbytes)
 
     def arrange(
         self, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]]
     ) -> tuple[dict[Key, torch.dtype], int]:
-        """Find places for all that travels, of which *forms* has what it is like: the states of the
-        layout, and the bytes of the rest.
+        """Assign places to all states that are stored in the value; *forms* has a tensor like each
+        of them. Return the states of the layout, and the bytes of the rest.
         """
         states, places, end = self._arranged(forms)
         for fragment, (keys, rest) in places.items():
-            fragment.keys, fragment.rest = keys, rest  # never by half, after an exception
+            # set together: an exception must not separate them
+            fragment.keys, fragment.rest = keys, rest
         return states, end
 
     def foreseen(self) -> tuple[dict[Key, torch.dtype], int]:
-        """What `arrange` will find, as far as the trial has seen the states."""
+        """The expected result of `arrange`, as far as the trial of the optimizer has shown its
+        states.
+        """
         if not self.traits.rest:
             return dict(self.traits.states), 0
         states, _, end = self._arranged(
@@ -401,11 +408,11 @@ class Bucket:
         dict[Fragment, tuple[dict[Key, tuple[int, ...]], dict[Key, Place]]],
         int,
     ]:
-        """The states of the layout, what each fragment has of them and of the rest, and the bytes of
+        """The states of the layout, each fragment's keys and places in the rest, and the bytes of
         the rest.
         """
-        # What has a value for each element of a vector, say, and not of a matrix, would take room
-        # for those of the matrix, too.
+        # A state may be elementwise for some parameters only, such as vectors. In the layout it
+        # would waste room for all other parameters, such as matrices.
         uneven = {
             key
             for fragment in self.fragments
@@ -434,16 +441,16 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements of all fragments, and of the gaps between them."""
+        """The elements of all fragments and of the gaps between them."""
         return self.fragments[-1].place + self.fragments[-1].numel if self.fragments else 0
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of all fragments, with the gaps."""
+        """The bytes of the gradients of all fragments, with the gaps."""
         return self.numel * self.dtype.itemsize
 
     def forget(self) -> None:
-        """Have no states, and none in `inner`."""
+        """Drop the states, and `inner`."""
         self.inner = None
         self.layout, self.rest_bytes, self.is_retained = None, 0, False
         for fragment in self.fragments:
@@ -451,7 +458,7 @@ class Bucket:
             fragment.stepped, fragment.summed = False, None
 
     def with_gaps(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """*flats*, one of each fragment, with what is between them."""
+        """*flats*, one for each fragment, with zeros for the gaps between them."""
         filled: list[torch.Tensor] = []
         end = 0
         for fragment, flat in zip(self.fragments, flats, strict=True):
@@ -467,14 +474,14 @@ class Bucket:
 
     @property
     def groups(self) -> list[int]:
-        """The parameter groups that the fragments are of, in order."""
+        """The indices of the fragments' parameter groups, in order."""
         return sorted({fragment.group for fragment in self.fragments})
 
     def block_names(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """What "compact" rounds each of the blocks by: the parameter's number and the place in it,
-        whatever the buckets are. On the bucket's device.
+        """The numbers by which "compact" rounds each block: the parameter's number and the position
+        in it, so that rounding does not depend on the buckets. On the bucket's device.
         """
-        # there, so that nothing is copied to a GPU, which would wait for it
+        # on that device, so that a GPU does not wait for a copy
         made_on = self.device if device is None else device
         names = [
             block_names(fragment.first_block * BLOCK, fragment.numel, made_on)
@@ -483,17 +490,17 @@ class Bucket:
         return torch.cat(names)
 
     def join(self, other: Bucket) -> None:
-        """Take in the fragments of *other*, of which nothing is stored yet."""
+        """Take over the fragments of *other*, for which nothing is stored yet."""
         for fragment in other.fragments:
             fragment.bucket, fragment.place = self, self._next_place
             self.fragments.append(fragment)
 
     def add(self, weight: Weight, start: int, stop: int) -> None:
-        """Take in a part of *weight*."""
+        """Add the elements *start* to *stop* of *weight*."""
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
-        # Its data is put there for the time of each step. There are optimizers that skip what is
-        # frozen, and that take nothing but Parameters.
+        # Its data is set for each step only. It is a Parameter that requires gradients, since some
+        # optimizers skip frozen tensors, or refuse other tensors.
         shadow = torch.nn.Parameter(torch.empty(0, dtype=self.update_dtype, device=self.device))
         fragment = Fragment(weight, self, start, stop, self._next_place, shape, shadow)
         self.fragments.append(fragment)
@@ -502,21 +509,23 @@ class Bucket:
 
     @property
     def trained(self) -> bool:
-        """Whether its parameters required gradients when they were bound; all did or none."""
+        """Whether its parameters required gradients when they were bound. A bucket does not mix
+        trained and frozen parameters.
+        """
         return self.fragments[0].weight.trained
 
     @property
     def has_gradient(self) -> bool:
-        """Whether an update would do anything."""
+        """Whether any of its parameters has a gradient."""
         return any(fragment.weight.parameter.grad is not None for fragment in self.fragments)
 
     def weights(self) -> list[torch.Tensor]:
-        """The parameters' own elements."""
+        """The fragments' elements of the parameters."""
         return [fragment.of_weight() for fragment in self.fragments]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of *tensor* that is on this rank."""
+    """The local shard of *tensor*."""
     if not is_distributed(tensor):
         return tensor
     with torch.no_grad():
@@ -524,7 +533,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without waiting for an update that is to come: for its shape, dtype and device."""
+    """The local shard of *tensor*, without waiting for a pending update: for its shape, dtype and
+    device.
+    """
     if not is_distributed(tensor):
         return tensor
     part: torch.Tensor = _dtensor()._local_tensor.__get__(tensor)
@@ -532,7 +543,7 @@ def local_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is a DTensor. Nothing is imported to find that out."""
+    """Whether *tensor* is a DTensor. It does not import the class."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
     kind = _dtensor()
@@ -540,12 +551,12 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def _dtensor() -> Any:
-    """The class, None where nobody has imported it."""
+    """The class DTensor; None if it is not imported."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def offset_of(parameter: torch.Tensor) -> int:
-    """Of the first element of this rank's part of *parameter*, in the whole."""
+    """The offset of the local shard's first element in the whole *parameter*."""
     if not is_distributed(parameter) or local(parameter).numel() == 0:
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -559,10 +570,10 @@ def offset_of(parameter: torch.Tensor) -> int:
 
 
 def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """*part* as the part of a tensor that is distributed as *parameter* is."""
+    """*part* as the local shard of a tensor that is distributed as *parameter* is."""
     if not is_distributed(parameter):
         return part
-    # Not DTensor.from_local, which moves to the device of the mesh.
+    # DTensor.from_local would move the shard to the device of the mesh.
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     whole: torch.Tensor = _dtensor()(
         part,
@@ -577,13 +588,13 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def cut(
     sizes: Sequence[int], most: int, divisible: Sequence[bool], unit: int = 1
 ) -> list[list[tuple[int, int, int]]]:
-    """Divide things of *sizes* elements into lists of at most *most* elements, in order: of each
-    list, (which thing, start, stop).
+    """Divide items of *sizes* elements, in order, into lists of at most *most* elements. An entry
+    of a list is (index of the item, start, stop).
 
-    Each takes room of whole *units*, of which *most* is a multiple.
+    Each entry occupies whole *units*; *most* is a multiple of *unit*.
 
-    Only what is larger than *most* by itself is cut, if it is *divisible*; otherwise it has a list
-    of its own.
+    An item of more than *most* elements is cut if it is *divisible*, and otherwise gets a separate
+    list.
     """
     lists: list[list[tuple[int, int, int]]] = []
     room = -1
@@ -601,7 +612,7 @@ def cut(
 
 
 def _parts(size: int, most: int, room: int) -> Iterator[tuple[int, int]]:
-    """The bounds of parts of *size* elements: the first fills *room*, the others have at most
+    """The bounds of parts of *size* elements: the first part fills *room*, the others have at most
     *most*.
     """
     start, count = 0, room // UNIT * UNIT

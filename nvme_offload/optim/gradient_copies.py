@@ -11,10 +11,10 @@ from ..device.copies import CopyStreams
 
 
 class GradientCopies:
-    """What is done with gradients on one *device* beside what its current stream computes.
+    """Copies and sums of gradients on one *device*, concurrent with its current stream.
 
-    All take pinned host memory, and tensors of the device in a row. The caller keeps both until the
-    event is reached that they return.
+    All methods take pinned host memory, and contiguous tensors of the device. They return an event;
+    the caller keeps the tensors alive until the event.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,25 +24,25 @@ class GradientCopies:
         self._adding = cuda.Stream(device)
 
     def bring(self, there: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy *source* to *there*, before what comes next on the current stream."""
+        """Copy *source* to *there*, before later work of the current stream."""
         stream = torch.cuda.current_stream(self._device)
         came = self._streams.start(there, source, after=stream.record_event())
         stream.wait_event(came)
         return came
 
     def send(self, place: torch.Tensor, values: torch.Tensor) -> Any:
-        """Copy *values* to *place*, which the current stream does not wait for."""
+        """Copy *values* to *place*; the current stream does not wait for the copy."""
         made = torch.cuda.current_stream(self._device).record_event()
         return self._streams.start(place, values, after=made)
 
     def add(
         self, place: torch.Tensor, values: torch.Tensor, change: Callable[[torch.Tensor], None]
     ) -> tuple[Any, torch.Tensor]:
-        """Add *values* to what is at *place*, after a *change* to that; the current stream does not
-        wait for it. The event, and a tensor to be kept, too.
+        """Apply *change* to the values at *place*, then add *values* to them; the current stream
+        does not wait for it. Return the event, and another tensor that has to stay alive.
         """
         total = torch.empty_like(values)
-        # in memory that the current stream may still use for what was there before
+        # the current stream may still use this memory for the tensor that was there before
         made = torch.cuda.current_stream(self._device).record_event()
         self._adding.wait_event(self._streams.start(total, place, after=made))
         with torch.cuda.stream(self._adding):

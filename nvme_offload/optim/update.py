@@ -1,5 +1,5 @@
-"""`Updater`: the steps of buckets, each by an optimizer of its own over what the bucket's value
-holds.
+"""`Updater`: steps over buckets. Each bucket has an inner optimizer, which works on the states in
+the bucket's value.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from .buckets import Bucket, Fragment
 from .modes import callers_modes
 from .progress import Progress
 
-_LOADING = -1  # in the place of a step
-MASTER = "master"  # the key that the fp32 weights have in a state dict
+_LOADING = -1  # in place of the number of a step
+MASTER = "master"  # the key of the fp32 weights in a state dict
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Find = Callable[[Fragment, Key], torch.Tensor]  # what travels of a fragment, by its key
-Options = Mapping[int, Mapping[str, Any]]  # of each parameter group that a bucket has parts of
+Find = Callable[[Fragment, Key], torch.Tensor]  # the offloaded state of a fragment, by its key
+Options = Mapping[int, Mapping[str, Any]]  # by index of the group, for all groups of a bucket
 
 
 class RetainedError(Exception):
-    """The value of a bucket that is retained would have to be made anew."""
+    """The value of a bucket that is retained would have to be re-created."""
 
 
 class Updater:
-    """Opens buckets, steps over them and stores them. *make* makes the inner optimizers, which are
-    called *name*.
+    """Opens, updates and stores buckets. *make* makes the inner optimizers, which are called
+    *name*.
     """
 
     def __init__(self, tier: Tier, state_format: StateFormat, make: Make, name: str) -> None:
@@ -59,11 +59,12 @@ class Updater:
         self._format = state_format
         self.make = make
         self._name = name
-        self.slack_bytes = 0  # of host memory, kept for what is beside the values
+        self.slack_bytes = 0  # host memory that is kept for scratch
         self._widened_when: int | None = None
         self._far: torch.Tensor | None = None  # blocks of the bucket in use
-        self._resident_bytes = 0  # of the process, when freed memory was last given back
-        self.attributes: dict[str, Any] = {}  # that were set, for inner optimizers to come
+        self._resident_bytes = 0  # of the process, after the last trim
+        # attributes set by the program, for inner optimizers made later
+        self.attributes: dict[str, Any] = {}
         self._host = HostStager(tier)
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._stagers: dict[torch.device, Stager] = {}
@@ -72,8 +73,8 @@ class Updater:
 
     @property
     def wide(self) -> bool:
-        """Whether states are kept in 16 bits where 8 would be too few; to be set before states are
-        loaded, for those that were kept so.
+        """Whether states are kept in 16 bits where 8 would be too few. Set it before loading states
+        that were kept in 16 bits.
         """
         return self._format.wide
 
@@ -91,12 +92,12 @@ class Updater:
 
     @staticmethod
     def at_once(buckets: Iterable[Bucket]) -> int:
-        """How many of *buckets* are in use together, if they are updated in turn."""
+        """The number of *buckets* in use together when they are updated one after another."""
         return 1 if all(bucket.device.type == "cpu" for bucket in buckets) else PLACES
 
     def open(self, bucket: Bucket) -> torch.Tensor:
-        """Have the bucket's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`;
-        nothing is changed by then, so that it may be tried again.
+        """Load the bucket's bytes onto its device, and begin their use. Raises: as
+        `TensorSwapper.swap_in`; nothing is changed then, so the call can be repeated.
         """
         with self._on_stream(bucket):
             return self._open(bucket)
@@ -126,8 +127,8 @@ class Updater:
         seed: int,
         progress: Progress,
     ) -> Options:
-        """Update the parameters of the opened *bucket* by their gradients; what the inner optimizer
-        has made of the *options*. *progress* records when the change begins.
+        """Update the parameters of the opened *bucket* by their gradients; return the *options* as
+        the inner optimizer left them. *progress* records when the change begins.
         """
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
@@ -139,8 +140,8 @@ class Updater:
                 )
             self._stager(bucket).give_back(changed=True)
         if bucket.device.type == "cpu":
-            # At first of the states that the inner optimizer has made, whose bytes are in the
-            # bucket's value now; later of what it computes with.
+            # The first step frees the states that the inner optimizer made, whose bytes are in the
+            # bucket's value now; later steps free temporary tensors.
             self._trim(at_most=0 if first else self.slack_bytes)
         for fragment in bucket.fragments:
             fragment.stepped |= fragment.weight.gradient is not None
@@ -155,8 +156,8 @@ class Updater:
         method: Callable[[torch.optim.Optimizer], Any],
         progress: Progress,
     ) -> Options:
-        """Let the inner optimizer of the opened *bucket* do what *method* does, which may change
-        parameters and states; as `step`.
+        """Apply *method* to the inner optimizer of the opened *bucket*. It may change parameters
+        and states. Otherwise as `step`.
         """
         with self._on_stream(bucket):
             inner, _ = self._bound(bucket, memory, options, 0, lambda _: method, progress)
@@ -166,16 +167,14 @@ class Updater:
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
 
     def start(self, bucket: Bucket, memory: torch.Tensor, options: Options) -> None:
-        """Keep what the inner optimizer has before its first step, for one that has something by
-        then.
-        """
+        """Store the states that the inner optimizer has before its first step, if any."""
         with self._on_stream(bucket):
             self._bound(bucket, memory, options, 0, lambda inner: lambda _: None, Progress())
             self._stager(bucket).give_back(changed=True)
 
     def keeps_layout(self, bucket: Bucket, seed: int) -> bool:
-        """Whether a step of *bucket* that has this *seed* leaves its layout as it is, as far as the
-        format goes.
+        """Whether the state format leaves the layout of *bucket* unchanged in a step with this
+        *seed*.
         """
         return not looks_at(self._format, seed + 1) and not self._is_too_narrow(
             known(bucket.layout)
@@ -187,8 +186,8 @@ class Updater:
         )
 
     def recover(self, buckets: Iterable[Bucket]) -> None:
-        """Have no bucket open, after an exception. The swapper has ended the uses of all values, as
-        they are in host memory.
+        """Close all buckets after an exception. The swapper has ended the uses of all values, with
+        their present contents in host memory.
         """
         for stager in [*self._stagers.values(), self._host]:
             stager.recover()
@@ -204,8 +203,8 @@ class Updater:
 
     @contextlib.contextmanager
     def kept(self, bucket: Bucket, ahead: Sequence[str] = ()) -> Iterator[torch.Tensor]:
-        """The bytes of a bucket's value, for the time of the context; *ahead* are the names of those
-        that come next.
+        """The bytes of a bucket's value, valid in the context. *ahead*: names of the next values,
+        to prefetch.
         """
         if ahead:
             self._tier.swapper.prefetch(ahead)
@@ -220,7 +219,7 @@ class Updater:
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
         """The states of the fragments of a bucket that has a layout, and their masters, by key: on
-        the CPU, for the time of the context.
+        the CPU, valid in the context.
         """
         layout = known(bucket.layout)
         try:
@@ -239,8 +238,8 @@ class Updater:
         fill: Callable[[Find], None],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Make the bucket's value anew, for states of *forms*. *fill* can have the place of each,
-        of zeros, and where there are masters, of the weights.
+        """Re-create the bucket's value, for states of *forms*. *fill* writes them: it can get the
+        place of each state, which has zeros, and of each master, which has the weights.
         """
         if not self._store(bucket, forms, fill, groups):
             self._store(bucket, forms, fill, groups)
@@ -252,13 +251,13 @@ class Updater:
         fill: Callable[[Find], None],
         groups: Sequence[Mapping[str, Any]],
     ) -> bool:
-        """Whether the states have fitted the format; if not it is another one now."""
+        """Return whether the states fit the state format. If not, the format has been widened."""
         dtypes, rest_bytes = bucket.arrange(forms)
         layout = bucket.layout = self._format.layout(bucket.numel, dtypes, bucket.dtype, self._name)
         bucket.rest_bytes = rest_bytes
         memory = self._renewed(bucket, self._host)
-        # which the master, once it is rounded, is written to: the parameters themselves are not for
-        # us to load
+        # copies, since packing writes the rounded masters to them: loading states must not change
+        # the parameters
         flats = _host_copies(bucket)
         working = bucket.with_gaps(flats)
         master, states = self._format.unpack(
@@ -279,11 +278,11 @@ class Updater:
         self._host.give_back(changed=True)
         return fits
 
-    # Inside.
+    # Internals.
 
     def _on_stream(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
-        """The stream for a bucket that visits a device, so that the model's computation does not
-        wait for its update. The update waits for the current stream only before it reads
+        """The stream for a bucket that visits a device. The model's computation does not wait for
+        the update on that stream. The update waits for the current stream only before it reads
         gradients, which FSDP2 copies to host memory on that stream.
         """
         if not bucket.visits_device:
@@ -316,7 +315,7 @@ class Updater:
         progress: Progress,
     ) -> torch.optim.Optimizer | None:
         """The inner optimizer, after the extension has made its step; None, with nothing changed,
-        if the optimizer has to make it.
+        if the extension cannot make it.
         """
         layout = known(bucket.layout)
         if (
@@ -382,7 +381,9 @@ class Updater:
         *,
         steps: bool = False,
     ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
+        """Bind the inner optimizer to the states in *memory*, call the function that *act* returns,
+        and pack the results.
+        """
         layout = known(bucket.layout)
         own = bucket.weights()
         own_flats = [
@@ -436,12 +437,12 @@ class Updater:
         if master is not None or bucket.visits_device:
             for fragment, flat in apart:
                 fragment.put_weight(flat)
-        else:  # the inner optimizer has changed these
+        else:  # the inner optimizer has changed the weights themselves
             for fragment, weight in zip(bucket.fragments, own, strict=True):
                 if fragment.is_scattered:
                     fragment.put_weight(weight)
         for fragment in bucket.fragments:
-            fragment.changes = fragment.weight.changes  # which the master has followed
+            fragment.changes = fragment.weight.changes  # the master has followed these changes
         self._unbind(bucket)
         return inner, memory
 
@@ -451,7 +452,9 @@ class Updater:
         flats: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Weights and gradients of a bucket that is updated elsewhere than where they are, there."""
+        """Copies of weights and gradients on the device of the update, for a bucket that visits
+        it.
+        """
         given = [gradient for gradient in gradients if gradient is not None]
         brought = self._stager(bucket).bring(flats, given, self._written)
         there = iter(brought[len(flats) :])
@@ -466,8 +469,8 @@ class Updater:
         when: int,
         groups: Iterable[Mapping[str, Any]],
     ) -> bool:
-        """Whether *states* have shown that they need 16 bits, in which all are kept from now on,
-        which is *when*.
+        """Whether *states* have just shown that they need 16 bits; all are kept in 16 bits from now
+        on. *when*: the step, or `_LOADING`.
         """
         self._far = None
         if self._format.wide and self._widened_when != when:
@@ -481,8 +484,8 @@ class Updater:
     def _room_beside(
         self, bucket: Bucket, layout: Layout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where gradients of 16 bits are widened, and what is no view is unpacked. On a GPU that is
-        the allocator's business.
+        """Scratch memory for widened gradients, and for unpacked states that are not views. On a
+        GPU, torch's allocator provides it.
         """
         if bucket.device.type != "cpu":
             return self._scratch[:0], None
@@ -491,10 +494,10 @@ class Updater:
         return scratch[:gradients], scratch[gradients:]
 
     def _trim(self, at_most: int) -> None:
-        """Give freed memory back to the kernel where the process has grown by more than *at_most*
-        bytes since that was done: it costs page faults later.
+        """Return freed memory to the kernel if the process has grown by more than *at_most* bytes
+        since the last time. It costs page faults later.
 
-        glibc keeps freed memory, and between allocations of many sizes ever more of it. Source:
+        glibc keeps freed memory, and ever more of it if allocations have many sizes. Source:
         malloc_trim(3), which only glibc has; proc_pid_statm(5).
         """
         if self._resident() > self._resident_bytes + at_most:
@@ -511,19 +514,19 @@ class Updater:
             return 0
 
     def _scratch_of(self, elements: int) -> torch.Tensor:
-        """On the CPU always the same memory, since fresh pages cost more than what is done with
-        them, and glibc keeps much of what it is given back.
+        """Scratch memory on the CPU. It is reused, since fresh pages cost more than the computation
+        on them, and since glibc keeps much of the memory that it frees.
 
         Source: malloc(3); chunks that are aligned beyond its own unit are cut from larger ones.
         """
         if self._scratch.numel() < elements:
-            self._scratch = self._scratch[:0].clone()  # before the larger one is there
+            self._scratch = self._scratch[:0].clone()  # free it before allocating the larger one
             self._scratch = torch.empty(elements, dtype=torch.float32)
         return self._scratch[:elements]
 
     def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """Where somebody else has changed the *weight*, let the *master* follow; elsewhere it keeps
-        what the weight does not have.
+        """If the program has changed the *weight*, copy the changed elements to the *master*. All
+        other elements of the master keep the bits that the weight lacks.
         """
         if fragment.changes != fragment.weight.changes and self._format.in_place:
             new = (
@@ -546,12 +549,12 @@ class Updater:
             loaded = {
                 fragment.shadow: fragment.states for fragment in bucket.fragments if fragment.states
             }
-            # by an earlier version of the class, perhaps, so that it must look at them as it does
-            # when it loads by itself
+            # an earlier version of the class may have made these states, so the class converts
+            # them, as in its own load_state_dict
             if loaded:
                 inner.state.update(loaded)
                 inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
-            bucket.inner = inner  # last: an exception leaves none, or a whole one
+            bucket.inner = inner  # last: an exception leaves none, or a complete one
         for group, new in zip(bucket.inner.param_groups, given.values(), strict=True):
             group.update(new)
         return bucket.inner
@@ -564,8 +567,8 @@ class Updater:
         master: torch.Tensor | None,
         states: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-        """See that all that travels is in *states*; where the bucket's value has no place for it,
-        make it anew.
+        """Move all offloaded states into *states*. If the bucket's value has no place for one of
+        them, re-create the value.
         """
         layout = known(bucket.layout)
         for fragment in bucket.fragments:
@@ -605,8 +608,8 @@ class Updater:
         return memory, master, states
 
     def _renewed(self, bucket: Bucket, stager: Stager) -> torch.Tensor:
-        """Room of zeros in place of the bucket's value, for which more host memory is asked for
-        than was foreseen, if need be.
+        """Zeroed memory that replaces the bucket's value. Reserve more host memory if the value is
+        larger than foreseen.
         """
         if bucket.is_retained:
             raise RetainedError(f"{self._name} keeps other states from this step on")
