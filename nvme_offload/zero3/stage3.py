@@ -67,7 +67,7 @@ from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
-from .update_device import device_of, gpu_bytes, most_elements, trial_device
+from .update_device import NO_STATES, device_of, gpu_bytes, impossible, most_elements, trial_device
 from .updates import partly_applied, quiesce
 
 _VECTOR_ELEMENTS = 128  # DeepSpeed's AVX512 kernels: 16 floats, unrolled 8 times
@@ -160,6 +160,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self.overlap = Overlap(self)
         elif Settings.of(self._ds_config).overlap_step:
             tell_left_out(set(), "no optimizer states are on a drive")
+        if Settings.of(self._ds_config).update_device == "gpu" and not self.swaps_natively:
+            raise impossible(NO_STATES)
         if Settings.of(self._ds_config).step_in_backward:
             if self.swaps_natively:
                 require_possible(self, self._ds_config)

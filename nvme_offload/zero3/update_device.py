@@ -28,6 +28,7 @@ from .sub_groups import Footprint
 _LEAST_FREE_BYTES = 1 << 30
 # One part in this many of the free memory of a GPU is for sub-groups that are being updated.
 _PARTS = 2
+NO_STATES = "no optimizer states of ZeRO-3 are on a drive"
 
 _log = logging.getLogger(__name__)
 # Whether the engine that is making its optimizer will update on the GPU.
@@ -120,9 +121,7 @@ def device_of(
     only = _only_device(optimizer)
     name = type(optimizer).__name__
     if not reason and only == "cpu":
-        reason = (
-            f"{name} updates on the CPU only: torch.optim.AdamW and FusedAdam update on the GPU"
-        )
+        reason = f'{name} updates on the CPU only (Accelerate makes it of torch.optim.AdamW unless "zero_force_ds_cpu_optimizer" is false)'
     if not reason and only != "cuda":
         needed = gpu_bytes(footprint) * elements
         free = least(torch.cuda.mem_get_info()[0])
@@ -132,7 +131,7 @@ def device_of(
     if reason and only == "cuda":
         raise UsageError(f"{name} updates on the GPU only, and {reason}: use torch.optim.AdamW")
     if reason and choice == "gpu":
-        raise UsageError(f'"update_device": "gpu" is not possible, since {reason}')
+        raise impossible(reason)
     if not reason:
         device = torch.device("cuda", torch.cuda.current_device())
         _log.info(
@@ -143,6 +142,11 @@ def device_of(
     if get_accelerator().device_name() == "cuda":
         _log.info("optimizer updates run on the CPU, by %s: %s", name, reason)
     return CPU
+
+
+def impossible(reason: str) -> UsageError:
+    """The error for "update_device": "gpu" where updates run on the CPU for this *reason*."""
+    return UsageError(f'"update_device": "gpu" is not possible, since {reason}')
 
 
 def trial_device(optimizer: Any) -> torch.device:
@@ -173,7 +177,7 @@ def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
     section = zero.get("offload_optimizer") or {}
     kind = str((ds_config.get("optimizer") or {}).get("type", "")).lower()
     if zero.get("stage") != 3 or section.get("device") != "nvme":
-        return "no optimizer states of ZeRO-3 are on a drive"
+        return NO_STATES
     if settings.swappers != "native":
         return 'DeepSpeed\'s own swappers are used ("swappers")'
     if settings.update_device == "cpu":

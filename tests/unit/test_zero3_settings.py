@@ -99,7 +99,7 @@ def test_another_host_memory_is_refused(wrong):
 def test_an_unknown_key_is_refused_with_those_that_are_known(key):
     with pytest.raises(
         UsageError,
-        match=r"backend, checksum, host_memory, missing_gradients, overlap_step, paths, state_format, swappers, weights$",
+        match=r"backend, checksum, host_memory, missing_gradients, overlap_step, paths, state_format, step_in_backward, swappers, update_device, weights$",
     ) as refusal:
         of(**{key: 1})
     assert repr(key) in str(refusal.value)

@@ -157,6 +157,11 @@ REFUSED = [
         '"state_format" in "nvme_offload" must be one of "exact", "split", "compact", "compact24"',
     ),
     (Case(section={"state_format": "split", "swappers": "deepspeed"}), 'leave "swappers" out'),
+    (Case(section={"update_device": "gpu"}), "is not possible, since there is no CUDA device"),
+    (
+        Case(parameters="nvme", states="cpu", section={"update_device": "gpu"}),
+        "since no optimizer states of ZeRO-3 are on a drive",
+    ),
 ]
 
 
