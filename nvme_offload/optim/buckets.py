@@ -528,8 +528,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of *tensor*."""
     if not is_distributed(tensor):
         return tensor
-    with torch.no_grad():
-        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+    return _to_local(tensor)
+
+
+@torch.no_grad()
+def _to_local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local()
+    return part
 
 
 def local_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
