@@ -12,6 +12,8 @@ AUTO_SHARE = 0.7
 IN_MEMORY = 16
 # Elements. Larger sub-groups gain nothing, and lengthen the first read and the last write of a step.
 LARGEST_SUB_GROUP = 1 << 26
+# One part in this many of a GPU's memory is left for steps that need more than those before.
+MARGIN_PARTS = 10
 # Larger buckets gain nothing, and take several times as much GPU memory.
 LARGEST_BUCKET_BYTES = 128 << 20
 # One part in this many of the budget of `NVMeOptimizer` is scratch memory for updates on CPUs.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# One part in this many of a GPU's memory is left for steps that need more than those before.
-_MARGIN_PARTS = 10
+from ..sizes import MARGIN_PARTS
 
 
 class DeviceRoom:
@@ -28,4 +27,4 @@ class DeviceRoom:
         self._most_bytes = max(self._most_bytes, allocated)
         ours = free + cuda.memory_reserved(self._device)
         needed = self._most_bytes + held + more + self._aside
-        return needed <= ours - total // _MARGIN_PARTS
+        return needed <= ours - total // MARGIN_PARTS

@@ -27,9 +27,8 @@ DEEPSPEED_NVME_HOST_BYTES = 17.5
 
 AHEAD = 2  # sub-groups of memory for reading ahead
 _ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # values are rounded up to pages
-# `NVMeOptimizer`: the buckets on a GPU at a time, and the smallest useful budget.
-_PLACES = 3
-_LEAST_BYTES = 64 << 20
+_PLACES = 3  # buckets of `NVMeOptimizer`, or sub-groups of ZeRO-3, on a GPU at a time
+_LEAST_BYTES = 64 << 20  # the smallest useful budget of `NVMeOptimizer`
 _HELD_SHARE, _PASSING = 0.95, 6  # of a budget, for residents; buckets that stream through the rest
 # Scratch bytes of an element during its update: the widened gradient, copies and new states; on CPUs
 # also for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and bfloat16.
@@ -64,6 +63,10 @@ class Strategy(NamedTuple):
     updates : {"after", "in forward", "provisional", "in both", "in backward"}
         When states are updated. "in backward" excludes clipping by a norm; with "provisional" and
         "in both" a step that is clipped takes longer.
+    update_device : {"gpu", "cpu"}
+        Where they are updated. `plan._placed` changes it to "cpu" if a GPU cannot update them.
+    gradients : {"gpu", "host"}
+        The place of ZeRO-3's gradients with updates on the GPU; `plan._placed` decides it.
     """
 
     name: str
@@ -74,6 +77,8 @@ class Strategy(NamedTuple):
     door: Door = "zero"
     state_format: str = "exact"
     updates: Updates = "after"
+    update_device: Literal["gpu", "cpu"] = "gpu"
+    gradients: Place = "host"
 
     @property
     def ours(self) -> bool:
@@ -87,7 +92,7 @@ class Strategy(NamedTuple):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient in the swapper, where ZeRO-3 keeps 16-bit gradients until the update."""
+        """Bytes that ZeRO-3's swapper reserves for a 16-bit gradient, even if it is on the GPU."""
         return WEIGHT_BYTES if self.optimizer and self.door == "zero3" else 0
 
     @property
@@ -102,9 +107,14 @@ class Strategy(NamedTuple):
         """
         if self.optimizer is None:
             return 0
-        if self.door == "plain":  # on a GPU
+        if self.door == "plain":
             return _BUCKET_BESIDE_BYTES[self.state_format]
         return WIDE_BYTES if self.state_format == "exact" else 4 * WIDE_BYTES + WEIGHT_BYTES
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The part of `beside_bytes` that ZeRO-3 has in host memory."""
+        return self.beside_bytes if self.update_device == "cpu" else 0
 
     @property
     def windows(self) -> tuple[str, ...]:
@@ -194,8 +204,8 @@ class World:
 
 
 class Needs(NamedTuple):
-    """Bytes of a rank: on the GPU without activations, in host memory without the budget of this package's
-    swappers, and on the drives.
+    """Bytes of a rank: on the GPU, in host memory without the budget of this package's swappers, and on the
+    drives.
     """
 
     gpu_bytes: int
@@ -203,16 +213,22 @@ class Needs(NamedTuple):
     drive_bytes: int
 
 
-def needs(strategy: Strategy, model: Model, world: World) -> Needs:
-    """The bytes of *strategy* for the states of *model*."""
+def needs(strategy: Strategy, model: Model, world: World, activations: int = 0) -> Needs:
+    """The bytes of *strategy* for the states of *model*, and on the GPU for *activations* bytes, which
+    are freed before an update.
+    """
     drive = 0.0
     if strategy.uses_drive:
         gradients = WIDE_BYTES if strategy.door == "deepspeed" else strategy.gradient_bytes
         each = strategy.state_bytes + strategy.parameter_bytes + gradients
         drive = each * model.parameters / world.size
-    return Needs(
-        _gpu_bytes(strategy, model, world), _host_bytes(strategy, model, world), int(drive)
-    )
+    gpu_bytes = _gpu_bytes(strategy, model, world)
+    if strategy.door == "zero3" and strategy.update_device == "gpu":  # sub-groups, one unpacked
+        sub_group = _sub_group(model, world)
+        unpacked = int((strategy.beside_bytes + strategy.gradient_bytes) * sub_group)
+        gpu_bytes += int(_PLACES * strategy.state_bytes * sub_group)
+        activations = max(activations, unpacked)
+    return Needs(gpu_bytes + activations, _host_bytes(strategy, model, world), int(drive))
 
 
 def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -226,7 +242,15 @@ def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
     gathered = 2 * WEIGHT_BYTES * model.largest_layer
     if strategy.optimizer == "gpu":
         return gathered + int(18 * each)
-    return gathered + (int(WEIGHT_BYTES * each) if strategy.parameters == "gpu" else 0)
+    held = (strategy.parameters == "gpu") * WEIGHT_BYTES
+    held += (strategy.gradients == "gpu") * strategy.gradient_bytes
+    return gathered + int(held * each)
+
+
+def _sub_group(model: Model, world: World, wanted: float = LARGEST_SUB_GROUP) -> float:
+    """Elements of the largest sub-group of a rank, which has at least one parameter."""
+    each = model.parameters / world.size
+    return max(min(LARGEST_SUB_GROUP, wanted, each), model.largest_parameter / world.size)
 
 
 def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -245,11 +269,11 @@ def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
     return int(WEIGHT_BYTES * (each + gradients) + gathered + staged)
 
 
-def _bucket_elements(strategy: Strategy, budget: float, on_gpu: bool = True) -> float:
+def _bucket_elements(strategy: Strategy, budget: float) -> float:
     """Elements of a bucket of `NVMeOptimizer`. Source: `optim.budget.most_elements`."""
     most = min(LARGEST_BUCKET_BYTES, budget / IN_MEMORY)
-    beside = strategy.beside_bytes + (0 if on_gpu else _PACKING_BYTES[strategy.state_format])
-    return most / max(strategy.state_bytes, beside / 2)
+    packing = 0 if strategy.update_device == "gpu" else _PACKING_BYTES[strategy.state_format]
+    return most / max(strategy.state_bytes, (strategy.beside_bytes + packing) / 2)
 
 
 def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -288,7 +312,7 @@ def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
         whole = kept * each * SCRATCH_PARTS / (SCRATCH_PARTS - 1)
         return int(whole * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
     largest = min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size
-    widened = strategy.beside_bytes * largest
+    widened = strategy.scratch_bytes * largest
     return int((kept * each + widened) * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
 
 
@@ -300,30 +324,28 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     if strategy.door == "plain":
         return _LEAST_BYTES
     # a parameter on the drive is held before and after the update of its states
-    kept = strategy.state_bytes + strategy.beside_bytes + 2 * strategy.parameter_bytes
+    kept = strategy.state_bytes + strategy.scratch_bytes + 2 * strategy.parameter_bytes
     return math.ceil(-(-model.largest_parameter // world.size) * kept) + (1 << 17)
 
 
-def beside_budget(
-    strategy: Strategy, model: Model, world: World, budget: int, on_gpu: bool = True
-) -> int:
+def beside_budget(strategy: Strategy, model: Model, world: World, budget: int) -> int:
     """The drive space of a rank with *budget* bytes of "host_memory".
 
     States that `NVMeOptimizer` keeps in memory need no drive space (`swap.residents.overflow`). ZeRO-3
-    allocates space for everything. *on_gpu*: whether `NVMeOptimizer` updates on a GPU.
+    allocates space for everything.
     """
     whole = needs(strategy, model, world).drive_bytes
-    if strategy.door != "plain" or strategy.gradient_bytes:
+    if strategy.door != "plain":
         return whole
     each = model.parameters / world.size
-    largest = strategy.state_bytes * min(_bucket_elements(strategy, budget, on_gpu), each)
-    held = _HELD_SHARE * _values_budget(budget, on_gpu)
+    largest = strategy.state_bytes * min(_bucket_elements(strategy, budget), each)
+    held = _HELD_SHARE * _values_budget(strategy, budget)
     return max(min(whole, int(whole - held + _PASSING * largest)), 0)
 
 
-def _values_budget(budget: int, on_gpu: bool) -> float:
+def _values_budget(strategy: Strategy, budget: int) -> float:
     """The part of a budget that `NVMeOptimizer` uses for states. Source: `optim.budget.Budget`."""
-    return budget if on_gpu else budget - budget / SCRATCH_PARTS
+    return budget if strategy.update_device == "gpu" else budget - budget / SCRATCH_PARTS
 
 
 class Streamed(NamedTuple):
@@ -340,44 +362,44 @@ class Streamed(NamedTuple):
         return self.passes_read + self.passes_written + self.read + self.written
 
 
-def streamed(
-    strategy: Strategy, model: Model, world: World, budget: int, on_gpu: bool = True
-) -> Streamed:
+def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Streamed:
     """Bytes that a rank with *budget* bytes of "host_memory" transfers in a step of one micro-batch.
 
-    Under ZeRO-3 everything is live at the end of the backward pass, gradients included; the part that
-    exceeds the budget is on the drive. The swapper keeps whole sub-groups, and reserves two for reading
-    ahead. Gradients displace as many bytes of states in the backward pass, and the rest is written in the
-    update. Parameters on the drive are used three times as often; a budget saves its share of all reads.
-    This agrees with `Schedule` within a tenth of the total.
+    Under ZeRO-3 everything is live at the end of the backward pass, with the gradients that are not on the
+    GPU; the part that exceeds the budget is on the drive. The swapper keeps whole sub-groups, and reserves
+    two for reading ahead. Gradients displace as many bytes of states in the backward pass, and the rest is
+    written in the update. Parameters on the drive are used three times as often; a budget saves its share
+    of all reads. This agrees with `Schedule` within a tenth of the total.
 
     `NVMeOptimizer` streams states only, and keeps as much as its budget holds next to the buckets in
     flight; on CPUs an eighth of the budget is scratch memory.
     """
     each = model.parameters / world.size
-    on_drive = strategy.parameters == "drive"
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0, 0.0)
-    states, beside = strategy.state_bytes, strategy.beside_bytes
+    states, beside = strategy.state_bytes, strategy.scratch_bytes
     if strategy.optimizer is None:
         lacking = max(1 - budget / (WEIGHT_BYTES * each), 0.0)
         return Streamed(WEIGHT_BYTES * each * lacking, 0.0, 0.0, 0.0)
     if strategy.door == "plain":
-        bucket = _bucket_elements(strategy, budget, on_gpu)
-        stays = _values_budget(budget, on_gpu) - _PLACES * states * bucket
+        bucket = _bucket_elements(strategy, budget)
+        stays = _values_budget(strategy, budget) - _PLACES * states * bucket
         moved = max(states * each - max(stays, 0.0), 0.0)
         return Streamed(0.0, 0.0, moved, moved)
     wanted = budget / (IN_MEMORY * (states + WEIGHT_BYTES) + beside)
-    sub_group = max(min(LARGEST_SUB_GROUP, wanted), model.largest_parameter / world.size)
+    sub_group = _sub_group(model, world, wanted)
     stays = max(budget - (beside + AHEAD * states) * sub_group, 0.0)
-    written = max((states + WEIGHT_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
-    in_backward = min(WEIGHT_BYTES * each, written)
-    if not on_drive:
+    gradients = strategy.gradient_bytes if strategy.gradients == "host" else 0
+    kept = states + gradients + strategy.parameter_bytes
+    written = max(kept * each - stays, 0.0)
+    in_backward = min(gradients * each, written)
+    if strategy.parameters != "drive":
         return Streamed(0.0, in_backward, written, written - in_backward)
-    lacking = max(1 - budget / ((states + 2 * WEIGHT_BYTES) * each), 0.0)
+    # reading ahead uses the memory that gradients leave
+    lacking = max(1 - (budget if gradients else stays) / (kept * each), 0.0)
     return Streamed(
         2 * WEIGHT_BYTES * each * lacking,
         in_backward,
-        (states + WEIGHT_BYTES) * each * lacking,
+        (states + gradients) * each * lacking,
         written - in_backward,
     )

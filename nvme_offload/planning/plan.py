@@ -3,17 +3,20 @@ from the measured profile of its drives.
 
 A step is forward and backward pass, once for each micro-batch, and the update. A pass takes as long as
 the slowest of compute, copies between host and GPU, and the drive, which reads parameters, writes
-gradients that do not fit, and transfers the activations of `save_on_nvme`. The update takes as long as
-the slower of the CPUs (widen gradients, unpack, step and pack states, copy parameters to the GPU) and
-the drive, which is slower while the CPUs use the memory:
+gradients that do not fit, and transfers the activations of `save_on_nvme`:
 
     pass = max(compute, copies, drive)
-    update = max(cpus, drive + 0.4 cpus)
 
-`NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam and packing on the GPU, drive);
-during the last backward pass with `step_in_backward`, during the first forward pass with
-`overlap_step`; with both, the forward pass has `FORWARD_SHARE` of it. Where a pass and a concurrent
-update use the same GPU or drive, their times add up.
+This package updates on the GPU, if there is one, and the copies are of the states. Without a GPU, and
+with DeepSpeed's own offload, the CPUs widen gradients, unpack, step and pack states and copy
+parameters to the GPU, and the drive is slower while they use the memory:
+
+    on a GPU, update = max(Adam and packing, copies, drive)
+    on the CPUs, update = max(cpus, drive + 0.4 cpus)
+
+`NVMeOptimizer` updates during the last backward pass with `step_in_backward`, and during the first
+forward pass with `overlap_step`; with both, the forward pass has `FORWARD_SHARE` of the update. Where
+a pass and a concurrent update use the same GPU or drive, their times add up.
 
 All ranks of a machine share its memory bandwidth, which bounds the CPUs, and its drives. The constants
 below are from measured steps, each with its report; tests/unit/test_plan_reports.py compares every
@@ -34,7 +37,7 @@ from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import Profile
-from ..sizes import AUTO_SHARE, FORWARD_SHARE
+from ..sizes import AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
 from ..units import format_gb
 from .model import Model
 from .passes import Work, activation_bytes, free_tokens, operations, saved_bytes
@@ -73,7 +76,7 @@ PACKED_PER_SECOND = {"split": 32e9, "compact": 15e9, "compact24": 13e9}
 OPTIMIZER_SHARE = 1.2  # of the speed of plain copies, which also read the lines that they write
 # The share of the drive's measured speed that a step reaches: the median of `NVMeOptimizer` in
 # reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed in training-h200*.md.
-DRIVE_SHARE = {"zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
+DRIVE_SHARE = {"zero": 0.96, "zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
 # While the CPUs use the memory, a drive reaches 0.6 of its speed (reports/h200-llama2-7b.md), so a
 # second of CPU time costs it 0.4 s. DeepSpeed's own swapper overlaps less: the value is fitted to
 # reports/training-vda.md and optimizer-vda.md.
@@ -487,35 +490,33 @@ def drive_described(
 def _plan(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, budget: int | None
 ) -> Plan:
-    need = needs(strategy, model, world)
     saved = saved_bytes(model, work) if strategy.optimizer else 0.0
-    gpu_bytes = need.gpu_bytes + (activation_bytes(model, work) if strategy.optimizer else 0)
+    activations = activation_bytes(model, work) if strategy.optimizer else 0
     plain = strategy.door == "plain"
     problems: list[str] = []
     # DeepSpeed's estimates do not contain it, so it is not shown
     reduced = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
     reduced = reduced if strategy.optimizer else 0
+    strategy = _placed(strategy, model, machine.gpu, world, activations, reduced)
+    gpu_bytes, host_bytes, space = needs(strategy, model, world, activations)
     process = PLAIN_PROCESS_BYTES if plain else PROCESS_BYTES
-    host_bytes = need.host_bytes + process["gpu" if machine.gpu else "cpu"]
+    host_bytes += process["gpu" if machine.gpu else "cpu"]
     host_bytes += int(min(saved, work.activation_host_bytes))
     if machine.gpu is None:
         host_bytes, gpu_bytes = host_bytes + gpu_bytes + reduced, 0
     kept: int | None = None
     if strategy.ours:
         share = max(int((machine.host_bytes / world.ranks - host_bytes) * AUTO_SHARE), 0)
-        kept = min(share, whole_bytes(strategy, model, world)) if budget is None else budget
+        whole = whole_bytes(strategy, model, world)
+        kept = min(share, whole) if budget is None else budget
         least = fewest_bytes(strategy, model, world)
         if kept < least:
             problems.append(
                 f"{format_gb(kept)} of host memory a rank for the swapper, which needs at least {format_gb(least)}"
             )
-        host_bytes += kept
-    moved = _moved(strategy, model, world, kept, machine.gpu is not None)
-    drive_bytes = (
-        need.drive_bytes
-        if kept is None
-        else beside_budget(strategy, model, world, kept, machine.gpu is not None)
-    )
+        host_bytes += min(kept, whole)
+    moved = _moved(strategy, model, world, kept)
+    drive_bytes = space if kept is None else beside_budget(strategy, model, world, kept)
     drive_bytes += int(max(saved - work.activation_host_bytes, 0))
     if strategy.provisional:  # old states and the new ones, and old weights
         drive_bytes += int(moved.written)
@@ -532,7 +533,7 @@ def _plan(
         problems.append(
             f"{format_gb(host_bytes * world.ranks)} of host memory, and {format_gb(machine.host_bytes)} are available"
         )
-    if need.drive_bytes and not machine.drives:
+    if space and not machine.drives:
         problems.append("a drive: no drive given, pass --path")
     elif drive_bytes * world.ranks > machine.free_bytes:
         problems.append(
@@ -560,12 +561,26 @@ def _plan(
     )
 
 
-def _moved(
-    strategy: Strategy, model: Model, world: World, kept: int | None, on_gpu: bool
-) -> Streamed:
+def _placed(
+    strategy: Strategy, model: Model, gpu: Gpu | None, world: World, activations: int, reduced: int
+) -> Strategy:
+    """*strategy* with the places of updates and of ZeRO-3's gradients that fit *gpu*'s memory."""
+    if gpu is None or not (strategy.ours or strategy.optimizer == "gpu"):
+        return strategy._replace(update_device="cpu")
+    if strategy.door != "zero3" or strategy.update_device == "cpu":
+        return strategy
+    room = gpu.memory_bytes - CONTEXT_BYTES - reduced
+    holding = strategy._replace(gradients="gpu")
+    for tried, margin in ((holding, gpu.memory_bytes // MARGIN_PARTS), (strategy, 0)):
+        if needs(tried, model, world, activations).gpu_bytes + margin <= room:
+            return tried
+    return strategy._replace(update_device="cpu")
+
+
+def _moved(strategy: Strategy, model: Model, world: World, kept: int | None) -> Streamed:
     """Bytes that a rank transfers: with this package's swapper depending on its budget."""
     if kept is not None:
-        return streamed(strategy, model, world, kept, on_gpu)
+        return streamed(strategy, model, world, kept)
     if not strategy.uses_drive:
         return _NOTHING
     load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
@@ -605,7 +620,8 @@ def _phases(
         phases.append(Phase(name, work.accumulation - (name in hidden), beside))
         if name in hidden:
             share, part = hidden[name]
-            update = _update(strategy, model, machine, world, _part(moved, part), share)
+            streams = Streamed(*(part * each for each in moved))
+            update = _update(strategy, model, machine, world, streams, share)
             phases.append(Phase(f"{name} and update", 1, _together(beside, update)))
     left = 1 - sum(share for share, _ in hidden.values())
     if left > 0:
@@ -625,10 +641,6 @@ def _hidden(
     if strategy.provisional:  # states in host memory are updated in the step
         whole = moved.written * world.size / (strategy.state_bytes * model.parameters)
     return {name: (whole, 1.0) for name in strategy.windows if whole}
-
-
-def _part(moved: Streamed, share: float) -> Streamed:
-    return Streamed(*(share * each for each in moved))
 
 
 _Concurrent = tuple[tuple[Term, ...], ...]
@@ -658,7 +670,8 @@ def _passes(
         if strategy.door == "deepspeed":
             link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
         inward = 0 if strategy.parameters == "gpu" else WEIGHT_BYTES * each
-        outward = WEIGHT_BYTES * each if strategy.optimizer in ("host", "drive") else 0
+        offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
+        outward = WEIGHT_BYTES * each if offloaded else 0
         for terms, amount in zip(found, (inward, inward + outward), strict=True):
             if amount:
                 terms.append(_term("copies", amount, link * LINK_SHARE))
@@ -678,33 +691,29 @@ def _passes(
 
 
 def _update(
-    strategy: Strategy,
-    model: Model,
-    machine: Machine,
-    world: World,
-    moved: Streamed,
-    share: float,
+    strategy: Strategy, model: Model, machine: Machine, world: World, moved: Streamed, share: float
 ) -> _Concurrent:
     """The concurrent terms of the update of this *share* of the parameters."""
     here, each = share * model.parameters / world.nodes, share * model.parameters / world.size
     gpu = machine.gpu
     _, gpu_memory = _gpu_speeds(gpu)
     host = machine.host_bytes_per_second * OPTIMIZER_SHARE
-    on_gpu = strategy.optimizer == "gpu" or strategy.door == "plain"
     drive: tuple[Term, ...] = ()
     if machine.speeds and (moved.read or moved.written):
         drive = (_drive(strategy, machine, moved.read * world.ranks, moved.written * world.ranks),)
-    if gpu and on_gpu:
+    if gpu and strategy.update_device == "gpu":
         update = [_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), gpu_memory)]
         if packed := PACKED_PER_SECOND.get(strategy.state_format):
             update.append(_term("packing", each, packed, "billion", 1e9))
         beside: list[tuple[Term, ...]] = [tuple(update)]
-        if strategy.door == "plain":
+        if strategy.ours:
             link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
-            beside.append((_term("copies", strategy.state_bytes * each, link),))
-        return (*beside, *([drive] if drive else []))
+            copied = strategy.state_bytes + strategy.parameter_bytes
+            copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
+            beside.append((_term("copies", copied * each, link),))
+        return (*beside, drive) if drive else tuple(beside)
     packing = PACK_TRAFFIC[strategy.state_format]
-    if on_gpu:  # on processors
+    if strategy.optimizer == "gpu" or strategy.door == "plain":  # gradients are there
         traffic = ADAM_TRAFFIC + ROUND_TRAFFIC + packing
         update = [_term("Adam", here * traffic, host)]
     else:
@@ -727,10 +736,7 @@ def _update(
 
 
 def _drive(strategy: Strategy, machine: Machine, read: float, written: float) -> Term:
-    share = DRIVE_SHARE.get(
-        strategy.door, DRIVE_SHARE["plain"]
-    )  # door "zero" uses the drive for save_on_nvme only
-    speeds = {phase: speed * share for phase, speed in machine.speeds.items()}
+    speeds = {phase: speed * DRIVE_SHARE[strategy.door] for phase, speed in machine.speeds.items()}
     seconds, bound = transfer(read, written, speeds)
     how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"
     return Term("drive", seconds, how)

@@ -63,11 +63,14 @@ from nvme_offload.planning.plan import (
     this_machine,
 )
 from nvme_offload.planning.traffic import STATE_BYTES
+from nvme_offload.sizes import LARGEST_SUB_GROUP
 from nvme_offload.swap.residents import overflow
 from nvme_offload.swap.schedule import Schedule
 from nvme_offload.zero3.settings import Settings
 
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+ON_CPU = {name: each._replace(update_device="cpu") for name, each in BY_NAME.items()}
+WITH_GRADIENTS = {name: each._replace(gradients="gpu") for name, each in BY_NAME.items()}
 SPEEDS = {"read": 3.0, "write": 2.5, "mixed": 2.8}
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 55e9)
 SEVEN = of_count("7B")
@@ -132,9 +135,15 @@ def test_bytes_of_what_deepspeed_does_not_estimate():
     model, world = Model(8_000_000_000, 100_000_000, 100_000_000), World(ranks=4, nodes=2)
     each = 1_000_000_000
     assert needs(BY_NAME["zero1"], model, world).gpu_bytes == 4 * 8 * each + 16 * each
-    ours = needs(BY_NAME["nvme-optimizer"], model, world)
+    ours = needs(ON_CPU["nvme-optimizer"], model, world)
     assert ours == (400_000_000 + 2 * each, 400_000_000, 14 * each)
-    assert needs(BY_NAME["nvme-both"], model, world) == (400_000_000, 400_000_000, 16 * each)
+    assert needs(ON_CPU["nvme-both"], model, world) == (400_000_000, 400_000_000, 16 * each)
+    # three sub-groups, and the gradient of one in 16 and in 32 bits
+    staged = (3 * 12 + 2 + 4) * LARGEST_SUB_GROUP
+    on_gpu = needs(BY_NAME["nvme-optimizer"], model, world)
+    assert on_gpu == (ours.gpu_bytes + staged, *ours[1:])
+    holding = needs(WITH_GRADIENTS["nvme-optimizer"], model, world)
+    assert holding == (on_gpu.gpu_bytes + 2 * each, *ours[1:])
     assert needs(BY_NAME["deepspeed-nvme-both"], model, world).drive_bytes == 18 * each
     assert (
         needs(BY_NAME["nvme-both"], model, dataclasses.replace(world, zero_init=False)).host_bytes
@@ -146,31 +155,36 @@ def test_bytes_of_what_deepspeed_does_not_estimate():
 
 
 class Steps:
-    """A `Schedule` under a cyclic training, every transfer of which ends at once."""
+    """A `Schedule` under a cyclic training, every transfer of which ends immediately. *on_gpu*: with
+    gradients and scratch memory on the GPU.
+    """
 
-    def __init__(self, parameters: int, layers: int, budget: int, both: bool) -> None:
+    def __init__(self, parameters: int, layers: int, budget: int, both: bool, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
         size, most = parameters // layers, max(parameters // layers, min(1 << 26, budget // 228))
         together = max(most // size, 1)
         self.layers, self.both, self.size = layers, both, size
         self.groups = [min(together, layers - first) * size for first in range(0, layers, together)]
         self.together = together
         self.schedule = Schedule(budget)
-        self.schedule.create("scratch", max(self.groups) * 4, lowest=True)
         self.read = self.written = 0
-        self._drain()
-        self.schedule.take("scratch")
+        if not on_gpu:
+            self.schedule.create("scratch", max(self.groups) * 4, lowest=True)
+            self._drain()
+            self.schedule.take("scratch")
 
     def step(self) -> tuple[int, int]:
         self.read = self.written = 0
         if self.both:
             for layer in [*range(self.layers), *reversed(range(self.layers))]:
                 self._use(f"p{layer}", 2 * self.size, changed=False)
-        for index in reversed(range(len(self.groups))):
+        for index in reversed(range(0 if self.on_gpu else len(self.groups))):
             self._use(f"g{index}", 2 * self.groups[index], changed=True, create=True)
         for index, numel in enumerate(self.groups):
-            self._use(f"g{index}", 2 * numel, changed=False)
-            self.schedule.discard(f"g{index}")
-            self._drain()
+            if not self.on_gpu:
+                self._use(f"g{index}", 2 * numel, changed=False)
+                self.schedule.discard(f"g{index}")
+                self._drain()
             self._use(f"s{index}", 12 * numel, changed=True)
             for layer in (
                 range(index * self.together, index * self.together + numel // self.size)
@@ -208,15 +222,17 @@ class Steps:
     ("parameters", "layers"), [(1_610_000_000, 24), (1_610_000_000, 64), (7_000_000_000, 32)]
 )
 @pytest.mark.parametrize("share", [0.06, 0.1, 0.3, 0.7])
-def test_what_is_streamed_is_what_the_scheduler_streams(name, parameters, layers, share):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_streamed_is_what_the_scheduler_streams(name, parameters, layers, share, on_gpu):
     both = name == "nvme-both"
     budget = int(share * parameters * (16 if both else 14))
-    steps = Steps(parameters, layers, budget, both)
+    steps = Steps(parameters, layers, budget, both, on_gpu)
     # In the first all is new, in the second the order is learned, in the third who stays moves to
     # where it belongs.
     *_, (read, written) = (steps.step() for _ in range(4))
     model = Model(parameters, parameters // layers, parameters // layers)
-    assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(
+    strategy = (WITH_GRADIENTS if on_gpu else ON_CPU)[name]
+    assert streamed(strategy, model, World(), budget).total == pytest.approx(
         read + written, rel=0.2
     )
 
@@ -258,6 +274,7 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
             Machine(H200, 134 << 30, MEASURED_COPIES, (drive,)),
             World(),
             budget=budget,
+            strategies=[ON_CPU[name]],  # as it was then
         )
     )[name]
     assert found.seconds == pytest.approx(passes + update, rel=0.15)
@@ -334,16 +351,23 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
             assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-9)
 
 
-@given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 16), MEMORY, MEMORY)
-def test_a_larger_budget_never_streams_more(count, name, ranks, one, other):
+@given(
+    SIZES,
+    st.sampled_from(["nvme-optimizer", "nvme-both"]),
+    st.sampled_from([BY_NAME, ON_CPU, WITH_GRADIENTS]),
+    st.integers(1, 16),
+    MEMORY,
+    MEMORY,
+)
+def test_a_larger_budget_never_streams_more(count, name, strategies, ranks, one, other):
     small, large = sorted((one, other))
-    model, world = of_count(count), World(ranks)
+    model, world, strategy = of_count(count), World(ranks), strategies[name]
     assert (
-        streamed(BY_NAME[name], model, world, large).total
-        <= streamed(BY_NAME[name], model, world, small).total
+        streamed(strategy, model, world, large).total
+        <= streamed(strategy, model, world, small).total
     )
     assert (
-        streamed(BY_NAME[name], model, world, small).total
+        streamed(strategy, model, world, small).total
         <= (14 + 14 if name == "nvme-optimizer" else 18 + 16) * count / ranks + 1
     )
 
@@ -436,22 +460,45 @@ def test_without_a_drive_nothing_is_offloaded_to_one():
 def test_a_budget_below_the_largest_parameter_is_refused():
     found = by_name(plans(SEVEN, machine(), World(), budget=1 << 30))
     assert found["nvme-optimizer"].problems == (
+        "1.07 GB of host memory a rank for the swapper, which needs at least 1.62 GB",
+    )
+    (on_cpu,) = plans(SEVEN, machine(), World(), Work(), 1 << 30, [ON_CPU["nvme-optimizer"]])
+    assert on_cpu.problems == (
         "1.07 GB of host memory a rank for the swapper, which needs at least 2.16 GB",
     )
 
 
 def test_a_drive_that_was_never_swept_has_no_seconds_and_comes_last():
-    found = by_name(plans(SEVEN, machine(drives=(Drive("/d", 1 << 40),)), World()))
+    never_swept = machine(host_bytes=96 << 30, drives=(Drive("/d", 1 << 40),))
+    found = by_name(plans(SEVEN, never_swept, World()))
     assert found["nvme-optimizer"].seconds is None
     assert found["nvme-optimizer"].written_bytes_a_day is None
     chosen = fastest(list(found.values()))
     assert chosen is found["plain"]
-    assert "aio" not in ds_config(found["nvme-optimizer"], machine(drives=(Drive("/d", 1 << 40),)))
+    assert "aio" not in ds_config(found["nvme-optimizer"], never_swept)
     roomy = plans(
         of_count("350M"), machine(drives=(Drive("/d", 1 << 40),), gpu=Gpu("x", 4 << 30)), World()
     )
     # all of it fits the memory, so nothing depends on the drive
     assert by_name(roomy)["nvme-optimizer"].seconds is not None
+
+
+def test_zero3_updates_where_the_gpu_has_room():
+    places = {}
+    for gpu_gb in (4, 16, 80):
+        here = machine(gpu=Gpu("H100", gpu_gb * 10**9, 50e9))
+        (found,) = plans(
+            SEVEN, here, World(), Work(2048), 20 * 10**9, [BY_NAME["nvme-both-compact"]]
+        )
+        terms = {term.name: term.how for both in found.phases[-1].beside for term in both}
+        places[gpu_gb] = (found.fits, "new parameters" in terms, terms.get("copies", "")[:7])
+        assert found.gpu_bytes <= gpu_gb * 10**9
+    # 4 bytes of states, 2 of the parameter, and 2 of the gradient while it is in host memory
+    assert places == {
+        4: (True, True, ""),
+        16: (True, False, "56.1 GB"),
+        80: (True, False, "42.1 GB"),
+    }
 
 
 def test_without_a_gpu_everything_is_in_host_memory():
@@ -748,7 +795,8 @@ def test_buckets_are_those_of_the_optimizer(state_format, on_gpu):
     )
     value = strategy.state_bytes
     for budget in (10**9, 10**12):
-        found = placement._bucket_elements(strategy, budget, on_gpu)
+        placed = strategy._replace(update_device="gpu" if on_gpu else "cpu")
+        found = placement._bucket_elements(placed, budget)
         wanted = most_elements(budget, value, _beside_bytes(state_format, in_one_pass=on_gpu))
         assert found == pytest.approx(wanted, rel=0.001)
 

@@ -38,7 +38,8 @@ class Case:
     """One measured run: what `plan` is told of it, and what it took.
 
     *update*: whether *seconds* are of the update alone, as on machines without a GPU, since compute
-    on processors is not predicted.
+    on processors is not predicted. *update_device*: of ZeRO-3, which updated on the CPU until
+    zero3-gpu-h100.md.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     work: Work = dataclasses.field(default_factory=Work)
     update: bool = False
     passes: bool = False
+    update_device: str = "cpu"
 
     @property
     def predicted(self) -> float:
@@ -62,8 +64,10 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        strategies = [BY_NAME[self.strategy]]
-        (found,) = plans(self.model, self.machine, self.world, self.work, self.budget, strategies)
+        strategy = BY_NAME[self.strategy]
+        if strategy.door == "zero3":
+            strategy = strategy._replace(update_device=self.update_device)
+        (found,) = plans(self.model, self.machine, self.world, self.work, self.budget, [strategy])
         return found
 
 
@@ -357,7 +361,25 @@ def of_systems() -> Iterator[Case]:
         )
 
 
-CASES = [*map(of_table, STEPS), *of_llama(), *of_big_models(), *of_systems()]
+# zero3-gpu-h100.md
+
+
+def of_zero3_on_gpu() -> Case:
+    (cells,) = rows("zero3-gpu-h100.md", "updates on the GPU, after backward", "")
+    return Case(
+        "zero3-gpu-h100.md: updates on the GPU, after backward",
+        "nvme-optimizer-compact",
+        LLAMA,
+        on(Machine(H100, 126 << 30, H200_COPIES), None),
+        statistics.median(map(float, cells[1].split(", ")[2:])),
+        50_000_000_000,
+        work=Work(2048, 4),
+        update_device="gpu",
+    )
+
+
+ON_GPU = of_zero3_on_gpu()
+CASES = [*map(of_table, STEPS), *of_llama(), *of_big_models(), *of_systems(), ON_GPU]
 
 _DRIFTED = "fio measured 3.4 GB/s at the start of that report, and 1.9 at its end"
 NOT_PREDICTED = {
@@ -401,6 +423,7 @@ def test_predictions_lie_to_either_side_of_what_was_measured():
 def test_every_report_of_steps_has_cases():
     named = {case.name.partition(":")[0] for case in CASES}
     kinds = ("training-*", "optimizer-*", "activations-h*", "*llama2*", "big-models-*", "systems-*")
+    kinds += ("zero3-gpu-*",)
     assert named == {path.name for kind in kinds for path in REPORTS.glob(f"{kind}.md")}
 
 
@@ -413,6 +436,13 @@ def test_memory_is_what_was_measured(row):
     plan = of_table(row).plan
     assert plan.gpu_bytes == pytest.approx(int(row["gpu_bytes"]), rel=0.05)
     assert plan.host_bytes == pytest.approx(int(row["host_bytes"]), rel=0.2)
+
+
+def test_memory_with_updates_of_zero3_on_the_gpu_is_what_was_measured():
+    (cells,) = rows("zero3-gpu-h100.md", "updates on the GPU, after backward", "")
+    host_gb, gpu_gb = map(float, cells[3:])
+    assert ON_GPU.plan.gpu_bytes == pytest.approx(gpu_gb * 1e9, rel=0.05)
+    assert ON_GPU.plan.host_bytes == pytest.approx(host_gb * 1e9, rel=0.05)
 
 
 @pytest.mark.parametrize(
