@@ -659,7 +659,7 @@ def end_backward(stage3: Any) -> None:
         bucket.elements = 0
     for name in ("params_in_ipg_bucket", "grads_in_ipg_bucket"):
         getattr(stage3, name, []).clear()
-    if hasattr(stage3, "elements_in_ipg_bucket"):
+    if "elements_in_ipg_bucket" in vars(stage3):  # elsewhere it is computed
         stage3.elements_in_ipg_bucket = 0
     reduced = stage3.params_already_reduced  # a list in stages 1 and 2
     for identifier in range(len(reduced)) if isinstance(reduced, list) else reduced:
