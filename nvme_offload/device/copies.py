@@ -46,7 +46,7 @@ class CopyStreams:
         cuda: Any = torch.cuda
         stream, current = self._stream(device, True), cuda.current_stream(device)
         if into is None:
-            # Memory of this stream, so that the copy does not wait for what else is computed.
+            # Memory of this stream, so that the copy does not wait for other computation.
             with cuda.stream(stream):
                 into = source.to(device, non_blocking=True)
             done = stream.record_event()
@@ -58,8 +58,8 @@ class CopyStreams:
 
     def take_back(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Start copying *source*, which the current stream computes, to *target* in pinned host memory.
-        Returns the event at its end. Lifetime: the caller keeps *target* until then, and changes
-        *source* no more.
+        Returns the event at its end. Lifetime: until then the caller keeps *target* and does not
+        change *source*.
         """
         import torch
 

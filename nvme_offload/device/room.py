@@ -1,4 +1,4 @@
-"""`DeviceRoom`: how much of a GPU's memory is free for what may also be in host memory."""
+"""`DeviceRoom`: how much memory of a GPU is free for values that host memory could hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..sizes import MARGIN_PARTS
 class DeviceRoom:
     """The memory of *device* that forward and backward passes leave.
 
-    What they need is the most that was allocated so far without what the caller has there. *aside*
-    bytes more are for the caller's own temporary tensors.
+    The passes need the most memory that was allocated so far, minus the caller's values. *aside* bytes
+    more are for the caller's own temporary tensors.
     """
 
     def __init__(self, device: torch.device, aside: int) -> None:
@@ -20,7 +20,7 @@ class DeviceRoom:
         self._most_bytes = 0
 
     def suffices(self, held: int, more: int = 0) -> bool:
-        """Whether there is room for *more* bytes beside the *held* bytes that the caller has there."""
+        """Whether *more* bytes fit in addition to the *held* bytes of the caller's values."""
         cuda = torch.cuda
         free, total = cuda.mem_get_info(self._device)
         allocated = cuda.max_memory_allocated(self._device) - held

@@ -59,7 +59,7 @@ class Stager(Protocol):
         """
 
     def drain(self) -> None:
-        """Return when everything that was given back is in host memory."""
+        """Return when host memory has the contents of every value that the caller is done with."""
 
     def cancel(self) -> None:
         """Drain, and release the value that the caller has as it is in host memory: after an
@@ -151,8 +151,8 @@ class Returns:
         self._returns.append(_Return(name, changed, nbytes, done))
 
     def release(self, at_most: int) -> None:
-        """Let the swapper have what is copied, and wait until no more than *at_most* copies are under
-        way.
+        """Release the values whose copies have ended, and wait until at most *at_most* copies are
+        under way.
         """
         while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
             self._returns[0].done.synchronize()
@@ -295,7 +295,7 @@ class DeviceStager:
         name = self._taking if self._held is None else self._held[0]
         self._held, self._taking, self._has_weights = None, None, False
         if name is not None:
-            self._tier.end_use(name, changed=False)
+            self._tier.end_use(name, changed=True)  # it may be new
         self._returns.cancel()
         self._taken_back = None
 
@@ -308,7 +308,7 @@ class DeviceStager:
 
     def _most_in_flight(self, name: str, nbytes: int) -> int:
         """How many values may be on their way back when *name* is fetched: few where it is not to
-        stay in host memory, since another value may need the memory; none where it is one of them.
+        stay in host memory, since another value may need the memory; none if *name* itself is on its way.
         """
         if name in self._returns:
             return 0
@@ -330,7 +330,7 @@ class DeviceStager:
     def _place(self, nbytes: int) -> torch.Tensor:
         place = self._places[0]
         if place.memory is None or place.memory.numel() < nbytes:
-            # Rarely: what is dropped may be in use on any of the streams, and so may what replaces it.
+            # Rarely: any of the streams may use the old memory, or the new memory.
             torch.cuda.synchronize(self._device)
             place.memory = None
             place.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

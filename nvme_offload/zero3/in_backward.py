@@ -77,17 +77,19 @@ class InBackward:
 
     def _update(self, index: int) -> None:
         stage3, whole = self._stage3, self._stage3.partly_changed
+        parameter = stage3.fp32_partitioned_groups_flat[index]
         self.updating = True
-        with torch.no_grad():
-            stage3._optimizer_states_and_gradient_swap_in(index, set())
-            self._methods["_optimizer_step"](index)
-            self._methods["_reassign_or_swap_out_partitioned_parameters"](index)
-            stage3.optimizer_swapper.swap_out_optimizer_state(
-                stage3.fp32_partitioned_groups_flat[index], async_swap=True
-            )
+        try:
+            with torch.no_grad():
+                stage3._optimizer_states_and_gradient_swap_in(index, set())
+                self._methods["_optimizer_step"](index)
+                self._methods["_reassign_or_swap_out_partitioned_parameters"](index)
+                stage3.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
+        finally:
+            self.updating = False
         stage3.use_up_gradient(index)
         self.updated.add(index)
-        self.updating, stage3.partly_changed = False, whole
+        stage3.partly_changed = whole  # after an exception it stays true
 
     def end(self) -> None:
         """A step, or the backward pass of one that is given up, has ended."""

@@ -1,8 +1,8 @@
 """Chooses where ZeRO-3's optimizer updates run: on the GPU, with the optimizer that DeepSpeed uses
 without offload, or on the CPU, with the one that it uses with "device": "cpu".
 
-DeepSpeed makes the optimizer of the configuration before stage 3, so `uses_gpu` decides then, and
-`device_of` decides for the optimizer that was made.
+DeepSpeed makes the optimizer of the configuration before stage 3, so `making_optimizer` decides first,
+and `device_of` decides for the optimizer that was made.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .sub_groups import Footprint
 _LEAST_FREE_BYTES = 1 << 30
 # One part in this many of the free memory of a GPU is for sub-groups that are being updated.
 _PARTS = 2
+_MUON = "DeepSpeed's Muon updates offloaded states on the CPU"
 NO_STATES = "no optimizer states of ZeRO-3 are on a drive"
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ def device_of(
     name = type(optimizer).__name__
     if not reason and only == "cpu":
         reason = f'{name} updates on the CPU only (Accelerate makes it of torch.optim.AdamW unless "zero_force_ds_cpu_optimizer" is false)'
+    if not reason and name.startswith("Muon"):
+        reason = _MUON
     if not reason and only != "cuda":
         needed = gpu_bytes(footprint) * elements
         free = least(torch.cuda.mem_get_info()[0])
@@ -187,7 +190,7 @@ def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
     if section.get("ratio", 1.0) != 1.0:
         return '"ratio" divides updates between the GPU and the CPU'
     if "muon" in kind:
-        return "DeepSpeed's Muon updates offloaded states on the CPU"
+        return _MUON
     for name in ("bf16", "fp16"):
         precision = ds_config.get(name) or {}
         if precision.get(f"{name}_master_weights_and_grads") or precision.get(

@@ -277,6 +277,9 @@ CPU_ADAM = {
         section=SMALLEST,
     ),
     "sub-groups": Case(optimizer="cpu_adam", sub_group_size=500, steps=4),
+    "in-backward": Case(
+        optimizer="cpu_adam", model="blocks", sub_group_size=5000, steps=4, section=IN_BACKWARD
+    ),
 }
 
 # What one release of DeepSpeed does otherwise than another: offload of either kind and of both,
