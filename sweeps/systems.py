@@ -169,7 +169,7 @@ def _ours_in_zero3(job: dict[str, Any], both: bool = False, **settings: Any) -> 
 
     zero3.enable()
     ours = {"host_memory": job["host_memory"], "state_format": "compact", **settings}
-    # DeepSpeed clips at 1.0 unless told otherwise.
+    # DeepSpeed's default is 1.0.
     clipping = {"gradient_clipping": 0.0} if settings.get("step_in_backward") else {}
     offload = {"device": "nvme", "nvme_path": job["directory"]}
     return _zero3(job, offload, offload if both else None, nvme_offload=ours, **clipping)

@@ -4,7 +4,7 @@ tier, from the first reduction until the next backward pass after the step.
 They share the host memory budget with parameters and states, and go to the drive where they do not
 fit. They are kept in the dtype in which they are reduced, normally 16-bit, and widened for the
 optimizer one sub-group at a time. At most one is in use, and none while states are. Where updates
-run on a GPU, gradients stay there as long as its memory has room, see `DeviceRoom`.
+run on a GPU, gradients stay there if they fit: see `DeviceRoom`.
 
 DeepSpeed's functions read them until the next backward pass: after the step as the optimizer had
 them, unscaled and clipped.
@@ -52,7 +52,7 @@ class Gradients:
     ) -> None:
         self._device = device
         self._room = DeviceRoom(device, aside) if device.type != "cpu" else None
-        # What is on the device: by name, and the last gradient that was widened.
+        # Values on the device, by name; and the last gradient that was widened.
         self._on_device: dict[str, torch.Tensor] = {}
         self._widened: torch.Tensor | None = None
         self._tier = tier
@@ -144,7 +144,7 @@ class Gradients:
         return torch.nn.functional.pad(total, (0, numel - total.numel()))
 
     def partition(self, index: int, offset: int) -> torch.Tensor:
-        """What was reduced at *offset* of sub-group *index*. Valid until the next call."""
+        """The reduced gradient at *offset* of sub-group *index*. Valid until the next call."""
         return self._opened(index).narrow(0, offset, self._reduced[index][offset])
 
     def sums(self, index: int) -> torch.Tensor:
@@ -341,13 +341,13 @@ class Gradients:
 
 
 class KeptGradients(Gradients):
-    """As `Gradients` on a GPU, with what "missing_gradients": "last" asks for there. DeepSpeed without
-    offload keeps the sums of all steps: a parameter without a gradient in a step gets its last sum
-    again, and the first micro-batch of a step overwrites it.
+    """`Gradients` on a GPU with "missing_gradients": "last". DeepSpeed without offload keeps the sums of
+    all steps: a parameter without a gradient in a step gets its last sum again, and the first
+    micro-batch of a step overwrites it.
     """
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """As the base. With *last*, the sum as it is, not as the optimizer has scaled it before."""
+        """As the base. With *last*, the sum itself, without factors of earlier steps."""
         if last:
             self._factors.pop(index, None)
         return super().widened(index)

@@ -50,8 +50,8 @@ class InBackward:
             method(index, *rest)
 
     def reduced(self, index: int, params: Iterable[Any]) -> None:
-        """The gradients of *params* in sub-group *index* are those of the whole step. Raises:
-        UsageError where they have been used up; as an update.
+        """Backward has reduced the gradients of *params* in sub-group *index* for the whole step. Raises:
+        UsageError if an update has used them up; as an update.
         """
         stage3 = self._stage3
         if index in self.updated:
@@ -75,16 +75,16 @@ class InBackward:
             return
         self._update(index)
 
+    @torch.no_grad()
     def _update(self, index: int) -> None:
         stage3, whole = self._stage3, self._stage3.partly_changed
         parameter = stage3.fp32_partitioned_groups_flat[index]
         self.updating = True
         try:
-            with torch.no_grad():
-                stage3._optimizer_states_and_gradient_swap_in(index, set())
-                self._methods["_optimizer_step"](index)
-                self._methods["_reassign_or_swap_out_partitioned_parameters"](index)
-                stage3.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
+            stage3._optimizer_states_and_gradient_swap_in(index, set())
+            self._methods["_optimizer_step"](index)
+            self._methods["_reassign_or_swap_out_partitioned_parameters"](index)
+            stage3.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
         finally:
             self.updating = False
         stage3.use_up_gradient(index)
@@ -92,7 +92,7 @@ class InBackward:
         stage3.partly_changed = whole  # after an exception it stays true
 
     def end(self) -> None:
-        """A step, or the backward pass of one that is given up, has ended."""
+        """A step has ended, or its backward pass was abandoned."""
         self._reduced.clear()
         self.updated.clear()
         self.updating = False

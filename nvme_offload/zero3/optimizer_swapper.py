@@ -80,7 +80,9 @@ class SubGroup:
     layout: Layout
     states: Mapping[str, torch.dtype]
     buffer: torch.Tensor | None = None  # while swapped in
-    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)  # likewise, if packed
+    weights: list[torch.Tensor] = dataclasses.field(
+        default_factory=list
+    )  # while swapped in, if packed
     pack_count: int = 0
     step: int | None = None  # of the optimizer, where its own count is on a GPU and known
 
@@ -99,8 +101,8 @@ class OptimizerSwapper:
     sub-group. One sub-group is in use at a time: taking another gives back what a call left in use
     when an exception ended it.
 
-    Updates run on *device*. With *at_once* False, host memory has no room for states that are on
-    their way back from a GPU beside those of the next sub-group.
+    Updates run on *device*. With *at_once* False, host memory cannot hold states on their way back
+    from a GPU in addition to the states of the next sub-group.
 
     While *leaves_packed* is True, `swap_in_optimizer_state` leaves the states packed for `step`,
     where updates run on the CPU. The parameter has undefined contents until then.
@@ -292,7 +294,7 @@ class OptimizerSwapper:
         self.drain()
 
     def drain(self) -> None:
-        """Return when all states that were given back are in host memory."""
+        """Return when the copies of all sub-groups to host memory have ended."""
         self._stager.drain()
 
     def count_step(self, parameter: torch.Tensor) -> None:
@@ -415,7 +417,7 @@ class OptimizerSwapper:
         buffer = known(sub_group.buffer)
         if self._in_place:
             return _views(sub_group.layout, buffer)
-        memory = None  # a GPU's allocator keeps what is freed
+        memory = None  # a GPU's allocator reuses freed memory
         if self.device.type == "cpu":
             memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
             # too small if the optimizer has more states than expected

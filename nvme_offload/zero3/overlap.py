@@ -306,7 +306,7 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
             stack.enter_context(torch.no_grad())
             if device is not None:
                 accelerator.set_device(device)
-                # Whoever uses a parameter waits for the event at the end of its update.
+                # The first use of a parameter waits for the event at the end of its update.
                 stack.enter_context(accelerator.stream(stream))
             yield
 

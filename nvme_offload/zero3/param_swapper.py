@@ -4,8 +4,8 @@ in its own dtype.
 It takes the place of DeepSpeed's `AsyncPartitionedParameterSwapper` and has the same methods. A
 partition that is swapped in is copied to the accelerator at once, where the all-gather needs it
 anyway. So no host memory is held between two calls, and the budget suffices however many parameters
-DeepSpeed keeps alive. Of partitions that stay in host memory, the copies run on streams of their own,
-and only the stream that gathers waits for them.
+DeepSpeed keeps alive. Copies of partitions that stay in host memory run on separate streams, and only
+the stream that gathers waits for them.
 
 DeepSpeed passes a list of parameters to the swapper of the first one, also where the others belong
 to another `zero.Init` or another engine. Each method therefore uses the swapper of each parameter.

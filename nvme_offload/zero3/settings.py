@@ -89,7 +89,7 @@ class Settings:
         Whether `step` returns before the updates, which are made during the next forward pass.
     update_device : {"auto", "gpu", "cpu"}
         Where the optimizer updates run in ZeRO-3. "auto" is the GPU where there is one, with the
-        optimizer and the bits of a run without offload; "cpu" has those of "device": "cpu".
+        optimizer and the bits of a run without offload; "cpu" has the bits of "device": "cpu".
     step_in_backward
         Whether ZeRO-3 updates a sub-group in the last backward pass of a step, as soon as its
         gradients are reduced, with the learning rate of that time. The gradients are used up. Not

@@ -3,8 +3,8 @@
 It differs from its base class in this: sub-groups are cut to sizes that host memory can prefetch;
 gradients stay in the dtype in which they are reduced until the optimizer needs them, in
 `Gradients`; offloaded states go through `OptimizerSwapper`; with `"overlap_step"` updates are made
-after `step`, see `Overlap`. Updates run on the device that `update_device` chooses. Results are bit for
-bit the same, on the CPU as with `"device": "cpu"`, on a GPU as without offload: norms are summed over
+after `step`, see `Overlap`. Updates run on the device that `update_device` chooses. Results equal,
+bit for bit, a run with `"device": "cpu"` on the CPU and a run without offload on a GPU: norms are summed over
 the sub-groups that the user configured.
 """
 
@@ -253,7 +253,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
     def _footprint_of(self, param_groups: Any) -> Footprint:
-        """Choose the device of updates, and compute what they need in host memory."""
+        """Choose the device of updates, and compute the host memory that they need."""
         self._expected_states = states_of(
             self.optimizer, self.master_weights_and_grads_dtype, trial_device(self.optimizer)
         )

@@ -465,7 +465,7 @@ def load_options(
     *shapes*.
     """
     optimizer = stage3.optimizer
-    # On the device of updates, as torch's optimizers move what they load to it.
+    # On the device of updates: torch's optimizers move loaded states to it.
     dtype, device = stage3.master_weights_and_grads_dtype, stage3.update_device
     parameters = [torch.empty(0, dtype=dtype, device=device) for _ in states]
     kept = optimizer.state

@@ -37,7 +37,7 @@ class Footprint:
     largest_parameter
         Bytes in all of the largest parameter on a drive, trained or not; 0 for none.
     in_flight
-        Sub-groups whose states are in use together, if host memory has room for as many.
+        Sub-groups whose states are in use together, if host memory can hold them.
     """
 
     states: float

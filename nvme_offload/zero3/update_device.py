@@ -1,5 +1,5 @@
 """Chooses where ZeRO-3's optimizer updates run: on the GPU, with the optimizer that DeepSpeed uses
-without offload, or on the CPU, with the one that it uses with "device": "cpu".
+without offload, or on the CPU, with the optimizer of "device": "cpu".
 
 DeepSpeed makes the optimizer of the configuration before stage 3, so `making_optimizer` decides first,
 and `device_of` decides for the optimizer that was made.

@@ -1,5 +1,5 @@
-"""`"step_in_backward"` in ZeRO-3: the bits without it, also where parameters have no gradients, and what
-it refuses. `test_parity.py` compares it with stock DeepSpeed.
+"""`"step_in_backward"` in ZeRO-3 changes no bits, also where parameters have no gradients, and refuses
+other settings by name. `test_parity.py` compares it with stock DeepSpeed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The one argument is a JSON object: "cases", as `launch.Case` has them; "director
 "ours", whether `nvme_offload.zero3` is enabled; "fp16", whether DeepSpeed is to take the processor
 for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines,
 as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does;
-"late", that no update of "overlap_step" is made before somebody waits for one; "in_gpu_memory", that
+"late", that no update of "overlap_step" is made before a caller waits for one; "in_gpu_memory", that
 nothing is offloaded.
 The ranks are what the environment says.
 """
