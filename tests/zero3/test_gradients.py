@@ -19,7 +19,7 @@ from nvme_offload.errors import IOFailure, UsageError  # noqa: E402
 from nvme_offload.hardware.config import AioConfig  # noqa: E402
 from nvme_offload.io.engine import Engine  # noqa: E402
 from nvme_offload.swap.tier import Tier  # noqa: E402
-from nvme_offload.zero3.gradients import Gradients  # noqa: E402
+from nvme_offload.zero3.gradients import Gradients, KeptGradients  # noqa: E402
 from nvme_offload.zero3.last_gradients import LastGradients  # noqa: E402
 
 NUMELS = [6000, 5000, 7000, 4096]
@@ -33,15 +33,38 @@ def make(tmp_path):
     """A function from bytes of memory to a tier and the gradients in it."""
     tiers = []
 
-    def of(nbytes, dtype=torch.bfloat16):
+    def of(nbytes, dtype=torch.bfloat16, kind=Gradients):
         tier = Tier([str(tmp_path)], CONFIG, host_memory=nbytes)
         tiers.append(tier)
         tier.require(nbytes)
-        return tier, Gradients(tier, NUMELS, dtype, torch.float32, lambda: None)
+        return tier, kind(tier, NUMELS, dtype, torch.float32, lambda: None)
 
     yield of
     for tier in tiers:
         tier.close()
+
+
+class Room:
+    """A device with *nbytes* of room for gradients: here the CPU is the device."""
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def suffices(self, held, more=0):
+        return held + more <= self.nbytes
+
+
+@pytest.fixture(params=["host", "device", "partly"])
+def anywhere(request, make):
+    """As *make*, with gradients in the tier, on a device, or as far as the device has room."""
+
+    def of(nbytes, kind=Gradients):
+        tier, gradients = make(nbytes, kind=kind)
+        if request.param != "host":
+            gradients._room = Room(16_000 if request.param == "partly" else 1 << 30)
+        return tier, gradients
+
+    return of
 
 
 def some(numel, seed=0):
@@ -68,8 +91,8 @@ def test_they_come_back_as_they_were_reduced(make, nbytes):
     ) <= moved.bytes_read <= moved.bytes_written <= 4 * 2 * sum(NUMELS)
 
 
-def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_zero(make):
-    _, gradients = make(SMALLEST)
+def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_zero(anywhere):
+    _, gradients = anywhere(SMALLEST)
     first, second = some(1000, 1), some(1000, 2)
     gradients.add(0, [(500, first), (1500, first)], to_earlier=False)
     gradients.add(1, [(0, first)], to_earlier=False)  # another in between
@@ -91,8 +114,8 @@ def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_
     assert torch.equal(gradients.widened(1)[:1000], first.float())
 
 
-def test_what_replaces_them_keeps_all_its_bits_until_it_is_reduced_again(make):
-    _, gradients = make(SMALLEST + (32 << 10))
+def test_what_replaces_them_keeps_all_its_bits_until_it_is_reduced_again(anywhere):
+    _, gradients = anywhere(SMALLEST + (32 << 10))
     gradients.add(0, [(0, some(6000))], to_earlier=False)
     gradients.widened(0).mul_(1 / 3)
     gradients.replace(0)
@@ -109,8 +132,8 @@ def test_what_replaces_them_keeps_all_its_bits_until_it_is_reduced_again(make):
     assert gradients.widened(0).count_nonzero() <= 50
 
 
-def test_a_step_uses_gradients_once_and_readers_see_them_until_the_next_backward_pass(make):
-    tier, gradients = make(SMALLEST + (64 << 10))
+def test_a_step_uses_gradients_once_and_readers_see_them_until_the_next_backward_pass(anywhere):
+    tier, gradients = anywhere(SMALLEST + (64 << 10))
     for index in (0, 1):
         gradients.add(index, [(0, some(NUMELS[index]))], to_earlier=False)
     gradients.close()  # zero_grad(): the step still uses them
@@ -133,9 +156,11 @@ def test_a_step_uses_gradients_once_and_readers_see_them_until_the_next_backward
     assert torch.equal(gradients.widened(0, last=True), some(6000, 5).float())
     assert not gradients.widened(1).any()
     gradients.spend()
-    assert len(tier.swapper.names()) == 2  # the scratch memory, and sub-group 0
+    if not gradients._on_device:
+        assert len(tier.swapper.names()) == 2  # the scratch memory, and sub-group 0
     gradients.spend()  # a step without a backward pass
-    assert len(tier.swapper.names()) == 1
+    assert len(tier.swapper.names()) == 1  # and nothing on a device
+    assert not gradients._on_device
     assert not gradients.widened(0).any()
     gradients.abandon()
     assert tier.swapper.names() == []
@@ -261,3 +286,42 @@ def test_a_drive_that_fails_is_an_error_and_nothing_is_lost_when_it_works_again(
             except IOFailure:
                 failures += 1
     assert 1 <= failures <= 3
+
+
+def test_updates_in_backward_use_gradients_up(anywhere):
+    _, gradients = anywhere(SMALLEST + (64 << 10))
+    for step in range(2):
+        gradients.add(1, [(0, some(5000, step))], to_earlier=False)
+        gradients.require_whole()
+        assert torch.equal(gradients.widened(1, last=True), some(5000, step).float())
+        gradients.use_up(1)
+        with pytest.raises(UsageError, match="uses up in backward"):
+            gradients.require_whole()
+        gradients.add(0, [(0, some(6000, step))], to_earlier=False)
+        assert torch.equal(gradients.widened(0, last=True), some(6000, step).float())
+        gradients.spend()
+
+
+def test_padding_is_part_of_a_norm(anywhere):
+    _, gradients = anywhere(SMALLEST + (64 << 10))
+    total = gradients.add(2, [(100, some(50))], to_earlier=False)[0]
+    assert torch.equal(gradients.padded(2, 100, 64, total)[:50], some(50))
+    assert not gradients.padded(2, 100, 64, total)[50:].any()
+
+
+def test_kept_ones_are_sums_of_all_steps(anywhere):
+    _, gradients = anywhere(SMALLEST + (64 << 10), KeptGradients)
+    gradients.add(0, [(0, some(100, 1)), (100, some(100, 2))], to_earlier=False)
+    gradients.widened(0, last=True).mul_(0.5)
+    gradients.used(0, 0.5)
+    gradients.spend()
+    gradients.add(0, [(0, some(100, 3))], to_earlier=False)  # the other part gets none
+    gradients.add(0, [(100, some(100, 4))], to_earlier=True)  # until the next micro-batch
+    found = gradients.widened(0, last=True)
+    assert torch.equal(found[:100], some(100, 3).float())
+    assert torch.equal(found[100:200], (some(100, 2) + some(100, 4)).float())
+    assert gradients.reduced(0) == {0: 100, 100: 100}
+    gradients.spend()
+    assert torch.equal(gradients.widened(0, last=True)[:100], some(100, 3).float())
+    gradients.forget_all()
+    assert not gradients.widened(0).any()
