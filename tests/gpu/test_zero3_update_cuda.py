@@ -15,6 +15,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 from launch import Case, differences, train
+from test_parity import CASES as ALL_CASES
+from test_parity import SMALLEST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,43 +27,32 @@ pytestmark = [
     ),
 ]
 
-SMALLEST = {"host_memory": "smallest"}
 IN_BACKWARD = {"host_memory": "double", "step_in_backward": True}
 LAST = {"missing_gradients": "last"}
+OF_PARITY = (
+    "plain",
+    "fp32",
+    "fp16-overflow",
+    "1000-before-2048x2048",
+    "both-on-the-drive",
+    "parameters-in-memory",
+    "zero-init",
+    "persistent-parameters",
+    "tied",
+    "frozen",
+    "checkpointed",
+    "momentum",
+    "no-states",
+    "initialized-states",
+    "scalar-states",
+    "states-of-every-kind",
+    "counts-of-the-optimizer",
+    "gradients-in-fp32",
+)
 CASES = {
-    "plain": Case(),
-    "fp32-clipped": Case(dtype="fp32", clipping=1.0),
-    "fp16-overflow": Case(
-        dtype="fp16",
-        overflow_step=2,
-        steps=5,
-        accumulation=3,
-        clipping=0.5,
-        groups=2,
-        model="blocks",
-        section=SMALLEST,
-    ),
+    **{name: ALL_CASES[name] for name in OF_PARITY},
     "small-sub-groups": Case(sub_group_size=100, clipping=0.1, section=SMALLEST),
-    "unaligned": Case(model="misaligned", section=SMALLEST),
-    "both-on-the-drive": Case(
-        model="blocks", parameters="nvme", section=SMALLEST, steps=4, evaluate=True
-    ),
-    "parameters-in-memory": Case(parameters="cpu", groups=2, clipping=1.0),
-    "zero-init": Case(model="blocks", parameters="nvme", zero_init=True, section=SMALLEST),
-    "persistent": Case(parameters="nvme", persistence=100),
-    "tied": Case(model="tied", parameters="nvme", section=SMALLEST),
-    "frozen": Case(model="frozen", parameters="nvme", section=SMALLEST),
-    "checkpointed": Case(model="checkpointed", parameters="nvme", accumulation=2),
-    "momentum": Case(optimizer="momentum", model="blocks", section=SMALLEST),
-    "no-states": Case(optimizer="sgd"),
-    "adagrad": Case(optimizer="adagrad"),
     "amsgrad": Case(optimizer="amsgrad", section=SMALLEST),
-    "scalar-states": Case(optimizer="nadam", model="blocks", groups=2, section=SMALLEST),
-    "states-of-every-kind": Case(optimizer="sign", model="blocks", steps=4),
-    "counts": Case(optimizer="counting", model="blocks", loop="count", steps=4, section=SMALLEST),
-    "gradients-in-fp32": Case(
-        top={"data_types": {"grad_accum_dtype": "fp32"}}, accumulation=2, model="blocks"
-    ),
     # FusedAdam where it builds, on both sides.
     "configured-adamw": Case(
         optimizer="cpu_adam", model="blocks", clipping=1.0, groups=2, steps=4, section=SMALLEST
