@@ -40,17 +40,17 @@ def enable() -> None:
 
     Notes
     -----
-    DeepSpeed's `async_io` op is replaced by this package's, which is therefore not compiled; others
-    are at their first use, such as CPU Adam, and a line of the log says so. Parameters and
-    optimizer states with "device": "nvme" go through this package's swappers, unless the section
-    "nvme_offload" of the configuration has "swappers": "deepspeed".
+    This package's `async_io` op replaces DeepSpeed's, so DeepSpeed does not compile its own. It
+    compiles other ops, such as CPU Adam, at their first use; a line of the log says so. Parameters
+    and optimizer states with "device": "nvme" go through this package's swappers, unless the
+    section "nvme_offload" of the configuration has "swappers": "deepspeed".
 
-    The choices made and the time that steps take are logged at level INFO on rank 0: to stderr
-    where the program has not configured logging.
+    Rank 0 logs the choices made and the time that steps take at level INFO, to stderr if the
+    program has not configured logging.
     """
     if _replaced:
         return
-    # all ranks would log the same
+    # All ranks would log the same lines.
     _log.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
@@ -107,7 +107,7 @@ def disable() -> None:
     """Restore DeepSpeed as it was before `enable`.
 
     Engines that exist keep this package's parts and keep working. From now on a configuration with
-    the section "nvme_offload" enables nothing by itself. A second call does nothing.
+    the section "nvme_offload" no longer enables the package. A second call does nothing.
     """
     global _disabled
     _disabled = True
@@ -145,7 +145,7 @@ def stats(engine: Any) -> StepStats:
     Returns
     -------
     StepStats
-        Of the last step. It is not updated by later steps.
+        The statistics of the last step. Later steps do not update them.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def stats(engine: Any) -> StepStats:
 
 
 def _is_first_rank() -> bool:
-    """Whether this is rank 0, from the environment that launchers set. Lightning's own launcher
+    """Whether this is rank 0, according to the environment that launchers set. Lightning's launcher
     sets only the rank on this machine.
     """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")

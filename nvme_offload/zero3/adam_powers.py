@@ -1,9 +1,9 @@
 """Restores the powers of the betas that DeepSpeed's Adam for the CPU keeps from step to step.
 
-For its bias correction it multiplies them by the betas in every step, in fp32, and it computes them
-by `pow` where the betas or the step number are not the expected ones. Both ways round differently,
-and no state dict has the powers. So a checkpoint records how many multiplications led to them, and
-a load repeats these.
+For its bias correction, Adam multiplies the powers by the betas in every step, in fp32. If the
+betas or the step number are not the expected ones, it computes the powers by `pow` instead. The two
+computations round differently, and no state dict contains the powers. A checkpoint therefore
+records the number of multiplications, and a load repeats them.
 
 Source: DeepSpeed, csrc/includes/cpu_adam.h, `IncrementStep`.
 """
@@ -17,19 +17,19 @@ import torch
 
 # In fp32, 1 - power is 1 far above it.
 _NEGLIGIBLE = 2.0**-30
-_NO_BETAS = (-1.0, -1.0)  # others than any optimizer's, so that the next ones are taken by `pow`
+_NO_BETAS = (-1.0, -1.0)  # equal to no optimizer's, so that the next powers are computed by `pow`
 
 
 class AdamPowers:
-    """The powers of one *optimizer*, which may be of any class: others have none."""
+    """The powers of one *optimizer*. Its class may be any; only DeepSpeed's CPU Adam has powers."""
 
     def __init__(self) -> None:
         self._betas: tuple[float, float] | None = None  # of the last update
-        self.multiplied = 0  # in this many steps since the last `pow`
+        self.multiplied = 0  # steps that multiplied the powers since the last `pow`
 
     def count(self, optimizer: Any, groups: Sequence[int]) -> None:
-        """The optimizer has made a step, or will. *groups*: the parameter group of each sub-group,
-        in the order of their updates.
+        """Count a step that the optimizer has made or is about to make. *groups*: the parameter
+        group of each sub-group, in the order of their updates.
         """
         if not _keeps_powers(optimizer):
             return
@@ -38,11 +38,11 @@ class AdamPowers:
         self._betas, self.multiplied = betas[-1], self.multiplied + 1 if same else 0
 
     def jump(self) -> None:
-        """The next step does not follow the last one: the powers will be taken by `pow`."""
+        """The next step does not follow the last one: the optimizer will compute powers by `pow`."""
         self.multiplied = -1
 
     def state(self, optimizer: Any) -> dict[str, Any]:
-        """For `restore`; empty where there are no powers."""
+        """The state to pass to `restore`; empty if the optimizer keeps no powers."""
         if not _keeps_powers(optimizer):
             return {}
         return {"betas": self._betas, "multiplied": self.multiplied}
@@ -50,8 +50,8 @@ class AdamPowers:
     def restore(
         self, optimizer: Any, saved: Mapping[str, Any], step: int, groups: Sequence[int]
     ) -> None:
-        """Give the optimizer the powers that it had after *step*, when *saved* was its `state`.
-        Without one, the run is taken for one without a break. *groups*: as in `count`.
+        """Restore the powers that the optimizer had after *step*, when *saved* was its `state`.
+        Without *saved*, assume that all steps were made in one run. *groups*: as in `count`.
         """
         if not _keeps_powers(optimizer):
             return
@@ -71,7 +71,7 @@ class AdamPowers:
         for at in range(first, step + 1):
             update(at, betas)
         if len(groups) > 1:
-            # Older releases take the powers by `pow` in every update but the first of a step.
+            # Older releases compute the powers by `pow` in every update but the first of a step.
             update(step, betas)
 
 

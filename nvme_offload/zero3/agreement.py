@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 def least(number: int) -> int:
-    """The minimum of *number* over all ranks, so that all plan alike."""
+    """The minimum of *number* over all ranks, so that all ranks compute the same plan."""
     numbers = torch.tensor([number], device=get_accelerator().current_device_name())
     dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
     return int(numbers.item())
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """*value* of every rank, which pickle can take."""
+    """The *value* of every rank. It must be picklable."""
     return all_ranks().gather(value)
 
 
@@ -38,7 +38,7 @@ def all_ranks(group: Any = None) -> Ranks:
 
     def gather(value: Any) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size(group)
-        # deepspeed.comm of older releases does not have it
+        # deepspeed.comm of older releases lacks all_gather_object.
         torch.distributed.all_gather_object(found, value, group=group)
         return found
 
@@ -46,19 +46,19 @@ def all_ranks(group: Any = None) -> Ranks:
 
 
 def all_or_none(action: Callable[[], None], group: Any = None) -> None:
-    """Run *action* on every rank of *group*, or of the training. Where it fails on one rank, the
-    others raise too instead of waiting for it.
+    """Run *action* on every rank of *group*, or of the training. If it fails on one rank, the other
+    ranks raise too instead of waiting for the failed rank.
     """
     all_ranks(group).together(action, "this rank cannot train")
 
 
 def share_cores() -> None:
-    """Let this rank's updates compute on its share of the cores, which other ranks may have too.
+    """Limit this rank's updates to its share of the cores that it has in common with other ranks.
 
-    Without OMP_NUM_THREADS torch has a thread for every core, in each rank. OpenMP's threads spin
-    while they wait, so ranks with more threads than cores keep the cores from each other, and steps
-    take many times as long. A value of OMP_NUM_THREADS that the user chose stays; a warning says
-    where it is far off. A launcher's default of 1 is replaced.
+    Without OMP_NUM_THREADS, torch starts a thread for every core, in each rank. OpenMP's threads
+    spin while they wait, so ranks with more threads than cores take the cores from each other, and
+    steps take many times as long. A value of OMP_NUM_THREADS that the user chose is kept; a warning
+    is logged if it is far off. A launcher's default of 1 is replaced.
 
     Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone.
     """
@@ -92,15 +92,15 @@ def share_cores() -> None:
 
 
 def _machine() -> str:
-    """The same on all ranks of this machine, and on no others."""
+    """An identifier that is equal on all ranks of this machine and different on other machines."""
     try:
         return _BOOT.read_text()
-    except OSError:  # there are sandboxes that do not show it
+    except OSError:  # some sandboxes do not expose the file
         return os.uname().nodename
 
 
 def cores_for_each(mine: Set[int], ranks: Sequence[Set[int]]) -> int:
-    """How many of the cores *mine* a rank has for itself, at least 1, where *ranks*, itself among
-    them, have those cores; a core of n ranks is 1/n of a core for each.
+    """This rank's share of its cores *mine*, at least 1. *ranks* has the cores of every rank on the
+    machine, including this one; a core that n ranks have counts 1/n for each rank.
     """
     return max(int(sum(Fraction(1, sum(core in each for each in ranks)) for core in mine)), 1)

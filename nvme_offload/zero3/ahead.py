@@ -1,10 +1,12 @@
-"""`bound`: what a forward pass of DeepSpeed gathers ahead of its use, with `"overlap_step"`.
+"""`bound` limits how much a forward pass of DeepSpeed gathers ahead of use, with `"overlap_step"`.
 
-What is gathered waits for its update. By itself DeepSpeed gathers `stage3_prefetch_bucket_size`
-elements ahead before every module, up to `stage3_max_live_parameters`, so that a model of a billion
-parameters would wait for all of its updates before its first layer. Here as many are ahead in all.
+Gathering a parameter waits for the parameter's update. DeepSpeed gathers another
+`stage3_prefetch_bucket_size` elements ahead before every module, up to
+`stage3_max_live_parameters`. A model of a billion parameters would therefore wait for all of its
+updates before its first layer. Here `stage3_prefetch_bucket_size` limits the elements gathered
+ahead in total.
 
-Nothing here depends on what is updated: all ranks, which gather together, do the same.
+The limit does not depend on which parameters were updated, so all ranks gather the same ones.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ def bound(coordinator: Any) -> Ahead:
 
 
 class Ahead:
-    """Each use of a module is a step of a pass. DeepSpeed records the steps of one pass, and in those
-    that follow it gathers ahead by a queue of the uses of parameters that are to come: those that
-    left it are gathered, or were used.
+    """Each use of a module is a step of a pass. DeepSpeed records the steps of one pass. In later
+    passes it gathers ahead from a queue of the uses of parameters that follow; a use leaves the
+    queue when its parameter is gathered or used.
 
-    Attributes: *fetches*, the uses of modules so far. What one of them gathers, DeepSpeed asks for in
-    the order of a set.
+    Attributes: *fetches*, the number of uses of modules so far. DeepSpeed requests the parameters
+    that one use gathers in the order of a set.
 
     _turn: the step of the recorded pass at which its backward part begins, None without one.
-    _steps: of each use in the forward part, in the order of the queue.
-    _elements: of the uses in the forward part before each, and of all of them.
+    _steps: the step of each use in the forward part, in the order of the queue.
+    _elements: for each use in the forward part, the elements of the uses before it; last, the
+    total.
     _backward: the uses in the backward part, while they are not in the queue.
     """
 
@@ -49,7 +52,7 @@ class Ahead:
         self._backward: list[Any] = []
 
     def fetch(self, current_submodule: Any, forward: bool) -> None:
-        """DeepSpeed's, with less ahead in the forward part of a pass that was recorded."""
+        """DeepSpeed's method, which gathers less ahead in the forward part of a recorded pass."""
         self.fetches += 1
         step = self._get("step_id")
         if self._coordinator.is_record_trace():
@@ -73,9 +76,9 @@ class Ahead:
             self._get("param_queue").extend(self._backward)
 
     def _begin(self, turn: int | None) -> None:
-        """Add up the uses of the forward part of a pass, and have it gather nothing for the part from
-        *turn* on. In an evaluation none follows: it would be in flight for good, and
-        `GatheredParameters` refuses that.
+        """Add up the uses of the forward part of a pass. Keep the pass from gathering ahead for its
+        backward part, which begins at *turn*. An evaluation has no backward part: the gathers would
+        stay in flight, and `GatheredParameters` refuses parameters in flight.
         """
         uses = list(self._get("param_queue"))
         steps = [use.step_id_last_used_at for use in uses]
@@ -86,7 +89,7 @@ class Ahead:
         self._set("param_queue", deque(uses[:end]))
 
     def _elements_ahead(self, step: int) -> int:
-        """Of the uses after *step* that left the queue."""
+        """The number of elements of the uses after *step* that left the queue."""
         left = len(self._steps) - len(self._get("param_queue"))
         return self._elements[left] - self._elements[min(left, bisect(self._steps, step))]
 

@@ -1,9 +1,9 @@
-"""Parameters of ZeRO-3 whose updates are queued: reading `ds_tensor`, the partition, waits for the
-update, whoever reads it.
+"""Parameters of ZeRO-3 whose updates are queued: every read of `ds_tensor`, the partition, waits
+for the update.
 
-DeepSpeed, its users and this package all come to a partition by that attribute. While any
-parameter is awaited, `torch.nn.Parameter` has a descriptor of that name, which has precedence over
-the parameter's own attribute.
+DeepSpeed, its users and this package all reach a partition through that attribute. While any
+parameter is awaited, `torch.nn.Parameter` has a descriptor named `ds_tensor`, which takes
+precedence over the parameter's own attribute.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-_KEY = "_nvme_offload_wait"  # in the __dict__ of a parameter: returns when its update is made
+_KEY = "_nvme_offload_wait"  # in a parameter's __dict__: a function that waits for its update
 _NAME = "ds_tensor"
 _lock = threading.RLock()
 _awaited = 0  # parameters that are held
 
 
 class _Partition:
-    """The descriptor."""
+    """The descriptor `ds_tensor` of `torch.nn.Parameter`."""
 
     def __get__(self, param: Any, owner: Any = None) -> Any:
         if param is None:
@@ -42,7 +42,7 @@ class _Partition:
 
 
 def hold(param: torch.nn.Parameter, wait: Callable[[], None]) -> None:
-    """From now on whoever reads the partition of *param* calls *wait* first."""
+    """Make every read of the partition of *param* call *wait* first, until `let_go`."""
     global _awaited
     with _lock:
         if _KEY not in param.__dict__:
@@ -53,7 +53,7 @@ def hold(param: torch.nn.Parameter, wait: Callable[[], None]) -> None:
 
 
 def let_go(param: torch.nn.Parameter) -> None:
-    """Nobody waits for *param* any more."""
+    """End `hold`: reads of the partition of *param* no longer wait."""
     global _awaited
     with _lock:
         if param.__dict__.pop(_KEY, None) is not None:
@@ -63,7 +63,7 @@ def let_go(param: torch.nn.Parameter) -> None:
 
 
 def is_awaited(param: torch.nn.Parameter) -> bool:
-    """Whether *param* was updated, or is to be, and nobody has read its partition since."""
+    """Whether an update of *param* is queued or done, and its partition has not been read since."""
     return _KEY in param.__dict__
 
 

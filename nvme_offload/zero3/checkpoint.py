@@ -1,9 +1,9 @@
 """Checkpoints of engines with offloaded parameters or optimizer states: `save_checkpoint` and
 `load_checkpoint`, in DeepSpeed's format.
 
-Each save is a generation, written as a `SharedDirectory`. So a crash at any point leaves either the
-previous checkpoint, also one with the same tag, or the new one. A failure is raised on every rank,
-and training can go on. A load checks every byte against the manifest.
+Each save is a generation, written as a `SharedDirectory`. A crash at any point leaves either the
+previous checkpoint, even one with the same tag, or the new one. A failure is raised on every rank,
+and training can continue. A load checks every byte against the manifest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _Result = TypeVar("_Result")
 
 
 def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
-    """Replacements, by name, for the methods of *engine*, the class DeepSpeedEngine, that depend on
+    """Replacements, by name, for the methods of the class *engine*, DeepSpeedEngine, that depend on
     offload.
     """
     original: Any = engine
@@ -141,7 +141,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         def begin() -> None:
             before_begin = _engine_of(self)
             self.optimizer.begin_load()
-            if _engine_of(self) is not before_begin:  # an interrupted store has another I/O engine
+            if _engine_of(self) is not before_begin:  # an interrupted store gets a new I/O engine
                 self.nvme_offload_loading = opened()
 
         self.nvme_offload_loading = _everywhere(opened)
@@ -273,7 +273,7 @@ class _Generation:
         return getattr(self.original, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory. The tag's own is the temporary one, which exists."""
+        """Make a directory. The temporary directory stands in for the tag's, and exists already."""
         if Path(path).resolve() != self.directory.place:
             os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103 - as DeepSpeed does
 
@@ -297,8 +297,8 @@ class _Generation:
         self.directory.write(str(Path(path).resolve().relative_to(self.directory.place)), write)
 
     def commit(self, info: Any) -> bool:
-        """Publish the checkpoint if every rank has written all of its files. Raises: what went
-        wrong, on every rank.
+        """Publish the checkpoint if every rank has written all of its files. Raises: the first
+        rank's error, on every rank.
         """
         if self.failure is None and not self._has_states:
             self.failure = _lacking(self._optimizer)
@@ -308,8 +308,8 @@ class _Generation:
 
 
 class _Complete:
-    """Replaces *original*, any checkpoint engine of DeepSpeed, while *optimizer* is saved: a file
-    that lacks states is not written.
+    """Replaces *original*, any checkpoint engine of DeepSpeed, while *optimizer* is saved, and
+    refuses to write a file that lacks states.
     """
 
     def __init__(self, original: Any, optimizer: Any) -> None:
@@ -328,14 +328,14 @@ class _Complete:
         return self._original.save(state_dict, path)
 
     def commit(self, info: Any) -> Any:
-        """All files are written."""
+        """Commit the checkpoint, after all files are written."""
         if not self._has_states and (failure := _lacking(self._optimizer)) is not None:
             raise failure
         return self._original.commit(info)
 
 
 def _lacking(optimizer: Any) -> OffloadError | None:
-    """The error of a checkpoint without states of *optimizer*; None where it has none."""
+    """The error of a checkpoint without states of *optimizer*; None if there is no error."""
     try:
         optimizer.require_complete({})
     except OffloadError as failure:
@@ -399,15 +399,15 @@ def _save(
 
 
 def _name_latest(save_dir: str, tag: str, here: bool) -> None:
-    """Let `latest` in *save_dir* name *tag*, on the ranks with *here*. Raises: what went wrong, on
-    every rank.
+    """Write *tag* to the file `latest` in *save_dir*, on the ranks with *here*. Raises: the first
+    rank's error, on every rank.
     """
     latest = Path(save_dir) / "latest"
 
     def write() -> None:
         try:
             if here:
-                # DeepSpeed truncates it first, so a crash would leave no name.
+                # DeepSpeed truncates the file first, so a crash would leave it empty.
                 commit.write_file(latest, tag, mode=None)
         except OSError as error:
             raise archive.as_failure(error, latest) from error
@@ -427,8 +427,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | None:
-    """The tag of the checkpoint to load; None where *tag* is None and there is no `latest`. Raises:
-    UsageError, on every rank, where the ranks do not find the same checkpoint.
+    """The tag of the checkpoint to load; None if *tag* is None and there is no `latest`. Raises:
+    UsageError, on every rank, if the ranks do not find the same checkpoint.
     """
     latest = Path(load_dir) / (
         "latest_universal" if engine.load_universal_checkpoint() else "latest"
@@ -470,7 +470,7 @@ def _agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | N
 def _everywhere(action: Callable[[], _Result]) -> _Result:
     """Run *action* on every rank and return its result once every rank has succeeded.
 
-    Raises: what went wrong, on every rank; what the first rank met where several failed.
+    Raises: the error, on every rank; if several ranks failed, the first one's.
     """
     failure: Exception | None = None
     try:
@@ -490,8 +490,8 @@ def _everywhere(action: Callable[[], _Result]) -> _Result:
 
 
 def _verify(engine: Any, place: Path) -> None:
-    """Check the bytes of a checkpoint: against its manifest, or where it has none against the
-    checksums that torch.save wrote. Raises: what any rank finds, on every rank.
+    """Check the bytes of a checkpoint against its manifest, or, if it has none, against the
+    checksums that torch.save wrote. Raises: the error of any rank, on every rank.
     """
     rank, ranks = engine.global_rank, dist.get_world_size()
 
@@ -517,7 +517,7 @@ def _verify(engine: Any, place: Path) -> None:
 
 
 def _loads(engine: Any) -> bool:
-    """Whether the weights of checkpoints are loaded here, and not by DeepSpeed alone."""
+    """Whether this package, and not DeepSpeed alone, loads the weights of checkpoints."""
     return isinstance(engine.optimizer, Inference) or (
         isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states
     )
@@ -544,15 +544,16 @@ class _Opened:
     Attributes
     ----------
     values
-        Reads it.
+        The reader of the checkpoint.
     tree
         The contents of one rank's file of model states, in memory.
     read
-        Returns the contents of any such file in the same way.
+        A function that returns the contents of any other file of model states in the same form.
     weights
-        The parameters whose weights are loaded by themselves, by name: frozen ones, or all.
+        The parameters whose weights are loaded separately from states, by name: frozen ones, or
+        all.
     alone
-        Whether all weights are, and no states.
+        Whether all weights are loaded this way, and no states.
     """
 
     values: CheckpointReader
@@ -563,7 +564,7 @@ class _Opened:
 
 
 def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Opened:
-    """Open a checkpoint and check that it is of *engine*'s model. Raises: UsageError,
+    """Open a checkpoint and check that it belongs to *engine*'s model. Raises: UsageError,
     UnsupportedError, CorruptionError, before anything is changed.
     """
     universal, strict = engine.load_universal_checkpoint(), given.get("load_module_strict", True)
@@ -582,7 +583,7 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
     engine._get_all_ckpt_names(load_dir, tag)  # raises where there is none
     in_memory: Callable[[str], Any]
     in_file: Callable[[str], Any]
-    if original is None or compat.writes_archives(original):  # None: it has no optimizer
+    if original is None or compat.writes_archives(original):  # None: the engine has no optimizer
         in_memory = functools.cache(
             functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
         )
@@ -604,7 +605,7 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
             "DeepSpeed's ds_to_universal"
         )
     if engine.has_moe_layers and not universal and isinstance(optimizer, Stage3):
-        # Experts are partitioned over some of the ranks, which the files do not say.
+        # Experts are partitioned over a subset of the ranks, which the files do not record.
         if values.ranks != (ranks := dist.get_world_size(group=optimizer.dp_process_group)):
             raise UnsupportedError(
                 f"{Path(load_dir, tag)} has experts, {values.ranks} ranks saved it, and {ranks} load it: load it on as many ranks"
@@ -613,7 +614,7 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
         values.trained, values.optimizer = own_values.trained, own_values.optimizer
     weights = {name: param for param, name in engine.param_names.items()}
     if not alone or (universal and isinstance(optimizer, Stage3)):
-        # A universal checkpoint's files of model states are as they were saved.
+        # A universal checkpoint keeps the files of model states as they were saved.
         has_frozen = same_parts and tree.get(FROZEN_PARAM_FRAGMENTS)
         weights = {
             name: param
@@ -629,11 +630,11 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
 def _load_module(
     engine: Any, load: Callable[..., Any], opened: _Opened, given: Mapping[str, Any]
 ) -> Any:
-    """Load what a checkpoint has in addition to optimizer states: buffers and counters by *load*,
-    DeepSpeed's method, which takes changes of the arguments *given*; frozen weights; and all
-    weights where no states are loaded.
+    """Load the parts of a checkpoint other than optimizer states. DeepSpeed's method *load*, which
+    takes changes of the arguments *given*, loads buffers and counters. Frozen weights, and all
+    weights if no states are loaded, are loaded here.
 
-    Without states, DeepSpeed gathers all weights of the tag "latest" in memory. In a
+    Without states, DeepSpeed would gather all weights of the tag "latest" in memory. From a
     universal checkpoint it loads neither buffers nor frozen weights.
     """
     optimizer, tree = engine.optimizer, opened.tree
@@ -661,7 +662,9 @@ def _load_module(
 
 @contextlib.contextmanager
 def _without_refresh(optimizer: Any) -> Iterator[None]:
-    """Context in which DeepSpeed takes no master weights from parameters before these are loaded."""
+    """Context in which DeepSpeed does not refresh master weights from parameters: it would do so
+    before the parameters are loaded.
+    """
     optimizer.refresh_fp32_params = lambda: None
     try:
         yield
@@ -699,8 +702,8 @@ def _read_states(path: str, engine: io.Engine) -> Any:
 
 
 def _attempt(engine: Any, save: Callable[[], None]) -> None:
-    """Hold a failure back until the ranks agree: they have collective calls to make first, and
-    would wait for this one.
+    """Record a failure, and leave it to be raised when the ranks agree. They make collective calls
+    before that, in which the others would wait for this rank.
     """
     generation = engine.checkpoint_engine
     if not isinstance(generation, _Generation):
@@ -735,7 +738,7 @@ def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
 
 
 def _streams(engine: Any) -> bool:
-    """Whether states are offloaded, and DeepSpeed would use plain torch.save and torch.load."""
+    """Whether states are offloaded and DeepSpeed would use plain torch.save and torch.load."""
     if not _offloads(engine):
         return False
     checkpoint_engine = engine.checkpoint_engine
@@ -772,7 +775,7 @@ def _provider(param: Any) -> archive.Provider:
 
 
 def _engine_of(engine: Any) -> io.Engine:
-    """The I/O engine of the tier of *engine*, or one for all engines that have none."""
+    """The I/O engine of *engine*'s tier. Engines without a tier share one I/O engine."""
     tier = getattr(engine.optimizer, "tier", None)
     found: io.Engine = _io_engine() if tier is None else tier.store.engine
     return found

@@ -1,10 +1,10 @@
-"""What this package uses of DeepSpeed: every name, signature and attribute, and the differences
-between releases. No other module knows them.
+"""The parts of DeepSpeed that this package uses: every name, signature and attribute, and the
+differences between releases. No other module depends on them.
 
 `check` compares the contract with the installed DeepSpeed before `enable` replaces anything.
-Otherwise a renamed private method would only show in its absence: DeepSpeed would run without our
-override, and write checkpoints without states. The functions after the contract supply what older
-releases lack, so that the other modules are written for the newest.
+Without this check, a renamed private method would raise no error: DeepSpeed would run without our
+override, and write checkpoints without states. The functions after the contract hide the
+differences between releases, so that the other modules are written for the newest one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ OLDEST, NEWEST = TESTED[0], TESTED[-1]
 
 _log = logging.getLogger(__name__)
 
-# By owner, a module or "module:class": one name a line. With parentheses it is a function with
-# these parameters, "..." for any more; without, a constant, or an attribute that the owner's code
-# sets. The bound at the end, if any, says which releases have it.
+# The key is the owner: a module or "module:class". The value has one name a line. A name with
+# parentheses is a function with these parameters, "..." for any further ones. A name without is a
+# constant, or an attribute that the owner's code sets. A bound at the end limits the line to the
+# releases that have the name.
 CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
         __init__(module, init_optimizer, param_names, timers, ds_config, ...) >=0.18
@@ -351,8 +352,8 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.ops.op_builder": "FusedAdamBuilder",
 }
 
-# Methods that DeepSpeed calls on its swappers, by the attribute that holds them, and that ours do
-# not need: an earlier call has replaced them.
+# Methods that DeepSpeed calls on its swappers but ours do not need, because an override upstream
+# replaces the call. The key is the attribute that holds the swapper.
 _SWAPPERS = {
     "nvme_swapper": {"get_path", "release_reserved_buffers", "reserve_available_buffers"},
     "optimizer_swapper": {
@@ -366,8 +367,8 @@ _LINE = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?( (?P<bound><|>=)(?P<
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A name of DeepSpeed that this package uses. *owner* has it. *parameters* are those of a
-    function, with "..." at the end for any more.
+    """A name of DeepSpeed that this package uses, and the *owner* that defines it. *parameters* are
+    the parameters of a function, with "..." at the end for any further ones.
     """
 
     owner: str
@@ -411,10 +412,10 @@ def is_too_new(version: str) -> bool:
 
 
 def check() -> None:
-    """Check that the installed DeepSpeed has everything in the contract. Warns of a release newer
-    than the tested ones.
+    """Check that the installed DeepSpeed has everything in the contract. Warns if the release is
+    newer than all tested ones.
 
-    Raises: UnsupportedError with the missing names, the release, and one that has them.
+    Raises: UnsupportedError with the missing names, the release, and a release that has them.
     """
     try:
         version: str = importlib.import_module("deepspeed").__version__
@@ -442,7 +443,7 @@ def check() -> None:
 
 
 def _fault(use: Use) -> str:
-    """What is wrong with *use*; "" for nothing."""
+    """The difference between *use* and the installed DeepSpeed; "" if there is none."""
     try:
         owner = _owner(use.owner)
     except (ImportError, AttributeError):
@@ -466,7 +467,7 @@ def _fault(use: Use) -> str:
 
 
 def _unanswered() -> list[str]:
-    """What DeepSpeed calls on swappers that ours do not have."""
+    """The methods that DeepSpeed calls on its swappers and that ours lack."""
     from .optimizer_swapper import OptimizerSwapper
     from .param_swapper import ParameterSwapper
 
@@ -582,7 +583,7 @@ def _called_on(owner: Any, holder: str) -> Iterator[str]:
                 before = None
 
 
-# What older releases lack: the other modules are written for the newest.
+# Functions that hide differences between releases: other modules are written for the newest.
 
 
 def stage3() -> Any:
@@ -615,8 +616,8 @@ def _parameter_names(self: Any) -> dict[Any, str]:
 
 
 def init_of(param: Any) -> Any:
-    """The `zero.Init` that has partitioned *param*: DeepSpeed keeps it in the methods that it has
-    given the parameter.
+    """The `zero.Init` that partitioned *param*. DeepSpeed stores it in the closures of the methods
+    that it adds to the parameter.
     """
     method = param.convert_to_zero_parameters
     return inspect.getclosurevars(method).nonlocals["self"]
@@ -631,9 +632,10 @@ def at_accumulation_boundary(stage3: Any) -> bool:
 
 
 def let_go_of(module: Any) -> None:
-    """Have DeepSpeed forget the *module* of an engine that is destroyed, and what is in it. It keeps
-    them for ever, as those of a forward pass and in the cache of a method, and by their hooks the
-    engine, whose memory and room on drives stay taken.
+    """Drop DeepSpeed's references to the *module* of a destroyed engine and to its submodules.
+    DeepSpeed keeps them indefinitely, as the modules of a forward pass and in the cache of a
+    method. Their hooks refer to the engine, so its memory and its space on drives would stay in
+    use.
     """
     zero = "deepspeed.runtime.zero"
     stack = importlib.import_module(f"{zero}.parameter_offload").FWD_MODULE_STACK
@@ -646,12 +648,12 @@ def let_go_of(module: Any) -> None:
     decorated = [cell.cell_contents for cell in getattr(cached, "__closure__", None) or ()]
     for function in (cached, *decorated):
         if hasattr(function, "cache_clear"):
-            function.cache_clear()  # of all engines: it is filled again
+            function.cache_clear()  # shared by all engines, and filled again on use
 
 
 def end_backward(stage3: Any) -> None:
-    """Discard a backward pass that an exception ended. The next pass would otherwise reduce what it
-    left.
+    """Discard a backward pass that an exception ended. The next pass would otherwise reduce the
+    gradients that it left behind.
     """
     for bucket in stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ():
         bucket.params.clear()
@@ -665,7 +667,7 @@ def end_backward(stage3: Any) -> None:
     for identifier in range(len(reduced)) if isinstance(reduced, list) else reduced:
         reduced[identifier] = False
     if hasattr(stage3, "_backward_active_depth"):
-        # nesting depth: otherwise the next pass would not count as the outermost
+        # Nesting depth: without the reset, the next pass would not count as the outermost one.
         stage3._backward_active_depth = 0
 
 
@@ -678,8 +680,8 @@ def lacks_reductions(stage3: Any) -> bool:
 
 
 def sums_on_accelerator(optimizer: Any, group: int) -> bool:
-    """Whether the *optimizer* of stage 1 or 2 sums the gradients of a parameter group in a buffer of
-    its own dtype on the accelerator, which newer releases do.
+    """Whether the *optimizer* of stage 1 or 2 sums the gradients of a parameter group on the
+    accelerator, in a buffer of the group's dtype. Newer releases do.
     """
     return bool(
         hasattr(optimizer, "_use_compact_grad_partition_buffer")
@@ -688,7 +690,7 @@ def sums_on_accelerator(optimizer: Any, group: int) -> bool:
 
 
 def lists_by_sub_group(stage3: Any) -> list[str]:
-    """The attributes, not in all releases, that are lists with an item for each sub-group."""
+    """The attributes that are lists with an item for each sub-group. Not all releases have them."""
     return [
         name
         for name in ("sub_group_process_groups", "sub_group_partition_counts")
@@ -697,14 +699,14 @@ def lists_by_sub_group(stage3: Any) -> list[str]:
 
 
 def keeps_powers_for_a_step() -> bool:
-    """Whether DeepSpeed's Adam for the CPU has the same powers of its betas for every sub-group of a
-    step. In older releases the first one is multiplied from that of the last step.
+    """Whether DeepSpeed's Adam for the CPU uses the same powers of its betas for every sub-group of
+    a step. Older releases multiply the powers for the first sub-group from the last step's powers.
     """
     return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
 
 
 def norm_dtype() -> torch.dtype:
-    """The dtype in which DeepSpeed computes norms of gradients: doubles in older releases."""
+    """The dtype in which DeepSpeed computes norms of gradients. Older releases use float64."""
     import torch
 
     utils = importlib.import_module("deepspeed.runtime.zero.utils")
@@ -734,11 +736,11 @@ def writes_archives(checkpoint_engine: Any) -> bool:
 def model_states_path(
     engine: Any, directory: str, tag: str | None, rank: int, mp_placeholder: str | None = None
 ) -> str:
-    """The file of *rank* in a checkpoint of ZeRO-3. Older releases name only that of this rank."""
+    """The file of *rank* in a ZeRO-3 checkpoint. Older releases can only name this rank's file."""
     own = Path(engine._get_ckpt_name(directory, tag, mp_placeholder=mp_placeholder))
     return str(own.with_name(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", own.name)))
 
 
 def tag_of(commit_info: Any) -> str:
-    """The tag that is committed: the argument itself in older releases, an attribute of it now."""
+    """The tag that is committed: *commit_info* itself in older releases, an attribute of it now."""
     return str(getattr(commit_info, "tag", commit_info))

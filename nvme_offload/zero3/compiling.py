@@ -1,5 +1,5 @@
-"""Says that DeepSpeed compiles one of its ops before it does: it takes minutes, and DeepSpeed says
-so only when it is done.
+"""Logs a line before DeepSpeed compiles one of its ops. Compilation takes minutes, and DeepSpeed
+logs only its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def announced(jit_load: Callable[..., Any]) -> Callable[..., Any]:
-    """`OpBuilder.jit_load`, with a line before it compiles."""
+    """`OpBuilder.jit_load`, wrapped to log a line before it compiles."""
 
     @functools.wraps(jit_load)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def announced(jit_load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_directory(name: str) -> Path:
-    """Where torch.utils.cpp_extension.load builds the extension *name*."""
+    """The directory in which torch.utils.cpp_extension.load builds the extension *name*."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(name, verbose=False))

@@ -2,8 +2,9 @@
 (`optimizer_states.one_pass`).
 
 DeepSpeed computes them in fp32, and keeps powers of the betas from step to step (`adam_powers`), so
-they depend on the steps before. Here they are computed again and tried: in every update DeepSpeed
-and the extension update the same small sample. DeepSpeed makes the step if any bit differs.
+they depend on the steps before. This module computes them again and tests them: in every update,
+DeepSpeed and the extension update the same small sample. If any bit differs, DeepSpeed makes the
+step.
 
 Source: DeepSpeed, csrc/includes/cpu_adam.h, `IncrementStep` and `update_state`;
 csrc/adam/cpu_adam_impl.cpp.
@@ -21,7 +22,7 @@ import torch
 from ..optimizer_states import FORMATS
 from ..optimizer_states.one_pass import VECTORS, Part, deepspeed_step, update
 
-# whole vectors, and elements after the last of them
+# Whole vectors, and a remainder after the last one.
 _SAMPLE = 128 + 15
 _STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
 
@@ -38,7 +39,7 @@ class CPUAdam:
     """The constants of the steps of one DeepSpeedCPUAdam."""
 
     def __init__(self) -> None:
-        self._vectors: tuple[int, ...] = VECTORS  # the elements of a vector, as far as known
+        self._vectors: tuple[int, ...] = VECTORS  # elements of a vector: the sizes still possible
         self._given_up = False
 
     def constants(
@@ -53,7 +54,8 @@ class CPUAdam:
         DeepSpeed has to make the step.
 
         *multiplied*: the steps since DeepSpeed last computed the powers of the betas by `pow`, with
-        or without this one; None if this release computes other powers in each update of a step.
+        or without this one; None if this release computes different powers in each update of a
+        step.
         """
         if self._given_up or multiplied is None:
             return None
@@ -106,7 +108,7 @@ def _constants(
 def _stepped_sample(
     optimizer: Any, group: Mapping[str, Any], step: int
 ) -> tuple[torch.Tensor, ...]:
-    """The sample after DeepSpeed's step, which also advances DeepSpeed's powers of the betas."""
+    """The sample after DeepSpeed's step. The call also advances DeepSpeed's powers of the betas."""
     weight, gradient, first, second = _sample()
     optimizer.ds_opt_adam.adam_update(
         optimizer.opt_id,
@@ -140,7 +142,7 @@ def _same_bits(constants: Any, expected: tuple[torch.Tensor, ...]) -> bool:
 
 
 def _sample() -> tuple[torch.Tensor, ...]:
-    """A weight, a gradient and the moments."""
+    """Sample values of a weight, a gradient and the moments."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(5, _SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
     scale = torch.exp(2 * drawn[4])

@@ -1,5 +1,5 @@
-"""What DeepSpeed's `safe_get_*` and `safe_set_*` functions find of parameters whose master weights,
-states and gradients stages 1 and 2 have in a tier: copies.
+"""Access by DeepSpeed's `safe_get_*` and `safe_set_*` functions to parameters whose master weights,
+states and gradients are in a tier, under stages 1 and 2. The functions get copies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def link(owner: Stages1And2) -> None:
-    """Let DeepSpeed's functions find the values of *owner*'s parameters in the tier."""
+    """Make DeepSpeed's functions access the values of *owner*'s parameters in the tier."""
     for param in itertools.chain.from_iterable(owner.bit16_groups):
         if param._hp_mapping is not None:
             param._hp_mapping = Fragment(param._hp_mapping, owner)
@@ -36,8 +36,8 @@ def link(owner: Stages1And2) -> None:
 def read_states(
     owner: Stages1And2, group: int, start: int, numel: int, key: str | None
 ) -> torch.Tensor:
-    """A copy of *numel* elements from *start* of this rank's partition of *group*: of the state
-    *key*, or of the master weights. Raises: UsageError where there is no such state.
+    """A copy of *numel* elements, from *start* in this rank's partition of *group*, of the state
+    *key* or of the master weights. Raises: UsageError if there is no state *key*.
     """
     found = []
     for index, offset, _, count in owner.pieces(group, start, numel):
@@ -53,7 +53,7 @@ def read_states(
 def write_states(
     owner: Stages1And2, group: int, start: int, values: torch.Tensor, key: str | None
 ) -> None:
-    """Replace what `read_states` returns by *values*."""
+    """Replace the elements that `read_states` returns by *values*."""
     owner.require_whole()
     owner.partly_changed = True
     for index, offset, first, count in owner.pieces(group, start, values.numel()):
@@ -63,7 +63,7 @@ def write_states(
 
 
 def read_gradients(owner: Stages1And2, group: int, start: int, numel: int) -> torch.Tensor:
-    """A copy of the gradients that `read_states` has the weights of."""
+    """A copy of the gradients of the elements that `read_states` returns."""
     quiesce(owner.tier)
     owner.gradients.require_whole()
     owner.give_back()
@@ -76,7 +76,7 @@ def read_gradients(owner: Stages1And2, group: int, start: int, numel: int) -> to
 
 
 def write_gradients(owner: Stages1And2, group: int, start: int, values: torch.Tensor) -> None:
-    """Replace what `read_gradients` returns by *values*."""
+    """Replace the gradients that `read_gradients` returns by *values*."""
     quiesce(owner.tier)
     owner.gradients.require_whole()
     owner.give_back()
@@ -88,8 +88,8 @@ def write_gradients(owner: Stages1And2, group: int, start: int, values: torch.Te
 
 
 class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
-    """DeepSpeed's mapping of a parameter to the part of its group's partition, of which this makes
-    copies.
+    """DeepSpeed's mapping of a parameter to a part of its group's partition. This one returns
+    copies of the part.
     """
 
     def __init__(self, original: Any, owner: Stages1And2) -> None:
@@ -103,20 +103,20 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
         return self.param_group_index, address.start, address.numel
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """Of the master weights, or of a state."""
+        """A copy of this part of the master weights, or of a state."""
         return read_states(self.owner, *self.place, optim_state_key)
 
     def get_optim_state_fragment(self, key: str) -> torch.Tensor:
-        """Of a state."""
+        """A copy of this part of a state."""
         return self.get_hp_fragment(key)
 
     def get_optim_state_keys(self) -> list[str]:
-        """The states that there are."""
+        """The names of the states."""
         swapper = self.owner.optimizer_swapper
         return list(swapper.states(self.owner.fp32_partitioned_groups_flat[0]))
 
     def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
-        """Of the gradients."""
+        """A copy of this part of the gradients."""
         return read_gradients(self.owner, *self.place)
 
 
@@ -128,12 +128,12 @@ def _own_values(param: Any, value: torch.Tensor) -> torch.Tensor:
 def _set_full_hp_param(
     owner: Stages1And2, param: Any, value: torch.Tensor, optim_state_key: str | None = None
 ) -> None:
-    """What `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` call."""
+    """The method that `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` call."""
     if param._hp_mapping is not None:
         group, start, _ = param._hp_mapping.place
         write_states(owner, group, start, _own_values(param, value), optim_state_key)
     if optim_state_key is None and not owner.state_format.in_place:
-        # In these formats the 16-bit weight changes with its master, so change it on all ranks.
+        # In these formats the 16-bit weight is part of its master weight: set it on all ranks.
         rounded = torch.empty(value.numel(), dtype=torch.bfloat16)
         low = torch.empty(value.numel(), dtype=torch.int16)
         split(value.detach().flatten().float().cpu(), rounded, low)
@@ -141,7 +141,7 @@ def _set_full_hp_param(
 
 
 def _set_full_hp_grad(owner: Stages1And2, param: Any, value: torch.Tensor) -> None:
-    """What `safe_set_full_grad` calls."""
+    """The method that `safe_set_full_grad` calls."""
     if param._hp_mapping is not None:
         group, start, _ = param._hp_mapping.place
         write_gradients(owner, group, start, _own_values(param, value))

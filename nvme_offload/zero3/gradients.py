@@ -1,13 +1,13 @@
-"""`Gradients`: the gradients that ZeRO-3 reduces in backward. Each sub-group's are one value of a
-tier, from the first reduction until the next backward pass after the step.
+"""`Gradients`: the gradients that ZeRO-3 reduces in backward. The gradients of a sub-group are one
+value of a tier, from the first reduction until the next backward pass after the step.
 
-They share the host memory budget with parameters and states, and go to the drive where they do not
-fit. They are kept in the dtype in which they are reduced, normally 16-bit, and widened for the
-optimizer one sub-group at a time. At most one is in use, and none while states are. Where updates
-run on a GPU, gradients stay there if they fit: see `DeviceRoom`.
+They share the host memory budget with parameters and states; gradients that do not fit go to the
+drive. They are kept in the dtype in which they are reduced, normally 16-bit, and widened for the
+optimizer one sub-group at a time. At most one value is in use, and none while states are in use. If
+updates run on a GPU, gradients stay there if they fit: see `DeviceRoom`.
 
-DeepSpeed's functions read them until the next backward pass: after the step as the optimizer had
-them, unscaled and clipped.
+DeepSpeed's functions can read gradients until the next backward pass. After the step they read the
+gradients that the optimizer used, unscaled and clipped.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..errors import UsageError
 from ..swap.tier import Tier
 
 _serial = itertools.count()
-Slices = dict[int, int]  # of a sub-group: number of elements, by the offset of the first
+Slices = dict[int, int]  # parts of a sub-group: offset of the first element -> number of elements
 
 
 class Gradients:
-    """The gradients of sub-groups of *numels* elements, in *dtype*; the optimizer gets them in
-    *widened_dtype*.
+    """The gradients of sub-groups of *numels* elements, in *dtype*. The optimizer gets them in
+    *widened_dtype*, on *device*.
 
-    *wait_for_copies* returns when no copy to or from the accelerator that was started here is in
-    flight. *device*: where the optimizer gets them. *aside*: bytes that updates take on a GPU.
+    *wait_for_copies* returns when every copy to or from the accelerator that was started here has
+    ended. *aside*: bytes that updates take on a GPU.
 
-    Lifetime: forgotten after `abandon`, or when this is dropped. Raises: as `TensorSwapper`, wherever a
-    gradient is brought or stored.
+    Lifetime: until `abandon`, or until this object is dropped. Raises: as `TensorSwapper`, wherever
+    a gradient is fetched or stored.
 
     Attributes: *partial*, whether micro-batches of the step are missing.
     """
@@ -64,17 +64,17 @@ class Gradients:
         self._names = [f"{prefix}/{index}" for index in range(len(numels))]
         self._replacements = [f"{name}/replaced" for name in self._names]
         self.partial = False
-        # By sub-group: the parts that were reduced since the last step.
+        # Sub-group -> the parts reduced since the last step.
         self._reduced: dict[int, Slices] = {}
-        # By sub-group that was replaced: the parts that were reduced since then.
+        # Sub-group with a replaced gradient -> the parts reduced since the replacement.
         self._replaced: dict[int, Slices] = {}
-        # By sub-group: the optimizer had the gradient multiplied by this.
+        # Sub-group -> the factor by which the gradient was multiplied for the optimizer.
         self._factors: dict[int, Any] = {}
-        self._spent = False  # a step has used them
-        self._used_up = False  # updates in the last backward pass have used some
-        self._closed = False  # the next reduction begins another step
+        self._spent = False  # a step has used the gradients
+        self._used_up = False  # updates in the last backward pass have used some gradients
+        self._closed = False  # the next reduction begins a new step
         self._outdated: set[int] = set()  # sub-groups with values of an earlier step
-        # The value that is being added to, and its name.
+        # The name and the tensor of the value to which gradients are being added.
         self._open: tuple[str, torch.Tensor] | None = None
         self._taken: str | None = None  # the value that is in use, or is about to be
         self._scratch = f"{prefix}/widened"
@@ -85,7 +85,7 @@ class Gradients:
         tier.abandon_with(self, self._owned)
 
     def abandon(self) -> None:
-        """Forget everything: see `Tier.abandon`. Nothing else may be called afterwards."""
+        """Discard all gradients: see `Tier.abandon`. No other method may be called afterwards."""
         if self._open is not None:
             self._wait_for_copies()
         self._on_device.clear()
@@ -101,8 +101,8 @@ class Gradients:
     def add(
         self, index: int, partitions: Sequence[tuple[int, torch.Tensor]], *, to_earlier: bool
     ) -> list[torch.Tensor]:
-        """Add *partitions* of sub-group *index*, each with the offset of its first element;
-        *to_earlier* says whether they accumulate on those of earlier micro-batches of the step.
+        """Add *partitions* of sub-group *index*, each with the offset of its first element. With
+        *to_earlier* they accumulate on the gradients of the step's earlier micro-batches.
 
         Returns: the sums, each on its partition's device. Valid until the next call.
         """
@@ -115,7 +115,7 @@ class Gradients:
             place = flat.narrow(0, offset, partition.numel())
             total = partition.view(-1).to(self._dtype)
             if to_earlier and offset in slices:
-                # Added on the accelerator: that is faster, and the norm is computed there next.
+                # Add on the accelerator: it is faster, and the norm is computed there next.
                 total = place.to(partition.device, non_blocking=True).add_(total)
             place.copy_(total, non_blocking=True)
             totals.append(total)
@@ -126,7 +126,9 @@ class Gradients:
         return totals
 
     def complete(self, index: int, partitions: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """*partitions* of sub-group *index* are the complete gradient of the step. Not needed here."""
+        """Accept *partitions* of sub-group *index* as the complete gradient of the step. This class
+        does nothing: it has the sums.
+        """
 
     def reduced(self, index: int) -> Mapping[int, int]:
         """The parts of sub-group *index* that were reduced since the last step: number of elements,
@@ -135,8 +137,8 @@ class Gradients:
         return {} if self._spent else self._reduced.get(index, {})
 
     def padded(self, index: int, offset: int, numel: int, total: torch.Tensor) -> torch.Tensor:
-        """*total*, which `add` returned for *offset* of sub-group *index*, with zeros behind it up to
-        *numel* elements.
+        """*total*, which `add` returned for *offset* of sub-group *index*, padded with zeros at the
+        end to *numel* elements.
         """
         flat = self._on_device.get(self._names[index])
         if flat is not None:
@@ -148,17 +150,17 @@ class Gradients:
         return self._opened(index).narrow(0, offset, self._reduced[index][offset])
 
     def sums(self, index: int) -> torch.Tensor:
-        """What `add` has stored for sub-group *index*. Valid until the next call."""
+        """The sums that `add` has stored for sub-group *index*. Valid until the next call."""
         return self._opened(index)
 
     def pause(self) -> None:
-        """Nothing more is added for now: the value in use may be evicted."""
+        """Pause adding: allow the value in use to be evicted."""
         if self._open is not None:
             self._wait_for_copies()
         self.give_back()
 
     def give_back(self) -> None:
-        """Release the value in use, also one that an interrupted call left in use."""
+        """Release the value in use, even if an interrupted call left it in use."""
         name, self._open, self._taken = self._taken, None, None
         if name is not None:
             self._tier.end_use(name, changed=True)
@@ -166,8 +168,8 @@ class Gradients:
     # The optimizer, and access to fragments.
 
     def require_whole(self) -> None:
-        """Check that no micro-batch of the step is missing, and that no update in backward has used
-        gradients up. Raises: UsageError.
+        """Check that no micro-batch of the step is missing, and that no update in backward has
+        consumed gradients. Raises: UsageError.
         """
         if self._used_up:
             raise UsageError(
@@ -181,10 +183,10 @@ class Gradients:
             )
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """The gradient of sub-group *index*, zeros where nothing was reduced. With *last* it is for
-        the optimizer, which gets zeros after a step has used the gradients.
+        """The gradient of sub-group *index*, with zeros for parts that were not reduced. With
+        *last* it is for the optimizer, which gets zeros after a step has used the gradients.
 
-        Lifetime: all sub-groups share this memory. A change to it is kept only by `replace`.
+        Lifetime: all sub-groups share this memory. Only `replace` keeps a change to it.
         """
         self.pause()
         self._widened = None
@@ -206,11 +208,13 @@ class Gradients:
         return memory
 
     def used(self, index: int, factor: Any) -> None:
-        """The optimizer has the gradient of sub-group *index* multiplied by *factor*, too."""
+        """Record that the optimizer gets the gradient of sub-group *index* multiplied by *factor*,
+        in addition to earlier factors.
+        """
         self._factors[index] = self._factors.get(index, 1.0) * factor
 
     def use_up(self, index: int) -> None:
-        """An update in backward has used the gradient of sub-group *index*: forget it."""
+        """Discard the gradient of sub-group *index*, which an update in backward has used."""
         self._widened = None
         self._used_up = True
         self._forget([index])
@@ -229,11 +233,11 @@ class Gradients:
         self._replaced[index] = {}
 
     def close(self) -> None:
-        """The next reduction begins another step. Until then a step still uses these gradients."""
+        """Make the next reduction begin a new step. Until then, a step still uses these gradients."""
         self._closed = True
 
     def spend(self) -> None:
-        """The step is over: its gradients are only read from now on."""
+        """End the step: from now on its gradients are only read."""
         self.pause()
         self._widened = None
         used = self._reduced.keys() | self._replaced.keys() if self._spent else set()
@@ -242,21 +246,22 @@ class Gradients:
         self.partial = False
 
     def forget_all(self) -> None:
-        """The weights were replaced: forget all gradients."""
+        """Discard all gradients, because the weights were replaced."""
         self.pause()
         self._widened = None
         self._forget(range(len(self._names)))
         self._spent = self._closed = self._used_up = self.partial = False
 
     def _begin(self) -> None:
-        """The first reduction of a step: the gradients of the one before are void."""
+        """Begin a step at its first reduction: invalidate the gradients of the step before."""
         self._outdated |= self._reduced.keys() | self._replaced.keys()
         self._reduced.clear()
         self._replaced.clear()
         self._factors.clear()
         self._spent = self._closed = self._used_up = False
         if self._room is not None and not self._room.suffices(self._device_bytes):
-            # Another step has needed more memory: these are void, and made again where there is room.
+            # The last step needed more memory. These tensors are invalid now, so free them; new
+            # ones are allocated if they fit.
             self._on_device.clear()
 
     @property
@@ -278,7 +283,7 @@ class Gradients:
         )
 
     def _opened(self, index: int) -> torch.Tensor:
-        """The gradient of sub-group *index*, in use. The one in use before is released."""
+        """The gradient of sub-group *index*, in use. The value in use before is released."""
         if index in self._outdated:
             self._outdated.remove(index)
             self._discard([self._replacements[index]])
@@ -318,7 +323,7 @@ class Gradients:
             self._taken = name
             value = self._tier.swapper.swap_in(name).view(dtype)
         for start, end in spans:
-            # Widened on the device: a copy between devices would do it on the host.
+            # Convert on the device: a copy between devices would convert on the host.
             into[start:end].copy_(value[start:end].to(self._device))
         if self._taken is not None:
             self._tier.swapper.release(name, changed=False)
@@ -341,13 +346,13 @@ class Gradients:
 
 
 class KeptGradients(Gradients):
-    """`Gradients` on a GPU with "missing_gradients": "last". DeepSpeed without offload keeps the sums of
-    all steps: a parameter without a gradient in a step gets its last sum again, and the first
-    micro-batch of a step overwrites it.
+    """`Gradients` on a GPU with "missing_gradients": "last". DeepSpeed without offload keeps the
+    sums of all steps: a parameter without a gradient in a step gets its last sum again. The first
+    micro-batch of a step that has a gradient overwrites the sum.
     """
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """As the base. With *last*, the sum itself, without factors of earlier steps."""
+        """As in the base class. With *last*, the sum itself, without factors of earlier steps."""
         if last:
             self._factors.pop(index, None)
         return super().widened(index)
@@ -357,7 +362,7 @@ class KeptGradients(Gradients):
         return self._reduced.get(index, {})
 
     def spend(self) -> None:
-        """The step is over. DeepSpeed keeps all gradients, and so does this."""
+        """End the step, and keep all gradients as DeepSpeed does."""
         self.pause()
         self._widened = None
         self._closed = True

@@ -1,6 +1,6 @@
-"""`InBackward`: `"step_in_backward"` of one engine. A sub-group is updated as soon as the gradients of
-all its parameters are reduced, in the last backward pass of a step. DeepSpeed's `step` then leaves it
-out.
+"""`InBackward` implements `"step_in_backward"` for one engine. In the last backward pass of a step,
+it updates a sub-group as soon as the gradients of all its parameters are reduced. DeepSpeed's
+`step` then skips the sub-group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .overlap import left_out_since, needs_order, tell_left_out
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-# What DeepSpeed's `step` calls for each sub-group.
+# The methods that DeepSpeed's `step` calls for each sub-group.
 _STEPS = (
     "_prepare_sub_group",
     "unscale_and_clip_grads",
@@ -31,14 +31,14 @@ class InBackward:
     """The updates of *stage3*, whose optimizer states are in a tier.
 
     Attributes: *updated*, the sub-groups that this backward pass has updated; *updating*, whether it
-    updates one now.
+    is updating one now.
     """
 
     def __init__(self, stage3: Stage3) -> None:
         self.updated: set[int] = set()
         self.updating = False
         self._stage3 = stage3
-        self._reduced: dict[int, set[int]] = {}  # by sub-group: the ids of parameters
+        self._reduced: dict[int, set[int]] = {}  # sub-group -> ids of parameters
         self._told: set[str] = set()
         self._methods: dict[str, Callable[..., None]] = {}
         for name in _STEPS:
@@ -50,8 +50,9 @@ class InBackward:
             method(index, *rest)
 
     def reduced(self, index: int, params: Iterable[Any]) -> None:
-        """Backward has reduced the gradients of *params* in sub-group *index* for the whole step. Raises:
-        UsageError if an update has used them up; as an update.
+        """Record that backward has reduced the gradients of *params* in sub-group *index* for the
+        whole step, and update the sub-group if it is complete. Raises: UsageError if an update has
+        consumed the gradients; any error of an update.
         """
         stage3 = self._stage3
         if index in self.updated:
@@ -92,16 +93,14 @@ class InBackward:
         stage3.partly_changed = whole  # after an exception it stays true
 
     def end(self) -> None:
-        """A step has ended, or its backward pass was abandoned."""
+        """Reset after the end of a step, or after its backward pass was abandoned."""
         self._reduced.clear()
         self.updated.clear()
         self.updating = False
 
 
 def require_possible(stage3: Stage3, ds_config: Mapping[str, Any]) -> None:
-    """Refuse settings with which no sub-group could be updated in backward. Raises: UsageError,
-    UnsupportedError.
-    """
+    """Check that the settings allow updates in backward. Raises: UsageError, UnsupportedError."""
     refused = {
         '"gradient_clipping" above 0 (the default is 1.0), which needs the norm of all gradients': (
             stage3.clip_grad > 0

@@ -21,7 +21,7 @@ from .step_stats import StepClock
 
 
 class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
-    """As its base. Each forward pass of the whole module is one step."""
+    """DeepSpeed's class, with each forward pass of the whole module counted as one step."""
 
     def __init__(
         self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any
@@ -45,7 +45,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         self.forward_hooks.append(module.register_forward_hook(self._end_pass, always_call=True))
 
     def destroy(self) -> None:
-        """As the base, which drops its hooks."""
+        """Release everything, as the base class does, which also drops its hooks."""
         super().destroy()
         compat.let_go_of(self.module)
 
@@ -57,24 +57,25 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_pass(self, *_: Any) -> None:
-        # For DeepSpeed, a Lightning step is a forward pass in which the module calls itself.
+        # DeepSpeed sees a Lightning step as a forward pass in which the module calls itself.
         self._depth -= 1
         if self._depth == 0 and self.clock is not None:
             self.clock.end()
             for tier in self._tiers:
                 if tier.swapper.learned and tier not in trained:
-                    # Otherwise the order learned from an earlier training would be prefetched for ever.
+                    # Otherwise the swapper would keep prefetching in the order of an earlier
+                    # training.
                     tier.swapper.step()
 
     def _restore_from_bit16_weights(self) -> None:
         """Do nothing: there are no master weights, and `checkpoint` has loaded the parameters.
-        DeepSpeed calls this after a load, and its class does not have it.
+        DeepSpeed calls this method after a load, but its own class lacks it.
         """
 
 
 def _whole(ds_config: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """*ds_config* with the sections that Lightning's strategy does not pass on to `test` and
-    `predict`, taken from the strategy's own configuration.
+    """*ds_config*, completed with sections of the configuration of Lightning's strategy. The
+    strategy does not pass these on to `test` and `predict`.
     """
     config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
     left_out = config if isinstance(config, Mapping) else {}

@@ -1,11 +1,11 @@
-"""`LastGradients`: gradients as DeepSpeed keeps them with "device": "cpu": a parameter without a
-gradient in a step gets that of its last step again.
+"""`LastGradients` keeps gradients as DeepSpeed does with "device": "cpu": a parameter without a
+gradient in a step gets the gradient of its last step again.
 
-DeepSpeed has two buffers for all gradients, filled with zeros once. One has the sums over a step's
-micro-batches: the first micro-batch overwrites them, later ones add to what is there. The other has
-the fp32 gradients for the optimizer: the last micro-batch overwrites them. Unscaling and clipping
-change them in place, and change them again in the next step where no new gradient came. Here each
-sub-group has a value for each of the two.
+DeepSpeed has two buffers for all gradients, and fills them with zeros once. One has the sums over a
+step's micro-batches: the first micro-batch overwrites them, and later ones add to them. The other
+has the fp32 gradients for the optimizer: the last micro-batch overwrites them. Unscaling and
+clipping change these in place. If a parameter has no new gradient in the next step, they change its
+old one again. Here, each sub-group has one value for each of the two buffers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .gradients import Gradients
 
 
 class LastGradients(Gradients):
-    """As `Gradients`, but nothing is forgotten with a step. The values called `name` are the
-    optimizer's gradients; the sums are separate values.
+    """`Gradients` that persist across steps. The values called `name` are the optimizer's
+    gradients; the sums are separate values.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._existing: set[str] = set()  # names that have a value
-        # the sub-group whose gradient the optimizer has, in the widened memory
+        # The sub-group whose gradient the optimizer is using, in the widened memory.
         self._lent: int | None = None
 
     def name(self, index: int) -> str:
@@ -36,8 +36,9 @@ class LastGradients(Gradients):
     def add(
         self, index: int, partitions: Sequence[tuple[int, torch.Tensor]], *, to_earlier: bool
     ) -> list[torch.Tensor]:
-        """Add *partitions* of sub-group *index*, each with the offset of its first element;
-        *to_earlier* says whether they accumulate on what is there, of whatever step.
+        """Add *partitions* of sub-group *index*, each with the offset of its first element. With
+        *to_earlier* they accumulate on the stored sums, of whichever step; otherwise they overwrite
+        the sums.
         """
         sums = self._made(self._names[index], index, self._dtype)
         totals = []
@@ -52,14 +53,14 @@ class LastGradients(Gradients):
         return totals
 
     def sums(self, index: int) -> torch.Tensor:
-        """What `add` has stored for sub-group *index*, of whatever step."""
+        """The sums that `add` has stored for sub-group *index*, in whichever step."""
         return self._made(self._names[index], index, self._dtype)
 
     def complete(self, index: int, partitions: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """*partitions* of sub-group *index* are the complete gradient of the step, for the
+        """Store *partitions* of sub-group *index* as the complete gradient of the step, for the
         optimizer.
         """
-        # copies: they may be views of the sums, which are released
+        # Copy them: they may be views of the sums, which are released.
         copies = [
             (offset, partition.to(self._widened_dtype, copy=True))
             for offset, partition in partitions
@@ -72,8 +73,8 @@ class LastGradients(Gradients):
         """Do nothing: before the last micro-batch, readers see the gradients of the step before."""
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """The gradient of sub-group *index* for the optimizer. With *last* it is kept as the
-        optimizer leaves it.
+        """The gradient of sub-group *index* for the optimizer. With *last*, the optimizer's changes
+        to it are kept.
         """
         self._keep_lent()
         self.pause()
@@ -91,7 +92,7 @@ class LastGradients(Gradients):
         return memory
 
     def used(self, index: int, factor: Any) -> None:
-        """Do nothing: the gradient is kept as the optimizer leaves it."""
+        """Do nothing: the kept gradient includes the optimizer's changes."""
 
     def replace(self, index: int, gradient: torch.Tensor | None = None) -> None:
         """Make *gradient*, by default the memory that `widened` returned, the gradient of sub-group
@@ -104,25 +105,25 @@ class LastGradients(Gradients):
         """Do nothing: the first micro-batch of a step overwrites the sums."""
 
     def spend(self) -> None:
-        """The step is over. DeepSpeed keeps all gradients, and so does this."""
+        """End the step, and keep all gradients as DeepSpeed does."""
         self._keep_lent()
         self.pause()
         self._reduced.clear()
 
     def forget_all(self) -> None:
-        """The weights were replaced: gradients are zeros, as in a new process."""
+        """Reset all gradients to zero, as in a new process, because the weights were replaced."""
         self._lent = None
         super().forget_all()
         self._existing.clear()
 
     def _keep_lent(self) -> None:
-        """Keep the gradient that the optimizer has changed."""
+        """Store the gradient that the optimizer has changed."""
         index, self._lent = self._lent, None
         if index is not None:
             self.replace(index)
 
     def _made(self, name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """The value *name* of sub-group *index*, in use; zeros at first."""
+        """The value *name* of sub-group *index*, in use. A new value has zeros."""
         value = self._use(name, self._numels[index], dtype, exists=name in self._existing)
         if name not in self._existing:
             value.zero_()

@@ -10,8 +10,8 @@ from .progress import Progress
 
 
 def _lightning() -> Any:
-    """The framework, under the name that the program has imported: the classes of
-    `lightning.pytorch` and `pytorch_lightning` differ.
+    """Lightning, under the name that the program has imported: the classes of `lightning.pytorch`
+    and `pytorch_lightning` are different ones.
     """
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules:
@@ -29,8 +29,8 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
 
     After each optimizer step the progress bar shows `nvme_wait_share`, the share of the step that
     training waited for the drive, and `nvme_gb_per_s`, both directions together. Loggers
-    (TensorBoard, W&B) get all that `Progress.metrics` lists. A line at the end of `fit`, `test` and
-    `predict` sums up; in the last two each batch is a step.
+    (TensorBoard, W&B) get every metric that `Progress.metrics` lists. `fit`, `test` and `predict`
+    end with a summary line. In `test` and `predict`, each batch is a step.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the step that this batch completed, if it did."""
+        """Log the step, if this batch completed one."""
         if not self._progress.see(trainer.strategy.model):
             return
         for name, value in self._progress.metrics().items():
@@ -55,7 +55,7 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Take in the forward pass that has ended."""
+        """Record the forward pass that has ended."""
         self._progress.see(trainer.strategy.model)
 
     on_predict_batch_end = on_test_batch_end

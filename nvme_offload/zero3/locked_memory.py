@@ -1,4 +1,4 @@
-"""Page-locked tensors, and the record of what is locked."""
+"""Page-locked tensors, and the record of locked memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Locked memory in use: first address -> bytes. The garbage collector removes entries at any time,
-# so iterate over a copy.
+# Locked memory in use: first address -> bytes. The garbage collector may remove entries at any
+# time, so iterate over a copy.
 _locked: dict[int, int] = {}
 
 
 def locked_tensor(
     count: int, example: torch.Tensor, lock: Callable[[int], memoryview]
 ) -> torch.Tensor:
-    """A tensor of *count* zeros with the example's dtype, in memory from *lock*. Lifetime: that of
-    the tensor and its views. Raises: UsageError.
+    """A tensor of *count* zeros with the example's dtype, in memory from *lock*. Lifetime: the
+    memory is freed with the tensor and its views. Raises: UsageError.
     """
     import numpy as np
     import torch
@@ -41,8 +41,8 @@ def locked_tensor(
     address = array.ctypes.data
     _locked[address] = nbytes
     weakref.finalize(array, _locked.pop, address, None).atexit = False
-    # Not a view of a uint8 tensor: deepspeed.utils.pin_memory takes the end of this tensor for the
-    # end of its views.
+    # Not a view of a uint8 tensor: deepspeed.utils.pin_memory assumes that the end of this tensor
+    # is the end of its views.
     return torch.empty(0, dtype=example.dtype).set_(
         torch.from_numpy(array).untyped_storage(), 0, (count,), (1,)
     )
@@ -50,9 +50,10 @@ def locked_tensor(
 
 def locked_memory(nbytes: int) -> memoryview:
     """*nbytes* of memory, locked as far as RLIMIT_MEMLOCK allows, and not registered with CUDA.
+
     Source: mlock(2).
     """
-    memory = Memory(nbytes)  # inherited by forked children, as other memory is
+    memory = Memory(nbytes)  # forked children inherit it like other memory
     if (count := memory.lock()) < nbytes:
         _log.info(
             "%d of %d bytes could be locked in memory; the rest may be swapped out", count, nbytes
@@ -61,7 +62,7 @@ def locked_memory(nbytes: int) -> memoryview:
 
 
 def forget(address: int) -> bool:
-    """Stop counting the tensor at *address* as locked. False if there is none."""
+    """Stop counting the tensor at *address* as locked. Returns False if there is no such tensor."""
     return _locked.pop(address, None) is not None
 
 
@@ -76,8 +77,8 @@ def is_pinned(buffer: torch.Tensor) -> bool:
 
 
 def extent(buffer: torch.Tensor) -> tuple[int, int]:
-    """The first address of *buffer* and the one after its last byte. Only host addresses can be
-    compared.
+    """The address of the first byte of *buffer* and the address after its last byte. Only host
+    addresses can be compared.
     """
     begin = buffer.data_ptr()
     if buffer.is_contiguous():

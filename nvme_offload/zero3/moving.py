@@ -1,6 +1,7 @@
-"""`move_partitions`: before an engine is made, brings the partitions of a module to where the
-engine's configuration has them. `zero.Init` may have had another configuration, or none, and an
-earlier engine of the same module too. DeepSpeed expects partitions on a drive to be there already.
+"""`move_partitions` moves the partitions of a module to the device in an engine's configuration,
+before the engine is made. They may be elsewhere: `zero.Init`, or an earlier engine of the same
+module, may have had another configuration or none. DeepSpeed expects partitions for a drive to be
+there already.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
-    """Move the partitions of *module*, as far as it has some, to the device of *ds_config*'s
-    "offload_param". Raises: as `open_swapper`; UsageError where "host_memory" cannot hold a partition.
+    """Move the partitions of *module*, if it has any, to the device of *ds_config*'s
+    "offload_param".
+
+    Raises: as `open_swapper`; UsageError if "host_memory" cannot hold a partition.
     """
     if Settings.of(ds_config).swappers != "native":
         return
@@ -44,7 +47,7 @@ def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> No
 
 
 def _log_whole_parameters(module: torch.nn.Module, device: Any) -> None:
-    """Log the bytes of parameters that are going to a drive and are all in memory before that."""
+    """Log the bytes of parameters for a drive that are all in memory until they are partitioned."""
     nbytes = sum(param.nbytes for param in module.parameters() if not hasattr(param, "ds_id"))
     if device == OffloadDeviceEnum.nvme and nbytes:
         _log.info(
@@ -55,7 +58,7 @@ def _log_whole_parameters(module: torch.nn.Module, device: Any) -> None:
 
 
 def _move_to_drive(param: Any, ds_config: Mapping[str, Any]) -> None:
-    # What the context partitions from now on, such as layers that are added, goes to the drive too.
+    # Parameters that the context partitions later, such as added layers, go to the drive too.
     context = compat.init_of(param)
     if context.param_swapper is None:
         context.param_swapper = open_swapper(ds_config, context.ds_process_group)
@@ -74,4 +77,4 @@ def _move_to_memory(param: Any, *, on_host: bool) -> None:
     param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
     param.ds_tensor.final_location = None
     param.nvme_swapper = None
-    del param.nvme_value  # the tier discards it
+    del param.nvme_value  # the tier discards the value

@@ -1,9 +1,9 @@
-"""`OncePerStep`: one step of an optimizer, whatever the number of sub-groups.
+"""`OncePerStep` makes the calls for all sub-groups count as one step of an optimizer.
 
-DeepSpeed calls the optimizer's `step` once for each sub-group. What an optimizer counts outside of
-its parameters' states, such as `group["k"]` of schedule-free optimizers, would advance with every
-call, and so would the loss scale of `torch_autocast`. Here every call starts from the values that
-the step began with.
+DeepSpeed calls the optimizer's `step` once for each sub-group. Counters outside the states of
+parameters, such as `group["k"]` of schedule-free optimizers, would advance with every call, and so
+would the loss scale of `torch_autocast`. Here every call starts from the values at the beginning of
+the step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from ..errors import UnsupportedError
 from ..optimizer_states.traits import UNIT, alike, known, raw_step
 
-# Steps of a trial. Optimizers that estimate a distance (Prodigy) show it in the second.
+# Steps of a trial. Optimizers that estimate a distance (Prodigy) change it in the second step.
 _TRIED = 8
-# Attributes of a `step` that a scheduler of torch has wrapped, by release.
+# Attributes that torch's schedulers set on a `step` that they wrap; they differ by release.
 _SCHEDULERS = ("_wrapped_by_lr_sched", "_with_counter")
 _PLAIN = (int, float, complex, str, bool, type(None))
 # Keys that snapshots skip: parameters, and attributes that `_snapshot` handles separately.
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 class OncePerStep:
     """The calls of *optimizer*'s `step` for the sub-groups of one training step.
 
-    Covered are the options of all groups, and the optimizer's attributes and entries of its state
-    that are named by strings: numbers, strings, tensors of up to `UNIT` elements, and lists and
-    dictionaries of these.
+    It covers the options of all groups, the optimizer's attributes, and the entries of its state
+    with string keys. Their values may be numbers, strings, tensors of up to `UNIT` elements, and
+    lists and dictionaries of these.
 
-    Attributes: *conflict*, the name of the first value that differs after two calls for one group,
-    "" for none. No single call could leave both.
+    Attributes: *conflict*, the name of the first value that differs between two calls for one
+    group, "" for none. No single call for the group could leave both values.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -53,7 +53,7 @@ class OncePerStep:
 
     @contextlib.contextmanager
     def sub_group(self, group: int) -> Iterator[None]:
-        """Context of the call for a sub-group of the group with the number *group*."""
+        """Context for the call for a sub-group of the parameter group with index *group*."""
         self._before.restore()
         yield
         after = self._snapshot([group])
@@ -61,11 +61,11 @@ class OncePerStep:
         self.conflict = self.conflict or after.difference(earlier)
 
     def undo(self) -> None:
-        """Return to the values that the step began with."""
+        """Restore the values at the beginning of the step."""
         self._before.restore()
 
     def end(self) -> None:
-        """Leave each group as the calls for its own sub-groups left it."""
+        """Set each group to the values that the calls for its own sub-groups left."""
         for after in self._after.values():
             after.restore()
 
@@ -83,7 +83,7 @@ class OncePerStep:
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether functions were registered to be called before or after the steps of *optimizer*."""
+    """Whether *optimizer* has hooks that run before or after its steps."""
     module: Any = sys.modules["torch.optim.optimizer"]
     return any(
         (
@@ -100,17 +100,17 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def replaces_step(optimizer: Any) -> bool:
-    """Whether the method step of *optimizer* was replaced, other than by one of torch's schedulers,
-    which only see whether it was called.
+    """Whether the method `step` of *optimizer* was replaced. Replacements by torch's schedulers do
+    not count: they only observe whether it was called.
     """
     step = vars(optimizer).get("step")
     return step is not None and not any(hasattr(step, mark) for mark in _SCHEDULERS)
 
 
 def _may_count(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of *optimizer* may change more than its parameters and their states. The
-    optimizers of torch and DeepSpeed do not, and snapshots cost as much as their steps for 1,000
-    sub-groups.
+    """Whether a step of *optimizer* may change more than its parameters and their states. Steps of
+    torch's and DeepSpeed's optimizers do not; for 1,000 sub-groups, snapshots would cost as much as
+    these steps.
     """
     return (
         known(optimizer) is None
@@ -122,7 +122,7 @@ def _may_count(optimizer: torch.optim.Optimizer) -> bool:
 
 @functools.cache
 def warn_of_hooks(name: str, count: int) -> None:
-    """Warn, once, that hooks are not called once per step."""
+    """Warn, once, that hooks run more than once per step."""
     _log.warning(
         "hooks of the step of %s are called %d times in a step, once for each sub-group of this rank: do not count steps in them",
         name,
@@ -131,7 +131,7 @@ def warn_of_hooks(name: str, count: int) -> None:
 
 
 def depends_on_values(optimizer: torch.optim.Optimizer, name: str) -> UnsupportedError:
-    """The error for an *optimizer* that computes *name* from all parameters that it is given."""
+    """The error for an *optimizer* that computes *name* from all of its parameters."""
     return UnsupportedError(
         f"{type(optimizer).__name__} computes {name!r} from all parameters together, and ZeRO-3 updates them one sub-group after another: "
         'pass one parameter group and set "sub_group_size" to at least the elements of the model, or use another optimizer'
@@ -140,8 +140,8 @@ def depends_on_values(optimizer: torch.optim.Optimizer, name: str) -> Unsupporte
 
 def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
     """The name of an option or attribute that *optimizer* computes in a step from the values of its
-    parameters, such as Prodigy's "d"; "" for none. Found by a trial that updates two small
-    parameters separately.
+    parameters, such as Prodigy's "d"; "" for none. A trial that updates two small parameters
+    separately finds it.
     """
     if known(optimizer) is not None:
         return ""
@@ -180,7 +180,7 @@ def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
 
 
 class _Snapshot:
-    """What *roots*, dictionaries, have at this time, at any depth."""
+    """The current contents of the dictionaries *roots*, at any depth."""
 
     def __init__(self, roots: list[MutableMapping[Any, Any]]) -> None:
         self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
@@ -191,7 +191,7 @@ class _Snapshot:
             self._take(root, ())
 
     def restore(self) -> None:
-        """Put everything back into the same objects."""
+        """Write the contents back into the same objects."""
         for container, content in self._containers:
             if isinstance(container, MutableMapping):
                 for key in [key for key in container if _is_taken(key) and key not in content]:
@@ -207,8 +207,8 @@ class _Snapshot:
                 tensor.detach().copy_(copied)
 
     def difference(self, other: _Snapshot) -> str:
-        """The name of the first number or tensor that *other* has not, or has another value of; ""
-        where there is none.
+        """The name of the first number or tensor that *other* lacks or has with another value; ""
+        if there is none.
         """
         for path in {**self._leaves, **other._leaves}:
             one, two = self._leaves.get(path, path), other._leaves.get(path, path)
@@ -242,7 +242,7 @@ def _same_objects(container: Any, content: list[Any]) -> bool:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same values; a NaN is the same as another."""
+    """Whether both tensors have equal values. NaNs count as equal."""
     return torch.equal(one, other) or (
         (one.dtype, one.shape) == (other.dtype, other.shape)
         and bool(((one == other) | ((one != one) & (other != other))).all())

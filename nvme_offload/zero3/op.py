@@ -1,4 +1,4 @@
-"""DeepSpeed's `async_io` op on this package's engine. DeepSpeed finds it instead of compiling its
+"""DeepSpeed's `async_io` op on this package's engine. DeepSpeed uses it instead of compiling its
 own.
 
 It has the interface of DeepSpeed 0.19.8: the same names, defaults and integer results. Operations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
     StrPath = str | bytes | os.PathLike[str]
 
-# For each thread: deepspeed.io.FastFileWriter cuts its writes at multiples of it.
+# Alignment per thread: deepspeed.io.FastFileWriter splits its writes at multiples of it.
 _DIRECT_ALIGNMENT_BYTES = 512
 
 _log = logging.getLogger(__name__)
 
 
 class aio_handle:
-    """A queue of file operations that are waited for together: the class that DeepSpeed calls
+    """A queue of file operations; `wait` finishes them together. DeepSpeed's name for the class is
     `aio_handle`.
 
     Parameters
@@ -77,21 +77,22 @@ class aio_handle:
 
     Notes
     -----
-    A *buffer* may be any dense tensor. One that is on a GPU or not contiguous goes through a
-    staging copy, which a read copies back in `wait`. A missing file is created for writing, with
-    mode 0600; an existing one keeps its length and its other bytes. *validate* reads the bytes back
-    and compares them.
+    A *buffer* may be any dense tensor. A buffer that is on a GPU or not contiguous goes through a
+    staging copy, which a read copies back in `wait`. A write creates a missing file with mode 0600;
+    an existing file keeps its length and its other bytes. *validate* reads the bytes back and
+    compares them.
 
     Methods that start an operation raise UsageError and IOFailure. Methods that wait raise the
     first failure once all operations are finished: IOFailure, NoSpaceError, TruncatedError (the
     file ends before the requested bytes) or CorruptionError. The handle can be used after any of
     them.
 
-    Files are opened with O_DIRECT where the filesystem has it. Elsewhere (tmpfs) they go through
-    the page cache, and a warning is logged once. Handles with equal settings share an engine.
+    Files are opened with O_DIRECT if the filesystem supports it. Otherwise (tmpfs) their data goes
+    through the page cache, and a warning is logged once. Handles with equal settings share an
+    engine.
 
-    Lifetime: the operations of a handle that is dropped still finish, but nothing is copied back,
-    and failures are logged.
+    Lifetime: the operations of a dropped handle still finish, but staging copies are not copied
+    back, and failures are only logged.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class aio_handle:
         self._lock = threading.Lock()
 
     def get_block_size(self) -> int:
-        """*block_size*, as given. The engine rounds it up to a multiple of what drives need."""
+        """*block_size*, as given. The engine rounds it up to a multiple that drives accept."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
@@ -145,16 +146,16 @@ class aio_handle:
     def read(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
     ) -> int:
-        """Read *filename* into *buffer* and return 0. Does not wait for earlier operations that it
-        does not depend on.
+        """Read *filename* into *buffer* and return 0. It waits only for earlier operations on which
+        it depends.
         """
         return self._complete(False, buffer, filename, validate, file_offset)
 
     def write(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
     ) -> int:
-        """Write *buffer* to *filename* and return 0. Does not wait for earlier operations that it
-        does not depend on.
+        """Write *buffer* to *filename* and return 0. It waits only for earlier operations on which
+        it depends.
         """
         return self._complete(True, buffer, filename, validate, file_offset)
 
@@ -198,9 +199,9 @@ class aio_handle:
     ) -> int:
         """Start a write to a file, or to the open descriptor *fd*, and return 0.
 
-        The caller may close the descriptor at once. Its file position and O_APPEND are ignored. A
-        file that cannot be opened for writing by name (deleted, O_TMPFILE, no permission) is
-        written through the page cache before this returns.
+        The caller may close the descriptor immediately. Its file position and O_APPEND are ignored.
+        A file that cannot be opened for writing by name (deleted, O_TMPFILE, no permission) is
+        written through the page cache before this method returns.
         """
         if (filename is None) == (fd is None):
             raise TypeError("async_pwrite() needs either filename or fd")
@@ -210,8 +211,8 @@ class aio_handle:
     def wait(self) -> int:
         """Finish all operations and return their number.
 
-        After an exception that is not theirs, such as KeyboardInterrupt, the operations are still
-        pending and can be waited for.
+        If another exception interrupts it, such as KeyboardInterrupt, the operations are still
+        pending; call `wait` again.
         """
         with self._lock:
             for operation in self._pending:
@@ -225,8 +226,8 @@ class aio_handle:
         return len(finished)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor) -> torch.Tensor:
-        """A tensor of *num_elem* zeros with the example's dtype, page-aligned, and pinned as by
-        `PinnedPool`, for CUDA too.
+        """A tensor of *num_elem* zeros with the example's dtype, page-aligned, and pinned as
+        `PinnedPool` does, for CUDA too.
 
         Lifetime: the memory is freed with the tensor and its views, whether
         `free_cpu_locked_tensor` was called or not.
@@ -236,7 +237,7 @@ class aio_handle:
         )
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Stop counting *tensor* as pinned. False unless it is the whole of what
+        """Stop counting *tensor* as pinned. Returns False unless it is a whole tensor that
         `new_cpu_locked_tensor` returned.
         """
         return forget(tensor.data_ptr())
@@ -292,7 +293,7 @@ class aio_handle:
         except IOFailure as error:
             if error.errno not in OUT_OF_DESCRIPTORS or not self._pending:
                 raise
-        # Every operation holds a descriptor, and the process may have run out of them.
+        # Every operation holds a descriptor, and the process may have run out of descriptors.
         for pending in self._pending:
             pending.settle()
         return self._submit(writing, buffer, where, validate, offset)
@@ -332,8 +333,8 @@ class aio_handle:
 
 
 class pin_handle:
-    """Page-locked memory for other parts of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`), which
-    register it with CUDA themselves.
+    """Page-locked memory for other parts of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`). These parts
+    register it with CUDA.
     """
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
@@ -347,7 +348,7 @@ class pin_handle:
         return self.free_cpu_locked_tensor_by_ptr(locked_tensor.data_ptr())
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """The same, for the tensor at *address*."""
+        """As `free_cpu_locked_tensor`, for the tensor at *address*."""
         return forget(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
@@ -386,8 +387,8 @@ def aio_write(
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy *src* to *dst*, with the same dtype and number of elements, and return 0. Raises:
-    UsageError.
+    """Copy *src* to *dst* and return 0. Raises: UsageError unless both have the same dtype and
+    number of elements.
     """
     if dst.dtype != src.dtype or dst.numel() != src.numel():
         raise UsageError(
@@ -398,8 +399,8 @@ def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
 
 
 def install() -> None:
-    """Put this op, and its page-locked memory, where DeepSpeed looks before it compiles its own. A
-    second call does nothing.
+    """Register this op, and its page-locked memory, where DeepSpeed looks before it compiles its
+    own. A second call does nothing.
 
     Source: deepspeed/ops/op_builder/builder.py, pin_memory_load.py; deepspeed/ops/__init__.py.
     """
@@ -411,13 +412,13 @@ def install() -> None:
     cache = next(
         vars(kind)["_loaded_ops"] for kind in AsyncIOBuilder.__mro__ if "_loaded_ops" in vars(kind)
     )
-    # without __file__, so that DeepSpeed does not look for symbols in it
+    # The module has no __file__, so DeepSpeed does not look for symbols in it.
     pin_module = types.ModuleType(f"{__name__}.pin_memory", pin_handle.__doc__)
     pin_module.__dict__["pin_handle"] = pin_handle
     _replace(cache, AsyncIOBuilder.NAME, sys.modules[__name__])
     _replace(vars(sys), "_deepspeed_pin_memory_op_module", pin_module)
     _replace_attribute(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
-    # DeepSpeed makes this table on first use by running compilers. It then asks the builder.
+    # DeepSpeed builds this table on first use by running compilers. Then it asks the builder.
     compatible = vars(deepspeed.ops).get("__compatible_ops__")
     if compatible is None:
         _undo.append(lambda: vars(deepspeed.ops).pop("__compatible_ops__", None))
@@ -426,7 +427,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Undo `install`. What is in use keeps working."""
+    """Undo `install`. Existing handles and memory keep working."""
     while _undo:
         _undo.pop()()
 
@@ -454,8 +455,8 @@ def _replace_attribute(owner: type, name: str, value: object) -> None:
 
 
 class _SharedEngine:
-    """The engine of all handles with the same settings, closed with the last of them. The engine's
-    module closes those that are left at exit.
+    """The engine of all handles with the same settings. It is closed with the last handle; at exit,
+    the engine's module closes the engines still open.
     """
 
     def __init__(self, config: AioConfig) -> None:
@@ -488,8 +489,8 @@ def _close(engine: Engine) -> None:
 
 
 def _keep(handle: aio_handle) -> aio_handle:
-    """Keep the engine of *handle* for the next call: opening and closing one takes the kernel tens
-    of milliseconds.
+    """Keep the engine of *handle* for the next call: the kernel takes tens of milliseconds to open
+    and close an engine's queues.
     """
     global _kept
     _kept = handle
@@ -506,7 +507,7 @@ def _index(name: str, value: int) -> int:
 def _flag(name: str, value: bool | str) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    # arrays and tensors have no single truth value
+    # The truth value of an array or tensor may be undefined, which raises.
     with contextlib.suppress(ValueError, RuntimeError):
         if value in (False, True):
             return bool(value)
@@ -514,7 +515,9 @@ def _flag(name: str, value: bool | str) -> bool:
 
 
 def _async_and_offset(rest: tuple[Any, ...], named: dict[str, Any]) -> tuple[bool, int]:
-    """The arguments `async, file_offset=0`. `async` is a keyword, so Python cannot declare it."""
+    """The arguments `async, file_offset=0`. `async` is a keyword of Python, so a signature cannot
+    have it.
+    """
 
     def bind(asynchronous: bool, file_offset: int = 0) -> tuple[bool, int]:
         return asynchronous, file_offset

@@ -36,7 +36,7 @@ class OpenFile:
 
 
 class Operation:
-    """A read or write of a handle: the bytes that it touches, and its result."""
+    """A read or write of a handle: the bytes that it touches, and its failure, if any."""
 
     __slots__ = (
         "begin",
@@ -65,17 +65,17 @@ class Operation:
         self.engine = engine
         self.writing = writing
         self.buffer = buffer
-        self.staging = buffer  # what the engine moves
+        self.staging = buffer  # the memory that the engine reads or writes
         self.place = place
         self.begin, self.end = offset, offset + buffer.nbytes
         self.memory, self.memory_end = extent(buffer)
         self.validate = validate
-        self.ticket: Ticket | None = None  # while it is in flight
+        self.ticket: Ticket | None = None  # set while the operation is in flight
         self.failure: Exception | None = None
 
     def conflicts(self, later: Operation) -> bool:
-        """Whether *later* must wait for this one: they share bytes, in memory or in a file, that
-        one of them changes.
+        """Whether *later* must wait for this operation: both touch the same bytes, in memory or in
+        a file, and at least one operation changes them.
         """
         if self.ticket is None:
             return False
@@ -94,7 +94,7 @@ class Operation:
         )
 
     def settle(self) -> None:
-        """Wait until it is finished, and keep its failure."""
+        """Wait until the operation is finished, and keep its failure."""
         if self.ticket is None:
             return
         try:
@@ -106,7 +106,7 @@ class Operation:
         except Exception as error:
             self.failure = error
         self.ticket = None
-        # a caught exception must not keep the memory alive
+        # A caught exception must not keep the memory alive.
         self.buffer = self.staging = self.buffer.new_empty(0)
         self.place.file = None
 
@@ -144,8 +144,8 @@ def open_path(engine: Engine, path: StrPath, writing: bool) -> OpenFile:
 def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> OpenFile:
     """Open the file of *descriptor* again, for the engine.
 
-    By its name, if it still has one: the engine does not follow links for writing, and those in
-    /proc/self/fd are links.
+    It opens the file by name, if the file still has one: the engine does not follow links for
+    writing, and the entries of /proc/self/fd are links.
     """
     if not writing:
         raise UsageError(f"filename must be a path, not {descriptor}")
@@ -180,7 +180,7 @@ def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> 
     done = 0
     try:
         try:
-            # without O_DIRECT, which needs alignment, and without O_APPEND
+            # Without O_DIRECT, which needs alignment, and without O_APPEND.
             own = os.open(path, os.O_WRONLY)
         except PermissionError:
             own = os.dup(descriptor)
