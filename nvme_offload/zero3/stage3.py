@@ -663,14 +663,15 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.finish_updates()
         self.require_whole()
         self._require_backward()
+        # A second call would count the step twice, or repeat updates of backward.
+        self.partly_changed = self._updates_in_backward
         self._warn_of_untrained()
         overlaps = False
         try:
             self.clock.begin_update()
             if not self.keeps_last or self.update_device != CPU:
                 self._make_missing_norms()
-            # A second call would count the step twice.
-            self.partly_changed = bool(self.dynamic_loss_scale)
+            self.partly_changed |= bool(self.dynamic_loss_scale)
             if self.overlap is None:
                 self._step_once(closure)
             else:
@@ -702,6 +703,11 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             raise
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        """Whether the last backward pass has updated sub-groups, and no step has followed."""
+        return self.in_backward is not None and bool(self.in_backward.updated)
 
     def end_period(self) -> None:
         """A step has used all values: the swappers learn their order."""
@@ -1151,7 +1157,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             return state_dict
         self.finish_updates()
         self.require_whole()
-        if self.in_backward is not None and self.in_backward.updated:
+        if self._updates_in_backward:
             raise partly_applied()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)

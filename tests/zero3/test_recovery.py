@@ -103,6 +103,10 @@ LINES = {
         name: (CASES[name].but(accumulation=1), 0)
         for name in ("states", "split", "parameters", "last")
     },
+    "step_in_backward": (
+        Case(model="odd", sub_group_size=700, section={**SMALLEST, "step_in_backward": True}),
+        0,
+    ),
     "overlap_step": (Case(model="odd", sub_group_size=700, section={**SMALLEST, **OVERLAP}), 1),
     "overlap_step, parameters": (
         Case(model="odd", sub_group_size=700, parameters="nvme", section={**SMALLEST, **OVERLAP}),
@@ -111,7 +115,9 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("name", ["parameters and states", "overlap_step, parameters"])
+@pytest.mark.parametrize(
+    "name", ["parameters and states", "step_in_backward", "overlap_step, parameters"]
+)
 def test_an_exception_at_some_lines_of_a_step_is_told_and_undone_by_a_load(name, tmp_path):
     case, warm = LINES[name]
     result = run(tmp_path, case, "lines", most=12, warm=warm)
@@ -126,7 +132,9 @@ def test_an_exception_at_any_line_of_a_step_is_told_and_undone_by_a_load(name, t
     case, warm = LINES[name]
     result = run(tmp_path, case, "lines", most=100, warm=warm)
     assert result["wrong"] == []
-    assert result["seen"]["exact"] > 3, result
+    # After the first update in backward, nothing but a load goes on.
+    least = 0 if case.section.get("step_in_backward") else 4
+    assert result["seen"].get("exact", 0) >= least, result
     assert result["seen"]["refused and restored"] > 30, result
 
 
