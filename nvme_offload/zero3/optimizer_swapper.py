@@ -1,20 +1,21 @@
 """`OptimizerSwapper`: master weights and optimizer states of ZeRO-3's sub-groups, each sub-group one
 value of a `TensorSwapper`, in a `StateFormat`.
 
-It takes the place of `deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper` in stage 3
-and has the same methods. Gradients are elsewhere: `gradients.py`.
+It replaces `deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper` in stage 3 and has the
+same methods. `gradients.py` keeps the gradients.
 
 In "exact" the optimizer's tensors are views of the value. In the other formats the value holds only
-what the 16-bit parameters lack of the master weights, so every update loads these too; one
-sub-group at a time is unpacked, into scratch memory that all share. That differs from DeepSpeed:
+the bits of the master weights that the 16-bit parameters lack, so every update loads the parameters
+too. One sub-group at a time is unpacked, into scratch memory that all sub-groups share. These
+formats differ from DeepSpeed:
 
-- Parameters are rounded half away from zero, DeepSpeed's half to even: one in 65536 differs in its
-  last bit.
-- A master weight set by the user shows in its parameter at once, not after the next step.
-- A parameter changed by the user changes its master weight; DeepSpeed undoes the change at the next
+- Parameters are rounded half away from zero. DeepSpeed rounds half to even: one parameter in 65536
+  differs in its last bit.
+- A master weight set by the user changes its parameter immediately, not after the next step.
+- A parameter changed by the user changes its master weight. DeepSpeed undoes the change at the next
   step.
 
-Where updates run on a GPU, a `DeviceStager` copies the value of a sub-group there and back, and all
+If updates run on a GPU, a `DeviceStager` copies the value of a sub-group to the GPU and back. All
 tensors of the sub-group are on the GPU in between.
 """
 
@@ -56,10 +57,10 @@ class Working(NamedTuple):
     """The 16-bit parameters of sub-groups.
 
     *load* is called with a flat master parameter, and with a function that allocates memory for its
-    weights on the device of updates. It returns the weights there: in their own memory, or a copy
-    in memory that the function returns. With False as its third argument, the contents of the copy
-    are undefined. *store* is called with the master parameter and the tensor that *load* returned,
-    whose contents become the weights.
+    weights on the device of updates. It returns the weights on that device: in their own memory, or
+    as a copy in memory from the function. With False as its third argument, the contents of the
+    copy are undefined. *store* is called with the master parameter and the tensor that *load*
+    returned, whose contents become the weights.
     """
 
     dtype: torch.dtype
@@ -69,8 +70,9 @@ class Working(NamedTuple):
 
 @dataclasses.dataclass
 class SubGroup:
-    """One flat parameter of stage 3: *start* is its first element among all of this rank, *layout*
-    that of its value *name*, which has *states*, their dtypes by key.
+    """One flat parameter of stage 3. *start* is the index of its first element among all elements
+    of this rank. *layout* is the layout of its value *name*. *states* are the dtypes of its states,
+    by key.
     """
 
     start: int
@@ -84,28 +86,28 @@ class SubGroup:
         default_factory=list
     )  # while swapped in, if packed
     pack_count: int = 0
-    step: int | None = None  # of the optimizer, where its own count is on a GPU and known
+    step: int | None = None  # the optimizer's step, if its own count is on a GPU and was read
 
 
 class OptimizerSwapper:
     """Keeps the states of *parameters*' sub-groups in a tier, in *state_format*.
 
-    Offloaded are the master weights and every state of a sub-group's shape. Other states, such as
-    step counts, stay in memory. The state's tensors stay the same objects; they are empty while
-    their bytes are offloaded.
+    The swapper offloads the master weights and every state of a sub-group's shape. Other states,
+    such as step counts, stay in memory. The state's tensors stay the same objects; they are empty
+    while their bytes are offloaded.
 
     *mark_backward* is called with True when `engine.backward` begins, and with False when it ends.
 
     *optimizer* is called at every use, because stage 3 replaces the optimizer. Memory is planned
     for *states*, the expected states by key, and for *largest*, the elements of the largest
-    sub-group. One sub-group is in use at a time: taking another gives back what a call left in use
-    when an exception ended it.
+    sub-group. One sub-group is in use at a time: taking another releases a sub-group that a call
+    left in use when an exception ended it.
 
-    Updates run on *device*. With *at_once* False, host memory cannot hold states on their way back
-    from a GPU in addition to the states of the next sub-group.
+    Updates run on *device*. *at_once* is False if host memory cannot hold states that are being
+    copied back from a GPU in addition to the states of the next sub-group.
 
-    While *leaves_packed* is True, `swap_in_optimizer_state` leaves the states packed for `step`,
-    where updates run on the CPU. The parameter has undefined contents until then.
+    While *leaves_packed* is True and updates run on the CPU, `swap_in_optimizer_state` leaves the
+    states packed for `step`. The parameter has undefined contents until `step`.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class OptimizerSwapper:
         self._mark_backward = mark_backward
         self._optimizer = optimizer
         self._in_place = state_format.in_place
-        # The flat parameter is the master itself in "exact", where the master is one of the states.
+        # In "exact" the flat parameter is the master itself, which is kept as one of the states.
         self._format = (
             dataclasses.replace(state_format, keeps_masters=False)
             if self._in_place
@@ -139,14 +141,14 @@ class OptimizerSwapper:
         self._working = working
         self._warned = False
         self._prefix = f"optimizer{next(_serial)}"
-        # by the parameter's id, in the order of the step
+        # Id of the parameter -> sub-group, in the order of the step.
         self._sub_groups: dict[int, SubGroup] = {}
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
-        # the parameter whose sub-group is in use, or is about to be
+        # The parameter whose sub-group is in use, or is about to be.
         self._taken: torch.Tensor | None = None
         self.leaves_packed = False
-        self._is_packed = False  # `step` unpacks its states, if it has to
+        self._is_packed = False  # its states are packed; `step` unpacks them if necessary
         self._cpu_adam = CPUAdam()
         self._unpacked_name, self._working_name = (
             f"{self._prefix}/unpacked",
@@ -160,14 +162,14 @@ class OptimizerSwapper:
             tier.make_scratch(self._working_name, largest * working.dtype.itemsize)
 
     def abandon(self) -> None:
-        """Forget all values: see `Tier.abandon`. Nothing else may be called afterwards."""
+        """Discard all values: see `Tier.abandon`. No other method may be called afterwards."""
         self.tier.abandon(self._names)
 
     def name(self, parameter: torch.Tensor) -> str:
         """The name in the tier of *parameter* and its states."""
         return self._sub_groups[id(parameter)].name
 
-    # What stage 3 calls.
+    # Called by stage 3.
 
     def is_swappable_tensor(
         self, tensor: torch.Tensor | None = None, numel: int | None = None
@@ -178,8 +180,8 @@ class OptimizerSwapper:
     def initialize_parameters(
         self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Make the master weights of *parameters* from *src_tensors*: the weights in any dtype, or
-        the 16-bit parameters themselves.
+        """Make the master weights of *parameters* from *src_tensors*, which are the weights in any
+        dtype or the 16-bit parameters themselves.
         """
         for parameter, source in zip(parameters, src_tensors, strict=True):
             number, numel = len(self._parameters), source.numel()
@@ -211,13 +213,13 @@ class OptimizerSwapper:
     def swap_in_optimizer_state(
         self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None
     ) -> None:
-        """Bring *parameter* and its optimizer states to memory."""
+        """Load *parameter* and its optimizer states into memory."""
         sub_group = self._take(parameter)
-        # before the states, so that only one value is in use at a time
+        # Load the weights before the states, so that only one value is in use at a time.
         self._load_weights(parameter, sub_group, fill=True)
         sub_group.buffer = self._stager.fetch(sub_group.name, sub_group.capacity_bytes)
         if self.leaves_packed and not self._in_place and self.device.type == "cpu":
-            # of the right shape, for the gradient to be assigned
+            # The parameter needs its shape before a gradient can be assigned to it.
             scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
             parameter.data = scratch[: sub_group.numel]
             self._is_packed = True
@@ -231,8 +233,8 @@ class OptimizerSwapper:
         group: Mapping[str, Any],
         multiplied: int | None,
     ) -> bool:
-        """Make the step of *optimizer* over *parameter*, if its states were left packed, by
-        the options of *group*. *multiplied*: see `CPUAdam.constants`.
+        """Make the step of *optimizer* over *parameter*, with the options of *group*, if its states
+        were left packed. *multiplied*: see `CPUAdam.constants`.
 
         Returns: False, with the states unpacked, if the optimizer has to make the step.
         """
@@ -274,9 +276,9 @@ class OptimizerSwapper:
         return True
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
-        """Give back what `swap_in_optimizer_state` brought, with its changes and with states that
-        the optimizer has added. The write goes on in the background; with *async_swap*, so does the
-        copy from the GPU, until `drain`.
+        """Release the sub-group that `swap_in_optimizer_state` loaded, and keep its changes and the
+        states that the optimizer has added. The write continues in the background; with
+        *async_swap*, the copy from the GPU does too, until `drain`.
         """
         sub_group = self._sub_groups[id(parameter)]
         if not self._is_packed:
@@ -289,7 +291,7 @@ class OptimizerSwapper:
             self.drain()
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
-        """Give back what `swap_in_optimizer_state` brought, unchanged."""
+        """Release the sub-group that `swap_in_optimizer_state` loaded, without writing it back."""
         self._give_back(parameter, changed=False)
         self.drain()
 
@@ -298,13 +300,15 @@ class OptimizerSwapper:
         self._stager.drain()
 
     def count_step(self, parameter: torch.Tensor) -> None:
-        """The optimizer has made a step over *parameter*."""
+        """Count a step that the optimizer has made over *parameter*."""
         sub_group = self._sub_groups[id(parameter)]
         if sub_group.step is not None:
             sub_group.step += 1
 
     def give_back(self) -> None:
-        """Give back what an interrupted call left in use, as it is now; otherwise do nothing."""
+        """Release a sub-group that an interrupted call left in use, and keep its present contents.
+        Otherwise do nothing.
+        """
         parameter, self._taken = self._taken, None
         self._is_packed = False
         if parameter is not None:
@@ -318,7 +322,7 @@ class OptimizerSwapper:
         return self._sub_groups[id(parameter)].states
 
     def renew(self, parameter: torch.Tensor, states: Mapping[str, torch.dtype]) -> None:
-        """Allocate memory for *parameter* and *states* of it, and put these into the optimizer's
+        """Allocate memory for *parameter* and its *states*, and put the states into the optimizer's
         state for the caller to fill. The old value is discarded unread.
 
         The sub-group is in use until `swap_out_optimizer_state`.
@@ -342,15 +346,15 @@ class OptimizerSwapper:
 
     @property
     def swap_folder(self) -> str:
-        """Where DeepSpeed's own checkpoint methods, back after `zero3.disable`, look for swap
-        files.
+        """The folder in which DeepSpeed's own checkpoint methods, restored by `zero3.disable`, look
+        for swap files.
         """
         raise UnsupportedError(
             "checkpoints of this engine need nvme_offload.zero3 enabled, as it was when the engine was made: call enable() again"
         )
 
     def purge_state(self) -> None:
-        """Forget the optimizer's states. The master weights stay: they are first in every layout."""
+        """Drop the optimizer's states. The master weights stay: they are first in every layout."""
         for parameter in self._parameters:
             self._sub_groups[id(parameter)].step = None
             self._plan(parameter, self._sub_groups[id(parameter)], {})
@@ -359,21 +363,21 @@ class OptimizerSwapper:
         """Do nothing: `zero3.stats` replaces DeepSpeed's timers."""
 
     def log_timers(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: see `init_timers`."""
 
     def pre_backward(self) -> None:
-        """`engine.backward` begins."""
+        """Called when `engine.backward` begins."""
         self._mark_backward(True)
 
     def post_backward(self) -> None:
-        """The backward pass of `engine.backward` has ended."""
+        """Called when the backward pass of `engine.backward` has ended."""
         self._mark_backward(False)
 
-    # Inside.
+    # Internal.
 
     def _take(self, parameter: torch.Tensor) -> SubGroup:
-        """The sub-group of *parameter*, noted as in use before it is, so that an exception in
-        between leaves nothing unnoted.
+        """The sub-group of *parameter*. It is recorded as in use before it is, so that an exception
+        in between leaves no use unrecorded.
         """
         self.give_back()
         self._taken = parameter
@@ -394,13 +398,13 @@ class OptimizerSwapper:
     def _plan(
         self, parameter: torch.Tensor, sub_group: SubGroup, states: Mapping[str, torch.dtype]
     ) -> None:
-        """From now on the sub-group's value has *states*."""
+        """Plan the layout of the sub-group's value for *states*."""
         sub_group.layout = self._layout(parameter, sub_group.numel, states)
         sub_group.states = states
 
     def _load_weights(self, parameter: torch.Tensor, sub_group: SubGroup, *, fill: bool) -> None:
-        """Bring the 16-bit parameters that the master weights are made of; none in "exact", which
-        has whole masters. Without *fill*, a copy has undefined contents.
+        """Load the 16-bit parameters that are part of the master weights; none in "exact", which
+        keeps whole masters. Without *fill*, a copy has undefined contents.
         """
         numel, dtype = sub_group.numel, self._working.dtype
 
@@ -420,28 +424,30 @@ class OptimizerSwapper:
         memory = None  # a GPU's allocator reuses freed memory
         if self.device.type == "cpu":
             memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
-            # too small if the optimizer has more states than expected
+            # It is too small if the optimizer has more states than expected.
             if memory.numel() < self._format.unpacked_elements(sub_group.layout):
                 memory = None
         master, states = self._format.unpack(sub_group.layout, buffer, sub_group.weights, memory)
         return states if master is None else {_MASTER: master, **states}
 
     def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
-        """Point *parameter* and the optimizer's states at what the sub-group's value holds."""
+        """Make *parameter* and the optimizer's states refer to the contents of the sub-group's
+        value.
+        """
         state = self._optimizer().state.get(parameter, {})
         for key, value in self._unpack(sub_group).items():
             target = parameter if key == _MASTER else state[key]
             target.data = value
 
     def _pack(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
-        """Write *parameter* and its offloaded states into the sub-group's value, which follows
-        where the optimizer's states are others than before.
+        """Write *parameter* and its offloaded states into the sub-group's value. If the optimizer's
+        states have changed, the value gets a new layout.
         """
         buffer = known(sub_group.buffer)
         state = self._optimizer().state.get(parameter, {})
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
         states = {key: value.dtype for key, value in values.items()}
-        if list(states.items()) != list(sub_group.states.items()):  # their order is that of places
+        if list(states.items()) != list(sub_group.states.items()):  # the order decides places, too
             self._plan(parameter, sub_group, states)
         layout = sub_group.layout
         if self._in_place:
@@ -466,7 +472,7 @@ class OptimizerSwapper:
         sub_group.pack_count += 1
         seed, blocks = 0, None
         if self._format.eight_bit:
-            # From the step and the position alone, so that a resumed run rounds as an
+            # The seed depends only on the step and the position, so a resumed run rounds like an
             # uninterrupted one, however sub-groups are cut.
             seed = self._seed(sub_group, state)
             blocks = block_names(sub_group.start, sub_group.numel, self.device)
@@ -477,7 +483,9 @@ class OptimizerSwapper:
         self._format.pack(layout, buffer, sub_group.weights, parameter.data, values, seed, blocks)
 
     def _seed(self, sub_group: SubGroup, state: Mapping[str, Any]) -> int:
-        """The step that *state* is of. A count on a GPU is read once: that waits for the GPU."""
+        """The step of *state*. A count on a GPU is read only once, because reading waits for the
+        GPU.
+        """
         step = state.get("step", sub_group.pack_count)
         if not torch.is_tensor(step) or step.is_cpu:
             return int(step)
@@ -493,7 +501,7 @@ class OptimizerSwapper:
         self._release(sub_group, changed)
 
     def _empty(self, parameter: torch.Tensor) -> None:
-        """Leave no tensor of *parameter* in the memory of its sub-group."""
+        """Empty all tensors of *parameter* that use the memory of its sub-group."""
         state = self._optimizer().state.get(parameter, {})
         kept = [state.get(key) for key in self.states(parameter)]
         drop_memory(filter(torch.is_tensor, [parameter, *kept]))
@@ -506,7 +514,7 @@ class OptimizerSwapper:
         self._is_packed = False
 
     def _warn_of_far_blocks(self, layout: Layout, values: Mapping[str, torch.Tensor]) -> None:
-        """Warn once. One rank cannot change to 16 bits by itself: other ranks have other states."""
+        """Warn once. One rank cannot change to 16 bits alone: the ranks have different states."""
         if (
             self._warned
             or far_blocks(layout, values, least_eps(self._optimizer().param_groups)) is None
@@ -521,8 +529,8 @@ class OptimizerSwapper:
 
 
 def updates_packed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `OptimizerSwapper.step` may make the steps of *optimizer*, without a call of its method
-    step.
+    """Whether `OptimizerSwapper.step` may make the steps of *optimizer* without calling its method
+    `step`.
     """
     return (
         (type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) or is_cpu_adam(optimizer))
@@ -543,10 +551,10 @@ def element_bytes(
     master: torch.dtype,
     optimizer: str,
 ) -> tuple[float, int]:
-    """Bytes for each element: those of its *master* weight and *states* as they are packed, and
-    those of the scratch memory that they are unpacked to.
+    """Bytes for each element: first of its *master* weight and *states* when packed, second of the
+    scratch memory to which they are unpacked.
 
-    Raises: UnsupportedError where *state_format* cannot keep them.
+    Raises: UnsupportedError if *state_format* cannot keep them.
     """
     if state_format.name == "exact":
         return master.itemsize + sum(dtype.itemsize for dtype in states.values()), 0
@@ -567,12 +575,12 @@ def states_of(
     """The elementwise states that *optimizer* will keep for master weights of *dtype* on *device*,
     by key.
 
-    Found by one step of an optimizer of the same class over a few elements; Adam's where that
-    cannot be made from the defaults.
+    One step of an optimizer of the same class over a few elements shows them. If that class cannot
+    be constructed from the defaults, Adam's states are assumed.
     """
     sample = torch.zeros(8, dtype=dtype, device=device, requires_grad=True)
     sample.grad = torch.zeros_like(sample)
-    # AdamW's defaults have more than its constructor takes.
+    # AdamW's defaults have more keys than its constructor accepts.
     accepted = inspect.signature(type(optimizer)).parameters
     try:
         like: Any = type(optimizer)(
@@ -587,8 +595,8 @@ def states_of(
 
 
 def elementwise(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of *state* with a value for each element of *parameter*, which are offloaded with
-    it.
+    """The tensors of *state* with a value for each element of *parameter*. They are offloaded with
+    the parameter.
     """
     return {
         key: value

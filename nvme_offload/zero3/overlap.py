@@ -1,8 +1,9 @@
-"""`Overlap`: `"overlap_step"` of one engine. DeepSpeed's `step` goes over the sub-groups; what it does
-for each is noted, and done later by `Updates`.
+"""`Overlap` implements `"overlap_step"` for one engine. DeepSpeed's `step` iterates over the
+sub-groups. `Overlap` records its calls for each sub-group, and `Updates` makes them later.
 
-`step` itself makes the updates of the first step, which makes the states, and of the first after a
-load; and all of them, as a line of the log says, where anything could come out different otherwise.
+`step` itself makes the updates of the first step, which creates the states, and of the first step
+after a load. If deferring updates could change results, `step` makes all updates itself and logs
+the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .updates import Update, Updates, quiesce_all
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-# what DeepSpeed's `step` calls for each sub-group
+# The methods that DeepSpeed's `step` calls for each sub-group.
 _NOTED = (
     "_prepare_sub_group",
     "unscale_and_clip_grads",
@@ -41,34 +42,34 @@ _log = logging.getLogger(__name__)
 
 
 class Scaling(NamedTuple):
-    """What gradients are unscaled and clipped by."""
+    """The loss scale and the largest norm, by which gradients are unscaled and clipped."""
 
     loss_scale: Any
     clip_grad: float
 
 
 class Overlap:
-    """The steps of *stage3*, whose optimizer states are in a tier. *scaling*: of the last."""
+    """The steps of *stage3*, whose optimizer states are in a tier. *scaling*: of the last step."""
 
     def __init__(self, stage3: Stage3) -> None:
         self._stage3 = stage3
         gathered = ahead.bound(stage3.parameter_offload.get_param_coordinator())
         self.updates = Updates(stage3.tier, lambda: gathered.fetches)
         self.scaling = Scaling(1.0, 0.0)
-        self._noted: list[list[Callable[[], None]]] | None = None  # in a step, by sub-group
-        self._has_noted = False  # in the last step that has begun
-        self._has_states = False  # a step has made them, since the engine was made or loaded
+        self._noted: list[list[Callable[[], None]]] | None = None  # the step's calls, by sub-group
+        self._has_noted = False  # whether the last step that has begun deferred calls
+        self._has_states = False  # whether a step has made states since the last load, if any
         self._told: set[str] = set()
-        self._optimizer: Any = None  # of the step: it has the options of then
-        self._order: list[int] = []  # in which the sub-groups of the last step are updated
-        self._places: dict[int, int] = {}  # of each in it
+        self._optimizer: Any = None  # the optimizer with its options at the time of the step
+        self._order: list[int] = []  # the order in which the last step's sub-groups are updated
+        self._places: dict[int, int] = {}  # sub-group -> place in this order
         self._wanted: list[int] = []  # the order of the last forward pass
         for name in _NOTED:
             setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether updates are to come, or have failed, that need the gradients of a step."""
+        """Whether updates that need the gradients of a step are pending, or have failed."""
         return any(self._noted or ()) or self.updates.pending
 
     @property
@@ -79,7 +80,7 @@ class Overlap:
     # In a step.
 
     def begin(self) -> None:
-        """A step begins. Those of the step before are made."""
+        """Begin a step. The updates of the step before must be complete."""
         self._noted = None
         self._has_noted = False
         if not self._has_states:
@@ -93,11 +94,13 @@ class Overlap:
 
     @contextlib.contextmanager
     def gathers_nothing(self) -> Iterator[None]:
-        """Within, DeepSpeed's `step` does not gather at its end the small parameters that it keeps on
-        the accelerator (`stage3_param_persistence_threshold`). The forward pass gathers each at its
-        first use, as it does in the first step of all, and waits for its update there.
+        """Context in which DeepSpeed's `step` does not gather, at its end, the small parameters
+        that it keeps on the accelerator (`stage3_param_persistence_threshold`). The forward pass
+        gathers each one at its first use, as in the very first step, and waits for its update
+        there.
 
-        This is so in every step, whatever is left out: all ranks gather together.
+        Every step uses this context, even if it defers no update, because all ranks gather
+        together.
         """
         stage3 = self._stage3
         kept, stage3.persistent_parameters = stage3.persistent_parameters, []
@@ -107,7 +110,7 @@ class Overlap:
             stage3.persistent_parameters = kept
 
     def _do_or_note(self, method: Callable[..., None], name: str, index: int, *rest: Any) -> None:
-        """Call *method* of stage 3 for sub-group *index*, or note that for when it is updated."""
+        """Call *method* of stage 3 for sub-group *index*, or record the call for its update."""
         if self._noted is None:
             method(index, *rest)
             return
@@ -116,7 +119,7 @@ class Overlap:
         self._noted[index].append(functools.partial(action, index, *rest))
 
     def step_optimizer(self, index: int) -> None:
-        """Let the optimizer update the master weights of sub-group *index*, which is in memory."""
+        """Update the master weights of sub-group *index*, which is in memory."""
         stage3 = self._stage3
         if stage3.step_packed(index, self._optimizer):
             return
@@ -129,7 +132,7 @@ class Overlap:
         stage3.count_step(index)
 
     def end(self, step: int) -> bool:
-        """DeepSpeed's `step`, the *step*th, has ended. Returns: whether updates are to come."""
+        """End DeepSpeed's `step`, the *step*th one. Returns: whether its updates are pending."""
         noted = self._noted
         if not self._stage3.overflow:
             self._has_states = True
@@ -157,30 +160,30 @@ class Overlap:
         return True
 
     def cancel(self) -> bool:
-        """An exception has ended a step. Returns: whether it had deferred updates."""
+        """Cancel a step that an exception has ended. Returns: whether it had deferred updates."""
         self._noted = None
         return self._has_noted
 
     def begin_load(self) -> None:
-        """States are about to be loaded: make what can be made, and forget what has failed."""
+        """Prepare for a load of states: complete the pending updates, and forget failed ones."""
         error = self.updates.abandon()
         if error is not None:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)
         self._noted, self._has_states = None, False
 
     def following(self, index: int, count: int) -> Sequence[int]:
-        """At most *count* sub-groups, *index* and the next ones that were updated after the last
-        step; none where *index* was not.
+        """At most *count* sub-groups in the last step's order of updates, from *index* on. Empty if
+        *index* was not among them.
         """
         place = self._places.get(index, len(self._order))
         return self._order[place : place + count]
 
     def _in_order(self) -> list[int]:
-        """The sub-groups in the order of the step before, which has been planned for; or in that in
-        which the last two forward passes used them, if both had the same other one.
+        """The sub-groups in the order of the step before, for which the swapper has planned. If the
+        last two forward passes used them in one different order, that order.
 
-        At first it is the model's. What was used together, or not at all, stays in the order that it
-        has.
+        The first step uses the model's order. Sub-groups that were used together, or not at all,
+        keep their present order.
         """
         groups = self._stage3.fp16_groups
         if needs_order(self._stage3):
@@ -225,15 +228,15 @@ class Overlap:
 
 
 def with_own_options(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer with the state of *optimizer*, and the options of its groups as they are now. It
-    has no parameters.
+    """An optimizer with the state of *optimizer* and a copy of the present options of its groups.
+    It has no parameters.
     """
     kind: Any = type(optimizer)
-    if hasattr(kind, "__del__"):  # DeepSpeed's would free what both use
+    if hasattr(kind, "__del__"):  # DeepSpeed's would free native state that both optimizers use
         kind = _without_del(kind)
     other = object.__new__(kind)
     other.__dict__.update(optimizer.__dict__)
-    other.__dict__.pop("step", None)  # a scheduler's, which calls that of *optimizer*
+    other.__dict__.pop("step", None)  # a scheduler's wrapper, which calls *optimizer*'s step
     other.param_groups = [
         {key: [] if key == "params" else copy.deepcopy(value) for key, value in group.items()}
         for group in optimizer.param_groups
@@ -247,14 +250,14 @@ def _without_del(kind: type) -> type:
 
 
 def tell_left_out(told: set[str], reason: str, setting: str = "overlap_step") -> None:
-    """Log, once, that updates are made in `step`, and why. *told*: what was logged already."""
+    """Log, once, that updates are made in `step`, and why. *told*: the reasons logged before."""
     if reason not in told:
         told.add(reason)
         _log.warning("%s is left out: %s", setting, reason)
 
 
 def left_out_since(stage3: Stage3) -> str:
-    """Why sub-groups are updated in `step` and in their order; "" where they need not."""
+    """Why sub-groups must be updated in `step` and in their order; "" if they need not be."""
     optimizer: Any = stage3.optimizer
     name = type(optimizer).__name__
     if not all(map(stage3._swappable_optimizer_subgroup, range(len(stage3.fp16_groups)))):
@@ -280,7 +283,9 @@ def left_out_since(stage3: Stage3) -> str:
 
 def needs_order(stage3: Stage3) -> bool:
     """Whether bits depend on the order of sub-groups: DeepSpeed's optimizers for the CPU keep powers
-    of the betas from one call to the next. Source: csrc/includes/cpu_adam.h, `IncrementStep`.
+    of the betas from one call to the next.
+
+    Source: csrc/includes/cpu_adam.h, `IncrementStep`.
     """
     optimizer = stage3.optimizer
     if not type(optimizer).__module__.startswith("deepspeed."):
@@ -290,12 +295,14 @@ def needs_order(stage3: Stage3) -> bool:
 
 
 def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What is a thread's own, for another thread to have while it makes updates."""
+    """A context that gives another thread this thread's settings while it makes updates: the number
+    of threads and the device. On a GPU it also enters a separate stream.
+    """
     threads, accelerator = torch.get_num_threads(), get_accelerator()
     device = stream = None
     if accelerator.device_name() == "cuda":
         device, stream = accelerator.current_device(), accelerator.Stream()
-        # what was begun on this thread's stream reads the parameters as they are
+        # Work queued on this thread's stream must read the parameters before updates change them.
         stream.wait_stream(accelerator.current_stream())
 
     @contextlib.contextmanager
@@ -321,8 +328,8 @@ def _anything_is_compiled() -> bool:
 
 
 def waiting(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """*enter*, of `zero.Init`, after all updates: within, torch's functions that make tensors are
-    DeepSpeed's, in whatever thread.
+    """*enter* of `zero.Init`, wrapped to wait for all updates first: inside the context, DeepSpeed
+    replaces torch's functions that make tensors, in all threads.
     """
 
     @functools.wraps(enter)

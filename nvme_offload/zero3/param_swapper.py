@@ -1,18 +1,18 @@
 """`ParameterSwapper`: the partitions of ZeRO-3's parameters, each one value of a `TensorSwapper`,
 in its own dtype.
 
-It takes the place of DeepSpeed's `AsyncPartitionedParameterSwapper` and has the same methods. A
-partition that is swapped in is copied to the accelerator at once, where the all-gather needs it
-anyway. So no host memory is held between two calls, and the budget suffices however many parameters
-DeepSpeed keeps alive. Copies of partitions that stay in host memory run on separate streams, and only
-the stream that gathers waits for them.
+It replaces DeepSpeed's `AsyncPartitionedParameterSwapper` and has the same methods. A partition
+that is swapped in is copied to the accelerator immediately, where the all-gather needs it anyway.
+No host memory is held between two calls, so the budget suffices for any number of parameters that
+DeepSpeed keeps alive. Copies of partitions that stay in host memory run on separate streams, and
+only the stream that gathers waits for them.
 
-DeepSpeed passes a list of parameters to the swapper of the first one, also where the others belong
-to another `zero.Init` or another engine. Each method therefore uses the swapper of each parameter.
+DeepSpeed passes a list of parameters to the swapper of the first one, even if others belong to
+another `zero.Init` or another engine. Each method therefore uses the swapper of each parameter.
 
-With `overlap_step`, a forward pass reads partitions while a thread updates others, in turns that are
-others in each step. So these reads are no part of the order that is learned, and a hint keeps what
-was updated until it is read.
+With `overlap_step`, a forward pass reads partitions while a thread updates others. The interleaving
+differs from step to step, so these reads are not part of the learned order. A prefetch hint keeps
+an updated partition in memory until it is read.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from .settings import Settings, refuse_memory_features
 from .shared_tier import tier_of
 
 _MANY = 1 << 30
-_PAGE_BYTES = 4096  # the least that a partition takes
+_PAGE_BYTES = 4096  # the smallest allocation for a partition
 _Result = TypeVar("_Result")
 
 
 class _Value:
-    """The value of one parameter in *tier*: discarded together with this object, which the
-    parameter owns.
+    """The value of one parameter in *tier*. The parameter owns this object, and the value is
+    discarded with it.
     """
 
     def __init__(self, tier: Tier, name: str, nbytes: int) -> None:
         self.name = name
         self.nbytes = nbytes
-        # Of a copy on the accelerator that the gathered parameter may share: see `_has_changed`.
+        # The fingerprint of a copy on the accelerator that the gathered parameter may share: see
+        # `_has_changed`.
         self.read: torch.Tensor | None = None
         tier.require(nbytes)
         tier.abandon_with(self, [name], [nbytes])
@@ -64,15 +65,15 @@ class _Value:
 class ParameterSwapper:
     """Keeps parameter partitions in *tier*, which has one such swapper: see `open_swapper`.
 
-    Lifetime: a partition is forgotten when its parameter is dropped. Raises: UsageError; IOFailure
-    or UnsupportedError when the directory cannot be used.
+    Lifetime: a partition is discarded when its parameter is dropped. Raises: UsageError; IOFailure
+    or UnsupportedError if the directory cannot be used.
     """
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        # By ds_id: memory from `get_buffer`, until `swap_out_and_release`.
+        # ds_id -> memory from `get_buffer`, until `swap_out_and_release`.
         self._filling: dict[int, torch.Tensor] = {}
-        self._taken: str | None = None  # the name that is in use, or is about to be
+        self._taken: str | None = None  # the name of the value in use, or about to be
         self._copies = CopyStreams()
         self._returns = Returns(tier)
 
@@ -84,14 +85,14 @@ class ParameterSwapper:
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for *numel* elements of *param*'s partition, to be filled."""
-        updates.quiesce(self.tier)  # they would have what is left of the memory
+        updates.quiesce(self.tier)  # updates might hold the rest of the memory
         self._filling[param.ds_id] = self._create(param, numel)
         return self._filling[param.ds_id]
 
     def swap_out_and_release(
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
-        """Store the partitions of *params* as they are now. The write goes on in the background."""
+        """Store the present partitions of *params*. The write continues in the background."""
         for param in params:
             param.nvme_swapper._swap_out(param)
 
@@ -122,8 +123,8 @@ class ParameterSwapper:
         self._read(param, dest_buffer.device, dest_buffer)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop the copies on the accelerator, except those that a gather in flight still reads:
-        DeepSpeed calls again when it partitions these.
+        """Drop the copies on the accelerator, except copies that a gather in flight still reads:
+        DeepSpeed calls again when it partitions these parameters.
         """
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
@@ -133,8 +134,8 @@ class ParameterSwapper:
             _drop_copy(param)
 
     def available_swap_in_buffers(self) -> int:
-        """How many partitions may be prefetched: any number, the swapper takes only what it has
-        room for.
+        """How many partitions may be prefetched: any number. The swapper prefetches only those that
+        fit.
         """
         return _MANY
 
@@ -158,12 +159,12 @@ class ParameterSwapper:
             swapper._used(functools.partial(swapper._store, param, source))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Do nothing: there is one budget."""
+        """Do nothing: all partitions share one budget."""
 
     @contextlib.contextmanager
     def with_shape(self, param: Any) -> Iterator[None]:
-        """Context in which an offloaded partition of *param* has its number of elements, but no
-        memory: for callers that need only the shape.
+        """Context in which an offloaded partition of *param* shows its number of elements, but has
+        no memory: for callers that need only the shape.
         """
         if not self.is_offloaded(param):
             yield
@@ -182,16 +183,16 @@ class ParameterSwapper:
         """A copy of *param*'s partition in host memory."""
         return self._read(param, torch.device("cpu"))
 
-    # Inside.
+    # Internal.
 
     def give_back(self) -> None:
-        """Release what an interrupted call left in use."""
+        """Release a value that an interrupted call left in use."""
         with self.tier.swapper.exclusive():
             self._returns.cancel()
             self._give_back()
 
     def drain(self) -> None:
-        """Return when no copy to or from a GPU is under way."""
+        """Return when no copy to or from a GPU is in flight."""
         with self.tier.swapper.exclusive():
             self._returns.release(at_most=0)
 
@@ -225,14 +226,15 @@ class ParameterSwapper:
             done = self._copies.take_back(target, source.to(target.dtype))
         else:
             target.copy_(source)
-        if updates.is_worker():  # the forward pass waits for it
+        if updates.is_worker():  # the forward pass needs the partition next
             self.tier.swapper.prefetch([_name(param)])
         self._release(param, changed=True, done=done)
 
     def _used(self, use: Callable[[], _Result]) -> _Result:
-        """What *use* returns, which has one value in use meanwhile, while other threads' calls wait.
+        """The result of *use*, which has one value in use while it runs. Other threads' calls wait.
 
-        Where that value has no room beside those of an update, it waits for the update.
+        If the value does not fit in host memory together with the values of an update, *use* runs
+        between updates.
         """
         try:
             with self.tier.swapper.exclusive():
@@ -244,8 +246,8 @@ class ParameterSwapper:
             return use()
 
     def _take(self, param: Any) -> str:
-        """The name of *param*, noted as in use before it is, so that an exception in between leaves
-        nothing unnoted.
+        """The name of *param*. It is recorded as in use before it is, so that an exception in
+        between leaves no use unrecorded.
         """
         self._give_back()
         name = _name(param)
@@ -254,7 +256,7 @@ class ParameterSwapper:
         return name
 
     def _release(self, param: Any, changed: bool, done: Any = None) -> None:
-        """End the use of *param*'s value, after the event *done* where there is one."""
+        """End the use of *param*'s value, after the event *done* if it is given."""
         if done is None:
             self.tier.swapper.release(_name(param), changed=changed)
         else:
@@ -262,8 +264,8 @@ class ParameterSwapper:
         self._taken = None
 
     def _copies_beside(self, param: Any, device: torch.device) -> bool:
-        """Whether a copy of *param*'s value to or from *device* need not be waited for: its host memory
-        is needed for nothing else.
+        """Whether a copy of *param*'s value to or from *device* may run asynchronously, because its
+        host memory is used for nothing else.
         """
         return device.type == "cuda" and self.tier.swapper.stays(_name(param))
 
@@ -273,13 +275,13 @@ class ParameterSwapper:
         if value is None or value.name != name:
             nbytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
             if nbytes > self.tier.cap_bytes:
-                # `initialize` refuses that: it knows all parameters, and what an update needs.
+                # `initialize` refuses this: it knows all parameters, and the memory of an update.
                 self.tier.exceed(nbytes)
             param.nvme_value = _Value(self.tier, name, nbytes)
         return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
-        dtype = _dtype(param)  # waits for an update, which must not be done in `copy`
+        dtype = _dtype(param)  # waits for an update, which `copy` must not do
         in_order = not updates.beside(self.tier)
 
         def copy() -> torch.Tensor:
@@ -309,7 +311,7 @@ def _indexed(device: Any) -> torch.device:
 
 
 def _name(param: Any) -> str:
-    # DeepSpeed numbers the parameters of a process, whichever `zero.Init` partitions them.
+    # DeepSpeed numbers all parameters of a process, across all `zero.Init` contexts.
     return f"parameter/{param.ds_id}"
 
 
@@ -347,31 +349,31 @@ def _dtype(param: Any) -> torch.dtype:
 
 
 def _placeholder(param: Any) -> torch.Tensor:
-    """What a partition is while it is offloaded: a scalar of its dtype. DeepSpeed recognizes it by
-    its 0 dimensions.
+    """The tensor that stands in for an offloaded partition: a scalar of its dtype. DeepSpeed
+    recognizes it by its 0 dimensions.
     """
     placeholder: torch.Tensor = param.ds_tensor.new_ones((), device="cpu")
     return placeholder
 
 
 def has_value(param: Any) -> bool:
-    """Whether a `ParameterSwapper` keeps *param*'s partition. DeepSpeed gives a swapper to each
-    parameter of a context that has one, also to those in memory.
+    """Whether a `ParameterSwapper` keeps *param*'s partition. If a context has a swapper, DeepSpeed
+    assigns it to each of the context's parameters, including parameters in memory.
     """
     return hasattr(param, "nvme_value")
 
 
 def zero_padding(param: Any, partition: torch.Tensor) -> None:
-    """Set the elements of *partition*, flat, that are behind the end of *param* to zero. DeepSpeed
-    leaves them undefined, and an optimizer may compute a norm of the whole partition.
+    """Set the elements of *partition*, flat, after the end of *param* to zero. DeepSpeed leaves
+    them undefined, and an optimizer may compute a norm of the whole partition.
     """
     start = partition.numel() * dist.get_rank(group=param.ds_process_group)
     partition[max(param.ds_numel - start, 0) :].zero_()
 
 
 def value_bytes(param: Any) -> int:
-    """The host memory that *param*'s partition needs while it is used; 0 where no `ParameterSwapper`
-    keeps it.
+    """The host memory that *param*'s partition needs while it is in use, in bytes; 0 if no
+    `ParameterSwapper` keeps it.
     """
     return param.nvme_value.nbytes if has_value(param) else 0
 
@@ -382,7 +384,7 @@ def is_offloaded(param: Any) -> bool:
 
 
 def open_swapper(ds_config: Mapping[str, Any], group: Any) -> ParameterSwapper | None:
-    """The swapper that *ds_config* asks for, on all ranks of *group*; None where that is DeepSpeed's
+    """The swapper that *ds_config* selects, on all ranks of *group*; None if it selects DeepSpeed's
     own. Raises: as `tier_of` and `refuse_memory_features`, on all ranks.
     """
     tier: Tier | None = None
@@ -406,8 +408,8 @@ _swappers: weakref.WeakValueDictionary[Tier, ParameterSwapper] = weakref.WeakVal
 
 
 def swappers_of(module: torch.nn.Module) -> list[ParameterSwapper]:
-    """The swappers of *module*'s parameters: several where these belong to contexts of `zero.Init`
-    with different settings; none where nothing is offloaded.
+    """The swappers of *module*'s parameters: several if the parameters belong to contexts of
+    `zero.Init` with different settings; none if no parameter is offloaded.
     """
     params: Iterator[Any] = module.parameters()
     return list(dict.fromkeys(param.nvme_swapper for param in params if has_value(param)))
@@ -426,8 +428,8 @@ def require_budget(module: torch.nn.Module) -> None:
 
 
 def return_to_device(module: torch.nn.Module) -> None:
-    """Move a module that was used before, as far as it is not partitioned, back to the accelerator:
-    Lightning leaves it on the CPU after each run.
+    """Move the parts of a used module that are not partitioned back to the accelerator: Lightning
+    leaves them on the CPU after each run.
     """
     device = torch.device(get_accelerator().current_device_name())
     whole = [
@@ -441,12 +443,12 @@ def return_to_device(module: torch.nn.Module) -> None:
 
 
 def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory to replace *original*, DeepSpeed's parameter swapper: it makes the one that the
-    configuration asks for.
+    """A factory to replace *original*, DeepSpeed's parameter swapper. It makes the swapper that the
+    configuration selects.
     """
 
     def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        # zero.Init makes the swapper, on all ranks of the group that it partitions for
+        # zero.Init makes the swapper, on all ranks of the group over which it partitions.
         group = getattr(sys._getframe(1).f_locals.get("self"), "ds_process_group", None)
         swapper = open_swapper(ds_config._param_dict, group)
         return original(ds_config, model_dtype) if swapper is None else swapper

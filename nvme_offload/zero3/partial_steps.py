@@ -1,4 +1,4 @@
-"""`PartialSteps`: refuses steps of an optimizer after an exception has ended one in the middle."""
+"""`PartialSteps` refuses steps of an optimizer after an exception has interrupted one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class PartialSteps:
 
     partly_changed = False
     _partly_reduced = False  # a backward pass has reduced gradients and has not ended
-    _awaits_backward = False  # a step has been applied, and no backward pass since
+    _awaits_backward = False  # no backward pass has ended since the last applied step
 
     def require_whole(self) -> None:
-        """Raises: OffloadError when a step or a load has changed only some of the states."""
+        """Raises: OffloadError if a step or a load has changed only some of the states."""
         if self.partly_changed:
             raise partly_applied()
 
@@ -37,7 +37,7 @@ class PartialSteps:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _require_no_backward(self, *_: Any) -> None:
-        """Raises: OffloadError when an exception ended a backward pass after it had reduced some
+        """Raises: OffloadError if an exception ended a backward pass after it had reduced some
         gradients.
         """
         if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):

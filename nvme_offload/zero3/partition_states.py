@@ -1,5 +1,5 @@
 """Saves and loads the states of a `Stages1And2` in the form of DeepSpeed's checkpoints: one flat
-parameter for each parameter group, as a run with states in memory has it.
+parameter for each parameter group, as in a run with states in memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .reader import MASTER
 if TYPE_CHECKING:
     from .stage_1_and_2 import Stages1And2
 
-_UNPADDED = "unpadded"  # the key of master weights without what follows the group's last one
+_UNPADDED = "unpadded"  # the key of master weights without the padding at the end of the group
 
 
 def providers(owner: Stages1And2) -> list[Provider]:
-    """What lends the states of each sub-group."""
+    """The providers of the states of each sub-group."""
     return [_provider(owner, index) for index in range(len(owner.spans))]
 
 
@@ -56,7 +56,7 @@ def _unpadded(owner: Stages1And2) -> list[int]:
 
 
 def masters(owner: Stages1And2, lenders: Sequence[Provider]) -> list[torch.Tensor]:
-    """The master weights of each parameter group, which a checkpoint has without padding."""
+    """The master weights of each parameter group. A checkpoint stores them without padding."""
     return [
         offloaded(
             [end],
@@ -72,7 +72,7 @@ def masters(owner: Stages1And2, lenders: Sequence[Provider]) -> list[torch.Tenso
 
 
 def state(owner: Stages1And2, number: int, lenders: Sequence[Provider]) -> dict[str, Any]:
-    """The state of parameter group *number*, as if it were one flat parameter."""
+    """The state of parameter group *number*, in the form of one flat parameter."""
     indexes = [index for index, (group, _, _) in enumerate(owner.spans) if group == number]
     first = owner.fp32_partitioned_groups_flat[indexes[0]]
     dtypes = owner.optimizer_swapper.states(first)
@@ -114,8 +114,8 @@ def require_complete(owner: Stages1And2, saved: Mapping[str, Any]) -> None:
 def load(owner: Stages1And2, saved: Mapping[str, Any], load_optimizer_states: bool) -> None:
     """Load *saved*, the state dict of this rank, whose tensors may be in a file.
 
-    Raises: UsageError or UnsupportedError, before anything is changed, when it is of other
-    partitions.
+    Raises: UsageError or UnsupportedError, before anything is changed, if its partitions do not
+    match *owner*'s.
     """
     weights = _masters_in(owner, saved)
     optimizer = saved[BASE_OPTIMIZER_STATE]
@@ -145,7 +145,7 @@ def load(owner: Stages1And2, saved: Mapping[str, Any], load_optimizer_states: bo
 
 
 def _masters_in(owner: Stages1And2, saved: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The master weights in *saved*. Raises: UnsupportedError or UsageError where they are not of
+    """The master weights in *saved*. Raises: UnsupportedError or UsageError if they do not match
     *owner*'s partitions.
     """
     found: list[torch.Tensor] = list(saved[SINGLE_PARTITION_OF_FP32_GROUPS])

@@ -1,4 +1,4 @@
-"""Adds what to do to DeepSpeed's refusal of a precision."""
+"""Adds advice to DeepSpeed's error when it refuses a precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import UsageError
 
 
 def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`DeepSpeedEngine._do_sanity_check` with a clear message where it refuses fp16 or bf16.
+    """`DeepSpeedEngine._do_sanity_check` with a clear message if it refuses fp16 or bf16.
 
     Source: deepspeed/runtime/engine.py; deepspeed/accelerator/cpu_accelerator.py, which asks torch
     whether the CPU has fp16 instructions.

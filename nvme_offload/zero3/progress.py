@@ -1,4 +1,4 @@
-"""`Progress`: summarizes training steps for progress bars, logs and a final line. The callbacks for
+"""`Progress` summarizes training steps for progress bars, logs and a final line. The callbacks for
 Lightning and the Trainer use it.
 """
 
@@ -23,7 +23,7 @@ class _Sum:
     waited_seconds: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
-    busy_seconds: float | None = 0.0  # None where a step does not know
+    busy_seconds: float | None = 0.0  # None if a step does not know its busy share
 
     def add(self, step: DriveUse) -> None:
         self.steps += 1
@@ -44,10 +44,10 @@ class _Sum:
 
 
 class Progress:
-    """The steps of one engine, as they are seen.
+    """The steps of one engine that `see` has recorded.
 
-    An engine without anything offloaded by this package has nothing to show. That is logged once as
-    a warning, and is not an error.
+    If this package offloads no data of the engine, there is nothing to report. That is logged once
+    as a warning, and is not an error.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Progress:
         self._warned = False
 
     def see(self, engine: Any) -> bool:
-        """Take in the last step of an engine.
+        """Record the last step of an engine.
 
         Parameters
         ----------
@@ -68,7 +68,7 @@ class Progress:
         Returns
         -------
         bool
-            Whether it is a step that was not seen before.
+            Whether the step was not recorded before.
         """
         try:
             step = last_step(engine)
@@ -77,7 +77,7 @@ class Progress:
                 _log.warning("no progress of offload to show: %s", reason)
                 self._warned = True
             return False
-        if step is None or step is self._last:  # a micro-batch of a step that is not over
+        if step is None or step is self._last:  # a micro-batch of a step that has not ended
             return False
         self._last = step
         self._since.add(step)
@@ -85,18 +85,18 @@ class Progress:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Averages over the steps seen since the last call.
+        """Averages over the steps recorded since the last call.
 
         Returns
         -------
         dict
-            {} without such a step. `nvme_wait_share`: the share of time that training waited for a
-            drive. `nvme_gb_per_s`: both directions together. `nvme_read_gb`, `nvme_written_gb` and
-            `nvme_offload/step_seconds`: for each step. `nvme_offload/busy_share`: the share of time
-            in which the busiest disk had requests. `nvme_offload/total_written_gb`: by this process
-            so far. `nvme_offload/disk_written_gb`: to the disks, by any process, since boot.
-            `nvme_offload/resident_gb`: offloaded data in host memory at the end. What the kernel
-            does not report is left out.
+            {} if no step was recorded. `nvme_wait_share`: the share of time that training waited
+            for a drive. `nvme_gb_per_s`: both directions together. `nvme_read_gb`,
+            `nvme_written_gb` and `nvme_offload/step_seconds`: for each step.
+            `nvme_offload/busy_share`: the share of time in which the busiest disk had requests.
+            `nvme_offload/total_written_gb`: by this process so far. `nvme_offload/disk_written_gb`:
+            to the disks, by any process, since boot. `nvme_offload/resident_gb`: offloaded data in
+            host memory at the end. A metric that the kernel does not report is left out.
         """
         seen, self._since = self._since, _Sum()
         if not seen.steps or self._last is None:

@@ -1,10 +1,10 @@
-"""`CheckpointReader`: reads a ZeRO-3 checkpoint by parameter, on any number of ranks.
+"""`CheckpointReader` reads a ZeRO-3 checkpoint by parameter, on any number of ranks.
 
 Three forms hold the same values. In a directory of `save_checkpoint`, each rank's files have a
-partition of every parameter: of trained ones in flat sub-groups of master weights and states, in
-the order of `param_shapes`; of frozen ones as a fragment in the parameter's dtype. A universal
-checkpoint has a file for each parameter and state. DeepSpeed's state dict of an optimizer has the
-partitions of one rank.
+partition of every parameter. Partitions of trained parameters are in flat sub-groups of master
+weights and states, in the order of `param_shapes`; a partition of a frozen parameter is a fragment
+in the parameter's dtype. A universal checkpoint has a file for each parameter and state.
+DeepSpeed's state dict of an optimizer has the partitions of one rank.
 
 A load reads only the elements of this rank's partition, a few megabytes at a time.
 """
@@ -35,15 +35,15 @@ from ..optimizer_states.split import split
 from .param_swapper import ParameterSwapper
 
 MASTER = ""  # the key of the weights; other keys name optimizer states
-# In the state dict of an optimizer without Adam's states: which state each of `CONVERTED` is.
+# A key in the state dict of an optimizer without Adam's states: maps `CONVERTED` to its states.
 ALIASES = "nvme_offload_converted_states"
-CONVERTED = ("exp_avg", "exp_avg_sq")  # the states that ds_to_universal takes, and no others
+CONVERTED = ("exp_avg", "exp_avg_sq")  # the only states that ds_to_universal converts
 _UNIVERSAL_MASTER = "fp32"
 
 
 class Saved(NamedTuple):
     """A weight of a checkpoint, partitioned over *ranks*. Its partitions have *numel* elements, with
-    padding, and begin at *start* of *sub_group*; that is None for a frozen weight.
+    padding, and begin at *start* of *sub_group*. *sub_group* is None for a frozen weight.
     """
 
     shape: tuple[int, ...]
@@ -59,9 +59,9 @@ class CheckpointReader:
     Parameters
     ----------
     ranks : int
-        How many ranks saved it.
+        The number of ranks that saved the checkpoint.
     sub_groups : iterable of mappings
-        The trained weights of each sub-group, by name and in order, without their places.
+        The trained weights of each sub-group, by name and in order, without their start.
     optimizer : callable
         Returns DeepSpeed's state dict of the optimizer of a saved rank.
     frozen : mapping, optional
@@ -69,7 +69,7 @@ class CheckpointReader:
     fragments : callable, optional
         Returns the partitions of frozen weights of a saved rank.
     aliases : mapping, optional
-        Other names of weights, as of tied ones.
+        Other names of weights, such as tied ones.
     universal : Path, optional
         The directory with a file for each trained weight and key, in place of flat sub-groups.
     read : callable, optional
@@ -112,9 +112,9 @@ class CheckpointReader:
     ) -> CheckpointReader:
         """The values of a directory.
 
-        *tree* is the contents of one rank's file of model states, *model_states* returns the path
-        of a given rank's. *read* returns the contents of a file; its tensors may be in the file.
-        *universal* is the directory of a universal checkpoint's trained weights.
+        *tree* is the contents of one rank's file of model states. *model_states* returns the path
+        of a given rank's file. *read* returns the contents of a file; its tensors may be in the
+        file. *universal* is the directory of a universal checkpoint's trained weights.
         """
         ranks = int(tree["dp_world_size"])
 
@@ -151,7 +151,7 @@ class CheckpointReader:
         )
 
     def find(self, name: str) -> Saved | None:
-        """The weight *name*; None where the checkpoint lacks it."""
+        """The weight *name*; None if the checkpoint lacks it."""
         name = self.original(name)
         return self.trained.get(name, self._frozen.get(name))
 
@@ -176,8 +176,8 @@ class CheckpointReader:
         return known(self.universal) / self.original(name) / f"{file}.pt"
 
     def match(self, params: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """The items of *params*, by name, that the checkpoint has. Raises: UsageError where one has
-        another shape, or with *strict* is missing.
+        """The items of *params*, by name, that the checkpoint has. Raises: UsageError if an item
+        has another shape there or, with *strict*, is missing.
         """
         missing = [name for name in params if self.find(name) is None]
         if missing and strict:
@@ -198,8 +198,8 @@ class CheckpointReader:
     ) -> None:
         """Set *params*, by name, to the weights in the checkpoint, on *rank* of *ranks*.
 
-        Master weights are rounded to nearest. *half_away_from_zero*: the way of the packed state
-        formats, instead of ties to even.
+        Master weights are rounded to nearest: ties to even or, with *half_away_from_zero*, away
+        from zero as in the packed state formats.
         """
         for name, param in params.items():
             with _partition(param) as partition:
@@ -210,8 +210,8 @@ class CheckpointReader:
     def read(
         self, name: str, key: str, rank: int, ranks: int, partition: torch.Tensor
     ) -> Iterator[Ticket]:
-        """Start reading the values *key* of the weight *name* into *partition*, which *rank* of
-        *ranks* has of it. Padding is set to zero.
+        """Start reading the values *key* of the weight *name* into *partition*, the partition of
+        *rank* among *ranks*. Padding is set to zero.
         """
         for source in self._pieces(name, key, rank, ranks, partition):
             yield from fetch(*source)
@@ -230,7 +230,7 @@ class CheckpointReader:
 
     def whole(self, name: str, key: str, rank: int) -> tuple[torch.Tensor, int]:
         """The tensor in which the saved *rank* stored the values *key* of the weight *name*, and the
-        index of the first one.
+        index of the first value.
         """
         saved = known(self.find(name))
         if saved.sub_group is None:
@@ -244,14 +244,14 @@ class CheckpointReader:
     def _pieces(
         self, name: str, key: str, rank: int, ranks: int, partition: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-        """The pieces of *partition*, a few megabytes each: the tensor to copy from, its first
-        element to copy, and where to.
+        """The pieces of *partition*, a few megabytes each: the source tensor, the first element to
+        copy from it, and the target.
         """
         saved = known(self.find(name))
         theirs, numel = saved.numel, math.prod(saved.shape)
         first = min(rank * -(-numel // ranks), numel)
         if same := saved.ranks == ranks:
-            # Each rank finds its own partition, whichever of them share the parameter.
+            # Each rank reads its own partition, even if only some ranks share the parameter.
             first, theirs, numel = 0, partition.numel(), partition.numel()
         end = min(first + partition.numel(), numel)
         partition[end - first :].zero_()
@@ -267,7 +267,7 @@ class CheckpointReader:
 
 
 def shape_of(param: Any) -> tuple[int, ...]:
-    """The shape of all of *param*."""
+    """The shape of the whole parameter *param*."""
     return tuple(param.ds_shape if hasattr(param, "ds_id") else param.shape)
 
 

@@ -1,5 +1,5 @@
-"""`Settings`: the section "nvme_offload" of a ds_config, and what DeepSpeed's own sections say of
-offload to drives.
+"""`Settings`: the section "nvme_offload" of a ds_config, and the settings in DeepSpeed's own
+sections that concern offload to drives.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _AIO_KEYS = {
     },
     "intra_op_parallelism": "thread_count",
 }
-# Features of DeepSpeed that need states, or parameters, in memory. With these in a tier they would
-# find none, or other contents than they wrote.
+# Features of DeepSpeed that need states, or parameters, in memory. If these are in a tier, the
+# features would find no tensors, or contents that they did not write.
 _STATES_IN_MEMORY = (
     ("zero_optimization", "zenflow"),
     ("zero_optimization", "offload_optimizer", "super_offload"),
@@ -41,7 +41,7 @@ _PARAMETERS_IN_MEMORY = (
     ("zero_optimization", "zero_hpz_partition_size"),
     ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
-# Keys of the section that DeepSpeed and other tools have no use for, wherever they are.
+# Keys of the section that DeepSpeed and other tools do not use in any section.
 _OWN_KEYS = {
     "swappers",
     "host_memory",
@@ -51,7 +51,7 @@ _OWN_KEYS = {
     "update_device",
     "step_in_backward",
 }
-# from this similarity on, an unknown key is taken for a misspelled one
+# From this similarity on, an unknown key counts as misspelled.
 _LIKENESS = 0.8
 
 _log = logging.getLogger(__name__)
@@ -68,32 +68,32 @@ class Settings:
         "native" for this package's swappers, "deepspeed" for DeepSpeed's own on this package's op.
     host_memory : int or "auto"
         Bytes of host memory that a rank may hold for parameters, gradients and optimizer states,
-        pinned or cached. "auto" takes what the model needs from the memory that is available.
+        pinned or cached. "auto" takes as much of the available memory as the model needs.
     backend : str
-        Of the engine, as in `AioConfig`.
+        The engine's backend, as in `AioConfig`.
     paths : tuple of str
         Directories on the drives, instead of nvme_path. Large tensors are striped over them.
     weights : tuple of float
         The share of each path, in any unit; equal by default.
     checksum : bool
-        Whether every byte read from a drive is compared with what was written.
+        Whether every byte read from a drive is checked against the byte that was written.
     state_format : {"exact", "split", "compact", "compact24"}
         How master weights and optimizer states are kept (`nvme_offload.optimizer_states`). With
         Adam and bfloat16 parameters, bytes for each parameter: "exact" 12; "split" 10, without the
         bits that the parameter has; "compact" 4, with states rounded to 8 bits; "compact24" 3, with
         masters rounded to 24 bits.
     missing_gradients : {"zero", "last"}
-        What a parameter without a gradient in a step gets: "zero", or "last" for that of its last
-        step, as DeepSpeed does.
+        The gradient of a parameter that gets none in a step: "zero", or "last" for the gradient of
+        its last step, as in DeepSpeed.
     overlap_step
         Whether `step` returns before the updates, which are made during the next forward pass.
     update_device : {"auto", "gpu", "cpu"}
-        Where the optimizer updates run in ZeRO-3. "auto" is the GPU where there is one, with the
+        Where the optimizer updates run in ZeRO-3. "auto" uses the GPU if there is one, with the
         optimizer and the bits of a run without offload; "cpu" has the bits of "device": "cpu".
     step_in_backward
         Whether ZeRO-3 updates a sub-group in the last backward pass of a step, as soon as its
-        gradients are reduced, with the learning rate of that time. The gradients are used up. Not
-        with clipping, fp16, parameters on a drive, or *overlap_step*.
+        gradients are reduced, with the learning rate at that time. The update consumes the
+        gradients. Not with clipping, fp16, parameters on a drive, or *overlap_step*.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -120,12 +120,12 @@ class Settings:
         Returns
         -------
         Settings
-            The defaults where there is no section.
+            The defaults if there is no section.
 
         Raises
         ------
         UsageError
-            A key is unknown, or a value invalid; the message names the key and what is possible.
+            A key is unknown, or a value invalid; the message names the key and the possible values.
         """
         section = ds_config.get(SECTION, {})
         if not isinstance(section, Mapping):
@@ -182,8 +182,8 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        Absolute paths: one, or two that share the tensors of both sections; none where neither has
-        "device": "nvme".
+        Absolute paths: one path, or two that share the tensors of both sections; none if neither
+        section has "device": "nvme".
 
     Raises
     ------
@@ -233,7 +233,7 @@ def refuse_ineffective(ds_config: Mapping[str, Any]) -> None:
 
 
 def question_names(ds_config: Mapping[str, Any]) -> None:
-    """Refuse keys of the section "nvme_offload" at the top level, and log a warning, once each, of
+    """Refuse keys of the section "nvme_offload" at the top level. Log a warning, once each, of
     sections that were probably meant to be that section.
 
     Parameters
@@ -255,7 +255,7 @@ def question_names(ds_config: Mapping[str, Any]) -> None:
 
 
 def checked_first(sanity_check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A sanity check that first refuses settings without an effect.
+    """A sanity check that first refuses settings that would have no effect.
 
     Parameters
     ----------
@@ -361,8 +361,8 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_taken_for_ours(ds_config: Mapping[str, Any], key: str) -> bool:
-    """Whether the section *key*, which is not ours, was probably meant to be: by its name, or by the
-    keys in it.
+    """Whether the section *key*, which is not ours, was probably meant to be ours, judging by its
+    name or by its keys.
     """
     section = ds_config[key]
     return (
@@ -378,17 +378,18 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
     Parameters
     ----------
     ds_config : mapping
-        DeepSpeed's configuration. Its section "aio" is used where there is one.
+        DeepSpeed's configuration. Its section "aio" is used if there is one.
     settings : Settings
-        The backend is this one's.
+        The settings from which the backend is taken.
     path : str
-        A path on the drive, for what `nvme-sweep` chose for it where there is no section "aio". The
-        defaults of `AioConfig` are used where it was never swept.
+        A path on the drive. If there is no section "aio", the settings are the ones that
+        `nvme-sweep` chose for this drive, or the defaults of `AioConfig` if the drive was never
+        swept.
 
     Returns
     -------
     AioConfig
-        O_DIRECT is used where the filesystem has it.
+        O_DIRECT is used if the filesystem supports it.
 
     Raises
     ------
@@ -416,7 +417,7 @@ def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
     Returns
     -------
     list of str
-        Misspelled ones, or num_threads, which ds_nvme_tune prints.
+        Misspelled keys, or num_threads, which ds_nvme_tune prints.
     """
     return [
         key for key in _aio_section(ds_config) or {} if key not in _AIO_KEYS and key != "use_gds"
@@ -424,7 +425,8 @@ def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def checked(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Add an error that names the section "aio" of a ds_config where it is no section.
+    """Wrap *read* to raise an error that names the section "aio" of a ds_config if it is not a
+    section.
 
     Parameters
     ----------
@@ -434,7 +436,7 @@ def checked(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     Returns
     -------
     callable
-        It raises UsageError, and otherwise does what *read* does.
+        A function that raises UsageError in this case, and otherwise calls *read*.
     """
 
     @functools.wraps(read)

@@ -1,5 +1,5 @@
-"""The `Tier` of a ds_config. Parameters and optimizer states share one if their settings are equal,
-so that one budget covers both.
+"""The `Tier` of a ds_config. Parameters and optimizer states with equal settings share one tier, so
+that one budget covers both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]],
     weakref.WeakValueDictionary()
 )
 _lock = threading.RLock()
-# tiers whose steps are those of a training in progress
+# Tiers that a training in progress uses.
 trained: weakref.WeakSet[Tier] = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""Makes DeepSpeed use `Stages1And2` for optimizer states of stage 1 or 2 on a drive, and refuses features
-that do not work there.
+"""Makes DeepSpeed use `Stages1And2` if the optimizer states of stage 1 or 2 are on a drive, and
+refuses features that do not work with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ds_config: ContextVar[Mapping[str, Any] | None] = ContextVar("ds_config", defau
 
 
 def configured(configure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`DeepSpeedEngine._configure_zero_optimizer`, which makes a `Stages1And2` where stage 1 or 2 has
+    """`DeepSpeedEngine._configure_zero_optimizer`, which makes a `Stages1And2` if stage 1 or 2 has
     its optimizer states on a drive. Raises: UnsupportedError.
     """
 
@@ -44,7 +44,7 @@ def configured(configure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
 
 def class_for(base: type) -> Callable[..., Any]:
-    """Makes a `Stages1And2` for the engines that `configured` makes one for, and a *base* for others."""
+    """Makes a `Stages1And2` for engines that `configured` selects, and a *base* for others."""
 
     def make(*args: Any, **named: Any) -> Any:
         ds_config = _ds_config.get()
@@ -54,8 +54,8 @@ def class_for(base: type) -> Callable[..., Any]:
 
 
 def offloads_like_cpu(offloads_to_cpu: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """`DeepSpeedEngine.zero_cpu_offload`, which is also true for stage 1 with states on a drive:
-    otherwise DeepSpeed would use another class, which offloads nothing.
+    """`DeepSpeedEngine.zero_cpu_offload`, which is also true for stage 1 with states on a drive.
+    Otherwise DeepSpeed would use another class, which offloads nothing.
     """
 
     @functools.wraps(offloads_to_cpu)
@@ -73,7 +73,7 @@ def offloads(ds_config: Mapping[str, Any]) -> bool:
 
 
 def _require_supported(engine: Any, optimizer: Any, ds_config: Mapping[str, Any]) -> None:
-    """Refuse features without support in stages 1 and 2. Raises: UnsupportedError."""
+    """Refuse features that stages 1 and 2 do not support. Raises: UnsupportedError."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     autocast = ds_config.get("torch_autocast") or {}
     zero = ds_config["zero_optimization"]

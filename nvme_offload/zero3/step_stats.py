@@ -1,5 +1,5 @@
-"""`StepStats`: how long a training step, or a forward pass of an inference, took and how much of it
-was spent on the drive.
+"""`StepStats`: the duration of a training step, or of a forward pass of an inference, and the time
+spent on the drive in it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
-    """One training step: from the end of the previous optimizer step to the end of its own. Skipped
-    steps (fp16 overflow) count too.
+    """One training step, from the end of the previous optimizer step to the end of this one.
+    Skipped steps (fp16 overflow) count too.
 
     Attributes
     ----------
@@ -37,11 +37,12 @@ class StepStats(DriveUse):
 
     Notes
     -----
-    With `"overlap_step"`, `waited_seconds` has the time in which the program waited for updates, and
-    not that in which these waited for the drive. What they transfer counts for the step during which
-    they do.
+    With `"overlap_step"`, `waited_seconds` includes the time that the program waited for updates,
+    but not the time that updates waited for the drive. Bytes that updates transfer count for the
+    step during which they are transferred.
 
-    For an engine without an optimizer a step is one forward pass, and both are 0.
+    For an engine without an optimizer, a step is one forward pass, and `update_seconds` and
+    `update_waited_seconds` are 0.
     """
 
     update_seconds: float
@@ -57,18 +58,18 @@ class StepStats(DriveUse):
 class StepClock:
     """Makes the `StepStats` of one engine.
 
-    The optimizer step is what happens between `begin_update` and `end`. A tier that several engines
-    share counts for each engine what moved during its own steps.
+    The optimizer step lasts from `begin_update` to `end`. If several engines share a tier, each
+    engine's steps count the bytes that moved during them.
 
     Parameters
     ----------
     tier : Tier
-        Where the engine's values are. Its first `Tier.require` has been called.
+        The tier of the engine's values. Its first `Tier.require` has been called.
 
     Attributes
     ----------
     last : StepStats or None
-        Of the last step; None before the first one ends.
+        The statistics of the last step; None before the first one ends.
 
     Raises
     ------
@@ -84,34 +85,34 @@ class StepClock:
 
     @property
     def number(self) -> int:
-        """Of the step that is under way, counted from 1."""
+        """The number of the step in progress, counted from 1."""
         return self._steps + 1
 
     def begin(self) -> None:
-        """Start the step now, instead of where the previous one ended."""
+        """Start the step now, instead of at the end of the previous one."""
         self._meter.begin()
         self._began = time.monotonic()
-        # when it began, and what had been waited by then
+        # The begin of the optimizer step, and the seconds waited by then.
         self._update: tuple[float, float] | None = None
 
     def begin_update(self) -> None:
-        """The optimizer step begins."""
+        """Begin the optimizer step."""
         self._update = time.monotonic(), self._meter.waited_seconds()
 
     def end(self, update_waited: float = 0.0, drive_waited: float = 0.0) -> StepStats:
-        """The step has ended, and the next one begins.
+        """End the step, and begin the next one.
 
         Parameters
         ----------
         update_waited : float
             Seconds that the program waited for updates in another thread.
         drive_waited : float
-            Seconds that these waited for the drive.
+            Seconds that the updates waited for the drive.
 
         Returns
         -------
         StepStats
-            Of the step.
+            The statistics of the step.
         """
         now, used = time.monotonic(), self._meter.take()
         used["waited_seconds"] = (
@@ -138,17 +139,17 @@ def clock_of(engine: Any) -> StepClock:
     Parameters
     ----------
     engine : DeepSpeedEngine
-        Or a wrapper with its optimizer.
+        A DeepSpeed engine, or a wrapper with its optimizer.
 
     Returns
     -------
     StepClock
-        Of the engine.
+        The clock of the engine.
 
     Raises
     ------
     UsageError
-        Nothing of the engine is on a drive behind this package.
+        This package keeps no data of the engine on a drive.
     """
     clock: StepClock | None = getattr(getattr(engine, "optimizer", None), "clock", None)
     if clock is None:
@@ -159,12 +160,12 @@ def clock_of(engine: Any) -> StepClock:
 
 
 def last_step(trained: Any) -> DriveUse | None:
-    """What the last step transferred.
+    """The transfers of the last step.
 
     Parameters
     ----------
     trained : DeepSpeedEngine or NVMeOptimizer
-        Or a wrapper with the optimizer of either.
+        An engine or optimizer, or a wrapper with the optimizer of either.
 
     Returns
     -------
@@ -174,7 +175,7 @@ def last_step(trained: Any) -> DriveUse | None:
     Raises
     ------
     UsageError
-        Nothing of *trained* is offloaded.
+        No data of *trained* is offloaded.
     """
     for owner in (trained, getattr(trained, "optimizer", None)):
         clock = getattr(owner, "clock", None)
@@ -182,5 +183,5 @@ def last_step(trained: Any) -> DriveUse | None:
             return cast("DriveUse | None", clock.last)
         if owner is not None and type(owner).__name__ == "NVMeOptimizer":
             return cast("DriveUse | None", owner.last_stats)
-    clock_of(trained)  # says that there is none
+    clock_of(trained)  # raises if there is no clock
     return None

@@ -13,7 +13,7 @@ from ..sizes import IN_MEMORY, LARGEST_SUB_GROUP
 if TYPE_CHECKING:
     import torch
 
-# for rounding each sub-group up to pages, and for a few small parameters
+# Memory for rounding each sub-group up to pages, and for a few small parameters.
 _SLACK_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class Footprint:
         The gradient, as it is reduced.
     scratch
         Scratch memory that sub-groups share: the widened gradient and, in packed formats, unpacked
-        states. 0 where updates run on a GPU, which has it in its own memory.
+        states. 0 if updates run on a GPU, which has it in its own memory.
     parameter
         A parameter on a drive; 0 for others.
     largest_parameter
-        Bytes in all of the largest parameter on a drive, trained or not; 0 for none.
+        Total bytes of the largest parameter on a drive, trained or not; 0 for none.
     in_flight
         Sub-groups whose states are in use together, if host memory can hold them.
     """
@@ -49,21 +49,21 @@ class Footprint:
 
     @property
     def _at_once(self) -> float:
-        # An update holds the states, the scratch memory, and one 16-bit parameter at a time before
-        # and after the states.
+        # An update holds the states and the scratch memory. Before and after the states, it holds
+        # one 16-bit parameter at a time.
         return self.states + self.scratch + 2 * self.parameter
 
     def holds_in_flight(self, elements: int, nbytes: int) -> bool:
-        """Whether *nbytes* of memory have room for `in_flight` sub-groups of *elements*."""
+        """Whether `in_flight` sub-groups of *elements* fit in *nbytes* of memory."""
         return self.least_bytes(elements) + (self.in_flight - 1) * elements * self.states <= nbytes
 
     def least_bytes(self, elements: int) -> int:
-        """The memory that sub-groups of up to *elements* need, and all parameters."""
+        """The memory, in bytes, that sub-groups of up to *elements* and all parameters need."""
         at_once = max(elements * self._at_once, self.largest_parameter + elements * self.scratch)
         return math.ceil(at_once) + 2 * _SLACK_BYTES
 
     def most_elements(self, nbytes: int) -> int:
-        """The elements of the largest sub-group for which *nbytes* of memory suffice."""
+        """The elements of the largest sub-group that fits in *nbytes* of memory."""
         room = nbytes - 2 * _SLACK_BYTES
         most = room / self._at_once
         if self.scratch:
@@ -79,8 +79,8 @@ class Footprint:
         )
 
     def whole_bytes(self, sizes: list[int], least: int) -> int:
-        """The memory in which everything but parameters stays. *sizes* are the parameters'
-        elements; the largest sub-group has at least *least*.
+        """The memory, in bytes, in which everything but parameters stays. *sizes* are the elements
+        of each parameter; the largest sub-group has at least *least*.
         """
         largest = min(LARGEST_SUB_GROUP, sum(sizes)) + least
         return (
@@ -90,7 +90,7 @@ class Footprint:
         )
 
     def drive_bytes(self, elements: int) -> int:
-        """Drive space for *elements*."""
+        """Drive space for *elements*, in bytes."""
         return math.ceil(elements * (self.states + self.gradient + self.parameter))
 
 
@@ -98,8 +98,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether *optimizer* updates each element of a flat parameter independently, so that it does
     not matter which elements share a tensor.
 
-    Known for torch's and DeepSpeed's classes; tried for others, as `NVMeOptimizer` does, with
-    *optimizer*'s options and attributes. False where the trial fails.
+    The result is known for torch's and DeepSpeed's classes. Other classes are tried, as in
+    `NVMeOptimizer`, with *optimizer*'s options and attributes. False if the trial fails.
     """
     import torch
 
@@ -133,10 +133,10 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 def cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:
     """Cut *params* into consecutive lists of at most *wanted* elements, or of one parameter. The
-    elements of each list but the last are a multiple of *unit*.
+    number of elements of each list but the last is a multiple of *unit*.
 
-    Where both is not possible, a list is longer, up to *most* elements; where that does not help,
-    it is not a multiple of *unit*.
+    If a list cannot meet both conditions, it is longer, up to *most* elements. If that does not
+    help, its number of elements is not a multiple of *unit*.
     """
     lists: list[list[Any]] = []
     rest = list(params)

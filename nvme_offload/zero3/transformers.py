@@ -12,11 +12,11 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
     """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration or an `NVMeOptimizer`:
     `Trainer(callbacks=[TrainerProgress()])`.
 
-    It adds to what the Trainer logs every `logging_steps`, over the steps since, what
-    `Progress.metrics` lists: `nvme_wait_share`, `nvme_gb_per_s`, `nvme_offload/busy_share` and
-    others. The progress bar prints them, and the state's `log_history` has them. A final line sums
-    up. TensorBoard, W&B and other reporters get them, too, if this callback comes before theirs:
-    see `put_first`.
+    To each log that the Trainer writes, every `logging_steps`, it adds the metrics of
+    `Progress.metrics` over the steps since the last log: `nvme_wait_share`, `nvme_gb_per_s`,
+    `nvme_offload/busy_share` and others. The progress bar prints them, and the state's
+    `log_history` has them. Training ends with a summary line. TensorBoard, W&B and other reporters
+    get the metrics, too, if this callback comes before theirs: see `put_first`.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
     @classmethod
     def put_first(cls, trainer: Any) -> None:
         """Add this callback to the Hugging Face *trainer*, or move it, before all others: a
-        reporter logs what is there when its turn comes.
+        reporter logs only metrics that were added before it runs.
         """
         callback = trainer.pop_callback(cls) or cls()
         trainer.callback_handler.callbacks.insert(0, callback)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take in the step that has ended."""
+        """Record the step that has ended."""
         self._progress.see(kwargs["optimizer"])
 
     def on_log(
