@@ -1,11 +1,11 @@
 """`Stage3`: DeepSpeed's ZeRO-3 optimizer on this package's swappers.
 
-It differs from its base class in this: sub-groups are cut to sizes that host memory can prefetch;
-gradients stay in the dtype in which they are reduced until the optimizer needs them, in
-`Gradients`; offloaded states go through `OptimizerSwapper`; with `"overlap_step"` updates are made
-after `step`, see `Overlap`. Updates run on the device that `update_device` chooses. Results equal,
-bit for bit, a run with `"device": "cpu"` on the CPU and a run without offload on a GPU: norms are summed over
-the sub-groups that the user configured.
+It differs from its base class as follows. Sub-groups are cut to sizes that host memory can
+prefetch. `Gradients` keeps gradients in the dtype in which they are reduced until the optimizer
+needs them. Offloaded states go through `OptimizerSwapper`. With `"overlap_step"`, updates are made
+after `step`: see `Overlap`. Updates run on the device that `update_device` chooses. If they run on
+the CPU, results equal a run with `"device": "cpu"` bit for bit; if they run on a GPU, they equal a
+run without offload. To this end, norms are summed over the sub-groups that the user configured.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ _UNUSED_KEYS = {
     "pipeline_write",
     "fast_init",
 }
-# Sub-groups prefetched in the first step, before the swapper has learned the order, and when a
+# Sub-groups prefetched in the first step, before the swapper has learned the order, and while a
 # checkpoint is written.
 _PREFETCHED = 4
-_NAMED = 5  # parameters that a warning lists
+_NAMED = 5  # number of parameters that a warning lists
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     """
 
     fp16_groups: list[list[Any]]
-    tier: Tier  # only where something is offloaded
+    tier: Tier  # only set if something is offloaded
     overflow: bool
     swaps_natively = False  # whether optimizer states are in an `OptimizerSwapper`
     update_device = CPU
@@ -106,14 +106,14 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
         self.keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
-        # With fp16 and "last": whether each parameter's summed gradient is finite, by its id.
+        # With fp16 and "last": id of a parameter -> whether its summed gradient is finite.
         self._finite: dict[int, torch.Tensor] = {}
-        # The user's sub-groups: each is a list of ours, each a list of parameters.
+        # The user's sub-groups: each is a list of our sub-groups, which are lists of parameters.
         self._logical_groups: list[list[list[Any]]] = []
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         # True while a checkpoint is written that streams states from the drive.
         self.leaves_states_offloaded = False
-        self.clock: StepClock | None = None  # only where something is offloaded
+        self.clock: StepClock | None = None  # only set if something is offloaded
         self._within_backward = False
         self._hooks: list[Any] = []  # handles of hooks of the module
         self.overlap: Overlap | None = None
@@ -121,18 +121,19 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
         self._once: OncePerStep | None = None
         self._scaler: torch.amp.GradScaler | None = None
-        # The sub-group whose gradient is being edited, and the copy that holds it meanwhile.
+        # The sub-group whose gradient is being edited, and the copy that is edited.
         self._edited: tuple[int, torch.Tensor] | None = None
         self.powers = AdamPowers()
-        # Whether a load is of engine.load_checkpoint, to continue a run bit for bit. One by
+        # Whether engine.load_checkpoint is loading, to continue a run bit for bit. A load by
         # `load_state_dict` has the bits of "device": "cpu".
         self.resumes = False
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
-        # On a GPU that makes updates: bytes for each element of a sub-group, and the most elements.
+        # If updates run on a GPU: bytes for each element of a sub-group, and its maximum of
+        # elements.
         self._gpu_bytes = 0.0
         self._most_on_gpu = sys.maxsize
-        self._tiers: list[Tier] = []  # of states and of parameters
+        self._tiers: list[Tier] = []  # the tiers of states and of parameters
         return_to_device(module)
         move_partitions(module, self._ds_config)
         try:
@@ -142,7 +143,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             raise
         every: dict[str, Any] = dict(module.named_parameters())
         grouped = set(map(id, itertools.chain.from_iterable(self.fp16_groups)))
-        # In no group of the optimizer; by name, until a parameter requires a gradient.
+        # Parameters in no group of the optimizer, by name; removed when they require a gradient.
         self._untrained = {
             name: param
             for name, param in every.items()
@@ -179,7 +180,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             return
         if dist.get_rank() == 0:
             _log_unused_keys(self._ds_config)
-        # the swapper reads 16-bit parameters in bulk anyway
+        # The swapper reads 16-bit parameters in bulk anyway.
         self.offload_optimizer_fast_init = False
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
@@ -203,21 +204,21 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if has_value(param):
-                # The base does the same with trained parameters when it moves them to host memory.
+                # The base class converts trained parameters when it moves them to host memory.
                 param.nvme_swapper.convert(param, self.dtype)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         if not (self.native and self.params_in_nvme_and_cpu):
             super()._create_param_groups_fp16_flat_cpu_memory()
             return
-        # host_memory decides what stays in memory. The base would make a placeholder of one element
-        # here, and keep a sub-group of one element in it.
+        # host_memory decides which values stay in memory. The base class would make a placeholder
+        # of one element here, and keep a sub-group of one element in it.
         self.param_groups_fp16_flat_cpu_memory += [
             torch.empty(0, dtype=self.dtype) for _ in self.trainable_param_groups
         ]
 
     def _require_one_sub_group(self, param_groups: Any) -> None:
-        """Check that an optimizer that needs all parameters together has them in one sub-group.
+        """Check that all parameters are in one sub-group if the optimizer needs them together.
         Raises: UnsupportedError.
         """
         count = sum(
@@ -228,8 +229,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             raise depends_on_values(self.optimizer, name)
 
     def _open_tier(self, param_groups: Any) -> None:
-        """Compute what is to be kept, and check that memory and drives have room for it. Raises:
-        UsageError or NoSpaceError with the numbers.
+        """Compute the sizes of states and gradients, and check that they fit in memory and on the
+        drives. Raises: UsageError or NoSpaceError with the numbers.
         """
         self._format = wide_enough(
             self._format, type(self.optimizer).__name__, self.optimizer.param_groups
@@ -281,7 +282,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         if self.update_device == CPU:
             return dataclasses.replace(footprint, in_flight=1)
         self._gpu_bytes = gpu_bytes(footprint)
-        # GPU memory, too, has to hold the sub-groups that are in flight.
+        # The sub-groups in flight have to fit in GPU memory, too.
         self._most_on_gpu = max(most_elements(footprint), self._least_sub_group)
         return dataclasses.replace(footprint, scratch=0)
 
@@ -381,18 +382,18 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         return bool(self.swap_optimizer and self.subgroup_to_device[sub_group_id] == "cpu")
 
     def initialize_optimizer_states(self) -> None:
-        """Make what the first step needs: the base's gradient buffers, and the states of an
-        optimizer that has some before its first step.
+        """Prepare the first step: make the base class's gradient buffers, and the states of an
+        optimizer that has states before its first step.
         """
         if not self.swaps_natively:
             super().initialize_optimizer_states()
             return
-        # The base makes swap files by a step over all states, and gradient buffers for sub-groups
-        # that are not swapped. Only the buffers are needed.
+        # The base class makes swap files by a step over all states, and gradient buffers for
+        # sub-groups that are not swapped. Only the buffers are needed.
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if not self._swappable_optimizer_subgroup(index):
                 parameter.grad = torch.zeros_like(parameter)
-            # only Adagrad has states before its first step
+            # Only Adagrad has states before its first step.
             elif isinstance(self.optimizer, torch.optim.Adagrad):
                 self.optimizer_swapper.swap_in_optimizer_state(parameter)
                 start = self.optimizer.defaults["initial_accumulator_value"]
@@ -401,7 +402,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
                     "sum": torch.full_like(parameter, start, requires_grad=False),
                 }
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
-        # The base goes on to make a gradient buffer for each sub-group listed here.
+        # The base class then makes a gradient buffer for each sub-group listed here.
         self.fp16_groups = [
             params
             for index, params in enumerate(self.fp16_groups)
@@ -409,12 +410,12 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         ]
 
     def destroy(self) -> None:
-        """Drop the states, as the base drops its hooks. Raises: what went wrong in the last updates;
-        all is dropped all the same.
+        """Drop the states; the base class drops its hooks. Raises: the error of the last updates,
+        if they failed, after everything is dropped.
 
-        From a `__del__`, such as that of DeepSpeed's engine, it leaves that to the next use of the
-        tier, and waits for no updates: the garbage collector may run in the middle of a call of
-        another engine that has the tier's locks.
+        Called from a `__del__`, such as the one of DeepSpeed's engine, it waits for no updates, and
+        the next use of the tier drops the states: the garbage collector may run in the middle of
+        another engine's call that holds the tier's locks.
         """
         if is_in_del():
             if self.overlap is None or not self.overlap.updates.afterwards(self._drop):
@@ -424,7 +425,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._drop()
         if self.swaps_natively:
             quiesce(self.tier)
-            self.tier.forget(())  # what was abandoned
+            self.tier.forget(())  # drops abandoned values
         if error is not None:
             raise error
 
@@ -453,8 +454,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
     ) -> Any:
-        """As the base, except that gradients of swapped sub-groups go to the tier. Their norms are
-        computed while they are on the accelerator.
+        """As in the base class, except that gradients of swapped sub-groups go to the tier. Their
+        norms are computed while they are on the accelerator.
         """
         self._partly_reduced = True
         if not self.swaps_natively:
@@ -470,13 +471,13 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
                 others.append((param, partition))
                 continue
             arrived.setdefault(index, []).append(param)
-            # has more than padding
+            # The partition has more than padding.
             if numel * self._get_param_partition_rank(param) < param.ds_numel:
                 swapped.setdefault(index, []).append((offset, partition, param))
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
-        # what the update needs first is used last here, so evicted last
+        # Add the gradient that the update needs first last, so that it is evicted last.
         for index in sorted(swapped, reverse=True):
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
@@ -510,7 +511,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         if self.update_device == CPU:
             norm: torch.Tensor = self._constant_buffered_norm2(total)
             return norm
-        # As `get_grad_norm_direct` computes it: over the whole partition, padding included.
+        # Like `get_grad_norm_direct`, compute it over the whole partition, including padding.
         whole = self._gradients.padded(index, offset, param.partition_numel(), total)
         found: torch.Tensor = torch.linalg.vector_norm(whole.to(compat.norm_dtype()))
         return found
@@ -526,7 +527,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self._partly_reduced = False
 
     def _mark_backward(self, begins: bool) -> None:
-        """`engine.backward` begins or ends. It is not called where the user calls
+        """Record that `engine.backward` begins or ends. It is not called if the user calls
         `Tensor.backward`.
         """
         self._within_backward = begins
@@ -560,11 +561,11 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self._gradients.partial = False
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """As the base, which checks only the gradients that it keeps itself: the others are checked
-        by their norms.
+        """As in the base class, which checks only the gradients that it keeps itself. The norms of
+        other gradients are checked instead.
         """
         finite_by_id: Mapping[int, torch.Tensor] = self._finite if self.keeps_last else {}
-        # the base has norms only where it offloads
+        # The base class has norms only if it offloads.
         if self.swaps_natively and not self.keeps_last:
             finite_by_id = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
         if self.swaps_natively and finite_by_id:
@@ -576,7 +577,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         return overflows
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """As the base, but without a pass over the gradients that would multiply by 1."""
+        """As in the base class, but without a pass over the gradients that multiplies by 1."""
         self.partly_changed = self.clock is not None
         if not self.swaps_natively:
             super().unscale_and_clip_grads(sub_group_id, total_norm)
@@ -588,34 +589,34 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._multiply_gradient(sub_group_id, 1.0 / scale)
 
     def _multiply_gradient(self, index: int, factor: Any) -> None:
-        # To look at a factor on a GPU would wait for the GPU.
+        # Reading a factor on a GPU would wait for the GPU.
         if (torch.is_tensor(factor) and not factor.is_cpu) or factor != 1.0:
             self.fp32_partitioned_groups_flat[index].grad.mul_(factor)
             if self.swaps_natively and self._swappable_optimizer_subgroup(index):
                 self._gradients.used(index, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, as the base does. A step still uses those that were
-        reduced before; the next backward pass replaces them.
+        """Drop the gradients of the parameters, as the base class does. A step still uses gradients
+        that were reduced before; the next backward pass replaces them.
         """
         super().zero_grad(set_to_none)
         if self.swaps_natively:
             self._gradients.close()
 
     def reset_cpu_buffers(self) -> None:
-        """Forget the norms of the finished step, as the base does; its gradients are only read from
-        now on, or after the updates that are to come.
+        """Discard the norms of the finished step, as the base class does. From now on, or after the
+        pending updates, its gradients are only read.
         """
         super().reset_cpu_buffers()
         if self.overlap is None or not self.overlap.holds_gradients:
             self.spend_gradients()
 
     def use_up_gradient(self, index: int) -> None:
-        """An update in backward has used the gradient of sub-group *index*."""
+        """Discard the gradient of sub-group *index*, which an update in backward has used."""
         self._gradients.use_up(index)
 
     def spend_gradients(self) -> None:
-        """The step that has used the gradients is over."""
+        """End the step that has used the gradients."""
         if self.swaps_natively:
             self._gradients.spend()
 
@@ -642,20 +643,20 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             norms = [
                 self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups
             ]
-        if self._scaler is not None:  # a GPU is waited for
-            # DeepSpeed has -1 for the norm of gradients that are not finite.
+        if self._scaler is not None:  # reading the norms waits for the GPU
+            # DeepSpeed sets the norm of gradients that are not finite to -1.
             self._found_inf = not all(0 <= float(norm) < math.inf for norm in norms)
         return norms
 
     # The step.
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, as the base does. Every steps_per_print steps, log what the step
-        spent on the drive.
+        """Update the parameters, as the base class does. Every steps_per_print steps, log the time
+        that the step spent on the drive.
 
-        Raises: OffloadError when an exception ended the previous step or load after it had changed
-        some states. Loading a checkpoint clears that. With `"overlap_step"`, what went wrong in the
-        updates of the step before.
+        Raises: OffloadError if an exception ended the previous step or load after it had changed
+        some states; loading a checkpoint clears this condition. With `"overlap_step"`, the error of
+        the previous step's updates, if they failed.
         """
         if self.clock is None:
             super().step(closure)
@@ -710,7 +711,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         return self.in_backward is not None and bool(self.in_backward.updated)
 
     def end_period(self) -> None:
-        """A step has used all values: the swappers learn their order."""
+        """End a period in which a step has used all values: the swappers learn their order."""
         for swapper in swappers_of(self.module):
             swapper.drain()
         for tier in self._tiers:
@@ -718,8 +719,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             trained.add(tier)
 
     def _warn_of_untrained(self) -> None:
-        """Log parameters that require gradients and are in no group, such as those that were frozen
-        when the engine was made and have been thawed since; each once.
+        """Log parameters that require gradients and are in no group, such as parameters that were
+        frozen when the engine was made and have been unfrozen since. Each is logged once.
         """
         named = [name for name, param in self._untrained.items() if param.requires_grad]
         for name in named:
@@ -733,8 +734,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             )
 
     def _step_once(self, closure: Any) -> None:
-        """The base's step, in which the optimizer's `step` and the scaler of "torch_autocast" take
-        one step for all sub-groups.
+        """The base class's step, in which the optimizer's `step` and the scaler of "torch_autocast"
+        count one step for all sub-groups.
         """
         scaler = getattr(self, "torch_autocast_gradscaler", None)
         self._once, self._scaler = OncePerStep(self.optimizer), scaler
@@ -775,13 +776,13 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self.count_step(sub_group_id)
 
     def count_step(self, sub_group_id: int) -> None:
-        """The optimizer has made a step over sub-group *sub_group_id*."""
+        """Count a step that the optimizer has made over sub-group *sub_group_id*."""
         if self.swaps_natively and self._swappable_optimizer_subgroup(sub_group_id):
             self.optimizer_swapper.count_step(self.fp32_partitioned_groups_flat[sub_group_id])
 
     def step_packed(self, sub_group_id: int, optimizer: Any) -> bool:
-        """Let *optimizer* update sub-group *sub_group_id*, which is in memory, without unpacking its
-        states. Returns: False if the optimizer has to make the step.
+        """Update sub-group *sub_group_id*, which is in memory, for *optimizer* without unpacking
+        its states. Returns: False if the optimizer has to make the step.
         """
         return self.swaps_natively and self.optimizer_swapper.step(
             self.fp32_partitioned_groups_flat[sub_group_id],
@@ -791,14 +792,16 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         )
 
     def _update_waits(self) -> tuple[float, float]:
-        """Seconds since the last call: that the program waited for updates, and these for the drive."""
+        """Seconds since the last call that the program waited for updates, and that updates waited
+        for the drive.
+        """
         if self.overlap is None:
             return 0.0, 0.0
         return self.overlap.updates.take_waits()
 
     def finish_updates(self) -> None:
-        """Return when no update is to come, of this engine or of another that shares the memory.
-        Raises: what went wrong in this engine's.
+        """Wait until no update is pending, of this engine or of another that shares the memory.
+        Raises: the error of this engine's updates, if they failed.
         """
         if self.overlap is not None:
             self.overlap.updates.wait()
@@ -806,17 +809,17 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             quiesce(self.tier)
 
     def _forget_updates(self) -> None:
-        """Before states are loaded: make what can be made, and forget what has failed."""
+        """Prepare for a load of states: complete the pending updates, and forget failed ones."""
         if self.overlap is not None:
             self.overlap.begin_load()
         if self.clock is not None:
             quiesce(self.tier)
 
-    # What an update reads when it is made is what it was in `step`.
+    # Deferred updates read these values as they were in `step`.
 
     @property
     def loss_scale(self) -> Any:
-        """As the base has it."""
+        """The loss scale, as in the base class."""
         if self.overlap is None or not self.overlap.updates.is_worker():
             return super().loss_scale
         return self.overlap.scaling.loss_scale
@@ -827,7 +830,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
 
     @property
     def clip_grad(self) -> float:
-        """The largest norm of the gradients."""
+        """The largest norm of the gradients, to which they are clipped."""
         if self.overlap is None or not self.overlap.updates.is_worker():
             return self._clip_grad
         return self.overlap.scaling.clip_grad
@@ -836,16 +839,16 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     def clip_grad(self, value: float) -> None:
         self._clip_grad = value
 
-    # What waits for updates.
+    # Calls that wait for updates.
 
     def reset_swap_buffers(self) -> None:
-        """As the base, after updates that are to come."""
+        """As in the base class, after pending updates."""
         self.finish_updates()
         super().reset_swap_buffers()
 
     @property
     def state(self) -> Any:
-        """The optimizer's, after updates that are to come."""
+        """The optimizer's state, after pending updates."""
         self.finish_updates()
         return self.optimizer.state
 
@@ -855,20 +858,20 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.optimizer.state = value
 
     def _partition_all_parameters(self) -> None:
-        """As the base. Also drops copies that an exception between read and gather has left: a step
-        would change these, not the offloaded values.
+        """As in the base class. Also drops copies that an exception between read and gather has
+        left: a step would change the copies instead of the offloaded values.
         """
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if (
                 has_value(param)
-                and not awaited.is_awaited(param)  # nobody has read it
+                and not awaited.is_awaited(param)  # it has not been read since its update
                 and not param.nvme_swapper.is_offloaded(param)
             ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def give_back(self) -> None:
-        """Release everything that an interrupted call left in use, after updates that are to come."""
+        """Release everything that an interrupted call left in use, after pending updates."""
         if self.overlap is not None:
             self.overlap.updates.quiesce()
         self.release_all()
@@ -884,16 +887,16 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             swapper.give_back()
 
     def begin_load(self) -> None:
-        """Release what an interrupted call left in use, and forget all gradients: they are of
-        weights that are about to be replaced.
+        """Release everything that an interrupted call left in use, and discard all gradients: they
+        belong to weights that are about to be replaced.
         """
         self._forget_updates()
         if any(tier.interrupted for tier in self._tiers):
             self._reset_tiers()
         self.give_back()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            # Left by an exception in backward. The base forgets it only on a stream, which a CPU
-            # does not have.
+            # An exception in backward left it. The base class drops it only on a stream, which a
+            # CPU does not have.
             param.grad = None
         compat.end_backward(self)
         if self.in_backward is not None:
@@ -905,12 +908,12 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self._gradients.forget_all()
             self._finite.clear()
         if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
-            # Otherwise failed writes would be raised in the middle of the load.
+            # Otherwise the load would raise the errors of failed writes midway.
             self.tier.swapper.flush()
 
     def _reset_tiers(self) -> None:
-        """Delete all values, after an exception has ended a call of a tier in the middle. The load
-        makes them again.
+        """Delete all values, after an exception has interrupted a call of a tier. The load creates
+        them again.
         """
         self.partly_changed = True
         for tier in self._tiers:
@@ -931,7 +934,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        """As the base, which needs the shape of a partition that may be offloaded."""
+        """As in the base class, which needs the shape of a partition that may be offloaded."""
         self._awaits_backward = False
         with _with_shape(param):
             super().set_local_grad_for_param(value, param)
@@ -939,11 +942,11 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
     def set_local_hp_param(
         self, value: torch.Tensor, param: Any, optim_state_key: str | None = None
     ) -> None:
-        """Likewise."""
+        """As in the base class, which needs the shape of a partition that may be offloaded."""
         with _with_shape(param):
             super().set_local_hp_param(value, param, optim_state_key)
 
-    # Bringing states and gradients.
+    # Fetching states and gradients.
 
     def _optimizer_states_and_gradient_swap_in(
         self, sub_group_id: int, timer_names: Any = None
@@ -958,7 +961,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.partly_changed |= steps
         if steps and not self.tier.swapper.learned:
             self.read_ahead(sub_group_id)
-        # before the states, so that only one value is in use at a time
+        # Fetch the gradient before the states, so that only one value is in use at a time.
         gradient = self._gradients.widened(sub_group_id, last=steps)
         self.optimizer_swapper.leaves_packed = steps and updates_packed(self.optimizer)
         try:
@@ -968,8 +971,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         parameter.grad = self._without_frozen(sub_group_id, gradient) if steps else gradient
 
     def _without_frozen(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """*gradient* of sub-group *index*, with zeros for frozen parameters where stock DeepSpeed has
-        them: on a GPU.
+        """*gradient* of sub-group *index*. On a GPU it has zeros for frozen parameters, as in stock
+        DeepSpeed.
         """
         if self.keeps_last and self.update_device != CPU:
             offset = 0
@@ -994,7 +997,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.tier.swapper.prefetch(itertools.chain.from_iterable(names))
 
     def _next_ones(self, index: int) -> range:
-        """Sub-group *index* and those that are probably used after it."""
+        """Sub-group *index* and the sub-groups that are probably used after it."""
         if self.in_backward is not None and self.in_backward.updating:
             return range(index, -1, -1)
         return range(index, len(self.fp16_groups))
@@ -1016,7 +1019,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             if self._edited is None or self._edited[0] != sub_group_id:
                 self._gradients.replace(sub_group_id)
 
-    # Fragments: the memory returned must not be what the next read overwrites.
+    # Fragments: never return memory that the next read overwrites.
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         index, offset, numel = self.grad_position[self.get_param_id(param)]
@@ -1032,8 +1035,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         return fragment.clone() if release_swap_buffers else fragment, index
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        """As the base. *update_func* may read gradients, weights and states, which brings another
-        sub-group to memory.
+        """As in the base class. *update_func* may read gradients, weights and states, which loads
+        another sub-group into memory.
         """
         if not self.swaps_natively:
             super().update_fp32_grad_for_param_vectorized(update_func, param_list)
@@ -1041,7 +1044,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         numbers = {
             index: number for number, group in enumerate(self.user_sub_groups) for index in group
         }
-        params: dict[int, list[Any]] = {}  # in the base's order: one sub-group after another
+        params: dict[int, list[Any]] = {}  # in the base class's order: by sub-group
         for param in param_list:
             if param.requires_grad:
                 params.setdefault(numbers[self._sub_group_of(param)], []).append(param)
@@ -1058,8 +1061,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
 
     @contextlib.contextmanager
     def _editing_gradient(self, index: int) -> Iterator[None]:
-        """Context in which the gradient of sub-group *index* is read and changed in a copy, and at
-        its end stored once, also after an exception.
+        """Context in which the gradient of sub-group *index* is read and changed in a copy. The
+        copy is stored once, at the end of the context, even after an exception.
         """
         if not self._swappable_optimizer_subgroup(index):
             yield
@@ -1076,7 +1079,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             self._gradients.replace(index, copy)
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """As the base, but copies: all gradients of this rank, by sub-group and parameter."""
+        """Copies of all gradients of this rank, by sub-group and parameter."""
         if not self.swaps_natively:
             found: dict[int, dict[int, torch.Tensor]] = super().get_fp32_grad_partitions()
             return found
@@ -1134,21 +1137,21 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
 
     @property
     def groups_of_sub_groups(self) -> list[int]:
-        """The number of the parameter group of each sub-group."""
+        """The index of the parameter group of each sub-group."""
         return [self.sub_group_to_group_id[index] for index in range(len(self.fp16_groups))]
 
     @property
     def rounds_half_away_from_zero(self) -> bool:
-        """Whether parameters are rounded so, and not to even."""
+        """Whether parameters are rounded half away from zero instead of half to even."""
         return self.swaps_natively and not self._format.in_place
 
     @property
     def has_offloaded_states(self) -> bool:
-        """Whether DeepSpeed's own save and load would not find all states in memory."""
+        """Whether some states are offloaded, so that DeepSpeed's own save and load would miss them."""
         return self.swaps_natively or (self.native and self.params_in_nvme_and_cpu)
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:
-        """Raises: OffloadError where *saved* lacks states: see `states.require_complete`."""
+        """Raises: OffloadError if *saved* lacks states: see `states.require_complete`."""
         states.require_complete(self, saved)
 
     def _rigid_state_dict(self) -> dict[str, Any]:
@@ -1188,7 +1191,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
 
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:
-    """*ds_config* as a mapping: DeepSpeed is given a mapping or the path of a file."""
+    """*ds_config* as a mapping: DeepSpeed accepts a mapping or the path of a file."""
     if isinstance(ds_config, Mapping):
         return ds_config
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -1198,7 +1201,7 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
 
 
 def is_in_del() -> bool:
-    """Whether this is called, by whatever calls, from a `__del__`."""
+    """Whether this is called from a `__del__`, directly or indirectly."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

@@ -2,12 +2,12 @@
 reduced gradients in a tier.
 
 DeepSpeed flattens each parameter group, and every rank updates one partition of it. Here that
-partition is cut into sub-groups, as stage 3 has them, which `OptimizerSwapper` brings to memory one
-after another. The 16-bit weights stay where DeepSpeed keeps them. Losses and weights equal a run with
-`"device": "cpu"`, bit for bit.
+partition is cut into sub-groups, as in stage 3, which `OptimizerSwapper` loads into memory one
+after another. The 16-bit weights stay where DeepSpeed keeps them. Losses and weights equal a run
+with `"device": "cpu"`, bit for bit.
 
-The base class treats `"device": "nvme"` like `"device": "cpu"`. It makes its flat partitions on the
-meta device here, and copies the 16-bit partition onto itself where it would copy masters to weights.
+The base class treats `"device": "nvme"` like `"device": "cpu"`. Here it makes its flat partitions
+on the meta device. When it copies masters to weights, it copies the 16-bit partition onto itself.
 """
 
 from __future__ import annotations
@@ -47,25 +47,24 @@ from .step_stats import StepClock
 from .sub_groups import Footprint, is_elementwise
 from .updates import quiesce
 
-# Sub-groups end at multiples of it: DeepSpeed's AVX512 kernels take 16 floats, unrolled 8 times, and
-# round elements after the last whole vector differently.
+# Sub-groups end at multiples of this: DeepSpeed's AVX512 kernels process 16 floats, unrolled 8
+# times, and round elements after the last whole vector differently.
 _VECTOR_ELEMENTS = 128
 _LEAST_SUB_GROUP = 4096  # elements; smaller sub-groups would cost more time than memory
-_PREFETCHED = 4  # sub-groups, before the swapper has learned their order
+_PREFETCHED = 4  # sub-groups prefetched before the swapper has learned their order
 
 _log = logging.getLogger(__name__)
 
 
 class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
-    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Names shared with
-    `Stage3` have its meaning, so that `states` works on both.
+    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Names shared with `Stage3`
+    have the same meaning, so that `states` works on both.
     """
 
     swaps_natively = has_offloaded_states = True
     update_device = CPU
     leaves_states_offloaded = False  # True while a checkpoint streams states from the drive
-    resumes = False  # whether a load is of engine.load_checkpoint
-    # A step or a load has begun to change states: still running, or ended by an exception.
+    resumes = False  # whether engine.load_checkpoint is loading
     overflow: bool
     tier: Tier
     single_partition_of_fp32_groups: list[torch.Tensor]
@@ -82,9 +81,9 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self._hooks: list[Any] = []  # handles of hooks of the module
         self.powers = AdamPowers()
-        # The parameters that have earlier micro-batches of the step, by their ids.
+        # Ids of the parameters that have gradients from earlier micro-batches of the step.
         self._summed: set[int] = set()
-        self._factor = torch.ones(1)  # of the gradients, in the step
+        self._factor = torch.ones(1)  # the factor of the gradients in the step
         offload = named["offload_optimizer_config"].model_copy(update={"pin_memory": False})
         try:
             super().__init__(
@@ -92,13 +91,15 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             )
         except BaseException:
             for hook in getattr(self, "_grad_acc_hooks", ()):
-                hook.remove()  # autograd would keep this object for ever
+                hook.remove()  # autograd would keep this object alive indefinitely
             raise
         self.clock = StepClock(self.tier)
 
     @property
     def device(self) -> str:
-        """Where the base class makes partitions of master weights: while it is made, nowhere."""
+        """The device on which the base class makes partitions of master weights: the meta device
+        during its construction.
+        """
         return "cpu" if self._is_planned else "meta"
 
     @device.setter
@@ -113,7 +114,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     def initialize_optimizer_states(self) -> None:
         """Move master weights, and the states that an optimizer has before its first step, to the
-        tier. The base has made everything else.
+        tier. The base class has made everything else.
         """
         self._is_planned = True
         share_cores()
@@ -123,8 +124,8 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         all_or_none(self._fill)
 
     def _open_tier(self) -> None:
-        """Plan the states, and check that memory and drives have room for them. Raises:
-        UsageError or NoSpaceError with the numbers.
+        """Plan the states, and check that they fit in memory and on the drives. Raises: UsageError
+        or NoSpaceError with the numbers.
         """
         name = type(self.optimizer).__name__
         self.master_weights_and_grads_dtype = self.single_partition_of_fp32_groups[0].dtype
@@ -139,7 +140,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             self.master_weights_and_grads_dtype,
             name,
         )
-        # The gradients that the base hands over: its sums of several micro-batches.
+        # Whether the base class passes on sums of several micro-batches as gradients.
         sums_apart = self.use_grad_accum_attribute or any(
             compat.sums_on_accelerator(self, number) for number in range(len(self.bit16_groups))
         )
@@ -161,7 +162,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
     def _plan(self) -> None:
-        """Cut the partitions into sub-groups. Raises: UsageError where host memory cannot hold one."""
+        """Cut the partitions into sub-groups. Raises: UsageError if host memory cannot hold one."""
         cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
         if cap < fewest:
             raise UsageError(
@@ -170,14 +171,14 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             )
         wanted = min(self._footprint.wanted_elements(cap), self._footprint.most_elements(cap))
         wanted = max(wanted // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS, self._least_sub_group)
-        # Of each sub-group: its parameter group, and its first element and end in the partition.
+        # For each sub-group: its parameter group, and its first element and end in the partition.
         self.spans: list[tuple[int, int, int]] = []
         for group, size in enumerate(map(int, self.partition_size)):
             starts = range(0, size, wanted if self._can_cut else max(size, 1))
             self.spans += [(group, start, min(start + starts.step, size)) for start in starts]
 
     def _fill(self) -> None:
-        """Make the swapper, and the master weights from the 16-bit weights."""
+        """Make the swapper, and make the master weights from the 16-bit weights."""
         self.tier.require(self._whole_bytes)
         numels = self.fp16_partitioned_groups_flat_numel
         kind = LastGradients if self._keeps_last else Gradients
@@ -213,7 +214,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         )
         for params in self.bit16_groups:
             for param in params:
-                self.optimizer.state.pop(param, None)  # Adagrad's constructor makes some
+                self.optimizer.state.pop(param, None)  # Adagrad's constructor makes states
         for parameter, weights in zip(
             self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat, strict=True
         ):
@@ -239,7 +240,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     @property
     def groups_of_sub_groups(self) -> list[int]:
-        """The number of the parameter group of each sub-group."""
+        """The index of the parameter group of each sub-group."""
         return [group for group, _, _ in self.spans]
 
     @property
@@ -249,7 +250,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     @property
     def fp16_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The 16-bit weights of each sub-group, which the model's parameters share."""
+        """The 16-bit weights of each sub-group. They share the memory of the model's parameters."""
         return [self._weights(index) for index in range(len(self.spans))]
 
     def _weights(self, index: int) -> torch.Tensor:
@@ -270,7 +271,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             group["params"] = self._of_group(number)
 
     def _of_group(self, number: int) -> list[torch.Tensor]:
-        """The sub-groups' parameters of parameter group *number*."""
+        """The flat parameters of the sub-groups in parameter group *number*."""
         return [
             parameter
             for parameter, group in zip(
@@ -280,8 +281,9 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         ]
 
     def pieces(self, group: int, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """The parts of *numel* elements from *start* of this rank's partition of *group*, by
-        sub-group: its index, the first element in it, the first among the *numel*, and how many.
+        """The parts, by sub-group, of *numel* elements from *start* in this rank's partition of
+        *group*. Each part has the index of its sub-group, its first element in the sub-group, its
+        first element among the *numel*, and its number of elements.
         """
         for index, (number, first, end) in enumerate(self.spans):
             low, high = max(first, start), min(end, start + numel)
@@ -301,8 +303,8 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         )
 
     def destroy(self) -> None:
-        """Drop the states, as the base drops its hooks. From a `__del__` it leaves that to the next
-        use of the tier: see `Stage3.destroy`.
+        """Drop the states; the base class drops its hooks. Called from a `__del__`, it leaves the
+        drop to the next use of the tier: see `Stage3.destroy`.
         """
         super().destroy()
         while self._hooks:
@@ -336,11 +338,13 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             total = self.gradients.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
             if to_earlier:
                 piece.copy_(total)
-        # The base may overwrite the gradient from another stream.
+        # The base class may overwrite the gradient from another stream.
         self._wait_for_copies()
 
     def _finish(self, param: Any, gradient: torch.Tensor) -> None:
-        """*gradient*, the part of *param* that this rank updates, covers the whole step."""
+        """Accept *gradient*, of the part of *param* that this rank updates, as complete for the
+        step.
+        """
         if not self._keeps_last:
             self._add(param, gradient, to_earlier=False)
             return
@@ -370,7 +374,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self._summed.add(identifier)
 
     def _restore_cpu_offload_grad_to_gpu(self, param: Any) -> None:
-        """Give *param* the sum that is stored as its gradient."""
+        """Set the gradient of *param* to the stored sum."""
         group, first, start, numel = self.grad_position[self.get_param_id(param)]
         restored = torch.zeros_like(param, dtype=self._gradient_dtype)
         flat = restored.view(-1).narrow(0, first, numel)
@@ -387,8 +391,8 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self.clear_grad_attribute(param)
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
-        """As the base. Where that has summed gradients in a buffer on the accelerator, it would copy
-        them to a buffer in host memory.
+        """As in the base class, but gradients that it has summed in a buffer on the accelerator go
+        to the tier. The base class would copy them to a buffer in host memory.
         """
         number = group[0] if group else None
         if number is None or not compat.sums_on_accelerator(self, number):
@@ -412,26 +416,26 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self._awaits_backward = self._partly_reduced = False
 
     def reset_cpu_buffers(self) -> None:
-        """Forget the norms of the finished step, as the base does; its gradients are only read from
-        now on.
+        """Discard the norms of the finished step, as the base class does. From now on its gradients
+        are only read.
         """
         super().reset_cpu_buffers()
         self._summed.clear()
         self.gradients.spend()
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
-        """Keep the factor by which the base would multiply the gradients."""
+        """Store the factor by which the base class would multiply the gradients."""
         self._factor = torch.ones(1)
         super().unscale_and_clip_grads([self._factor], total_norm)
 
     # The step.
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, as the base does. Every steps_per_print steps, log what the step
-        spent on the drive.
+        """Update the parameters, as the base class does. Every steps_per_print steps, log the time
+        that the step spent on the drive.
 
-        Raises: OffloadError when an exception ended the previous step or load after it had changed
-        some states. Loading a checkpoint clears that.
+        Raises: OffloadError if an exception ended the previous step or load after it had changed
+        some states. Loading a checkpoint clears this condition.
         """
         quiesce(self.tier)
         self.require_whole()
@@ -482,7 +486,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         """Update sub-group *index*, and its 16-bit weights."""
         parameter = self.fp32_partitioned_groups_flat[index]
         self.optimizer_swapper.give_back()
-        # before the states, so that only one value is in use at a time
+        # Fetch the gradient before the states, so that only one value is in use at a time.
         gradient = self.gradients.widened(index, last=True)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
@@ -502,7 +506,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     @contextlib.contextmanager
     def _weights_as_masters(self) -> Iterator[None]:
-        """Context in which the base finds this rank's 16-bit weights in place of master weights, so
+        """Context in which the base class sees this rank's 16-bit weights as master weights, so
         that it copies them onto themselves.
         """
         weights = [self._own_weights(group) for group in range(len(self.bit16_groups))]
@@ -524,7 +528,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self._gather()
 
     def _gather(self) -> None:
-        """Give every rank the 16-bit weights that the others have updated."""
+        """Gather the 16-bit weights that the other ranks have updated."""
         with self._weights_as_masters():
             super().update_lp_params()
 
@@ -533,26 +537,26 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self.gradients.give_back()
         self.optimizer_swapper.give_back()
 
-    # Fragments: what DeepSpeed's safe_get_* and safe_set_* find.
+    # Fragments, for DeepSpeed's safe_get_* and safe_set_*.
 
     def _get_offload_gradient_dict(self) -> None:
-        """The base would make views of gradients in memory here."""
+        """Do nothing: the base class would make views of gradients in memory here."""
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """The base would make views of states in memory here."""
+        """Do nothing: the base class would make views of states in memory here."""
 
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()
         fragments.link(self)
 
     def note_gradients(self) -> None:
-        """The user has set gradients, which a step may use."""
+        """Record that the user has set gradients, which a step may use."""
         self._awaits_backward = False
 
     @contextlib.contextmanager
     def in_memory(self, index: int, *, changed: bool = False) -> Iterator[dict[str, Any]]:
         """Context in which sub-group *index* is in memory: its master weights, whose key is "", and
-        its states, which are kept where *changed*.
+        its states. With *changed*, changes to them are kept.
         """
         quiesce(self.tier)
         self.give_back()
@@ -574,8 +578,8 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         return partition_states.masters(self, self._lenders)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base: one flat parameter for each parameter group. Tensors are `archive.offloaded`
-        while a checkpoint is saved, and in memory otherwise.
+        """As in the base class: one flat parameter for each parameter group. Tensors are
+        `archive.offloaded` while a checkpoint is saved, and in memory otherwise.
         """
         quiesce(self.tier)
         self.require_whole()
@@ -600,12 +604,12 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         return tree if self.leaves_states_offloaded else archive.gather(tree)
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:
-        """Raises: OffloadError where *saved* lacks states."""
+        """Raises: OffloadError if *saved* lacks states."""
         partition_states.require_complete(self, saved)
 
     def begin_load(self) -> None:
-        """Release what an interrupted call left in use, and forget all gradients: they are of
-        weights that are about to be replaced.
+        """Release everything that an interrupted call left in use, and discard all gradients: they
+        belong to weights that are about to be replaced.
         """
         quiesce(self.tier)
         if self.tier.interrupted:
@@ -621,12 +625,12 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self.reset_cpu_buffers()
         self.gradients.forget_all()
         if self.partly_changed or self.tier.swapper.lacks_writes():
-            # Otherwise failed writes would be raised in the middle of the load.
+            # Otherwise the load would raise the errors of failed writes midway.
             self.tier.swapper.flush()
 
     def _reset_tier(self) -> None:
-        """Delete all values, after an exception has ended a call of the tier in the middle. The load
-        makes them again.
+        """Delete all values, after an exception has interrupted a call of the tier. The load
+        creates them again.
         """
         self.partly_changed = True
         self.tier.reset()
@@ -650,7 +654,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self.partly_changed = False
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """A checkpoint has the 16-bit weights, too, which DeepSpeed has loaded."""
+        """Do nothing: DeepSpeed has loaded the 16-bit weights from the checkpoint."""
 
     def _restore_from_bit16_weights(self) -> None:
         quiesce(self.tier)

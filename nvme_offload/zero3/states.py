@@ -1,9 +1,9 @@
 """Saves and loads the states of a `Stage3` in the form of DeepSpeed's checkpoints.
 
-A checkpoint has the sub-groups that the user configured, which ours divide. So it does not show
-what wrote it: a run with states in memory loads it, and DeepSpeed's checkpoint tools read it. When
-it is loaded, sub-groups may be cut differently. They never cross a parameter group and keep their
-order, so each parameter group is one stream of elements.
+A checkpoint has the sub-groups that the user configured; our sub-groups divide them. Its format is
+DeepSpeed's: a run with states in memory can load it, and DeepSpeed's checkpoint tools can read it.
+The run that loads it may cut sub-groups differently. Sub-groups never cross a parameter group and
+keep their order, so each parameter group is one stream of elements.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SCALER = "torch_autocast_gradscaler"
 
 @contextlib.contextmanager
 def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -> Iterator[None]:
-    """Context in which *stage3* shows the user's sub-groups, with *masters*: for DeepSpeed code
-    that counts sub-groups.
+    """Context in which *stage3* shows the user's sub-groups, with *masters*, to DeepSpeed code that
+    counts sub-groups.
     """
     groups = stage3.user_sub_groups
     first = [group[0] for group in groups]
@@ -70,8 +70,8 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
 
 
 def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and with
-    offloaded tensors (`archive.offloaded`).
+    """The state dict that *base*, DeepSpeed's own method, makes of *stage3*, with the user's
+    sub-groups and with offloaded tensors (`archive.offloaded`).
     """
     masters: list[torch.Tensor] = []
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
@@ -116,8 +116,8 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add_converted(states: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, str]:
-    """Let *states*, by master weight, have each elementwise state under a key that ds_to_universal
-    converts, if there are as few as these keys. Returns the states that got further keys, by these.
+    """Add to *states*, by master weight, a key that ds_to_universal converts for each elementwise
+    state, if there are enough of these keys. Returns the names of these states, by the added keys.
     """
     aliases: dict[str, str] = {}
     for master, state in states.items():
@@ -157,7 +157,8 @@ def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
 
 def of_state_dict(stage3: Stage3, tree: Mapping[str, Any]) -> CheckpointReader:
     """The values in *tree*, DeepSpeed's state dict of the optimizer on this rank. Its sub-groups
-    may be cut differently from the sub-groups of *stage3*. Raises: UsageError when they are of another model.
+    may be cut differently from the sub-groups of *stage3*. Raises: UsageError if they belong to
+    another model.
     """
     with in_users_groups(stage3):
         placement = stage3._zero3_partition_group_metadata()
@@ -220,7 +221,7 @@ def check(
     """
     ours = _trained(stage3)
     if not strict and len(saved.trained) == len(ours) and any(map(saved.lacks, ours)):
-        saved.rename(ours)  # DeepSpeed goes by the order alone
+        saved.rename(ours)  # DeepSpeed matches parameters only by their order
     for name, param in ours.items():
         if saved.lacks(name):
             raise UsageError(
@@ -264,7 +265,7 @@ def _sizes(saved: CheckpointReader, rank: int) -> list[torch.Size]:
 
 
 def _require_same(stage3: Stage3, saved: CheckpointReader, rank: int) -> None:
-    """Check that what *rank* has saved besides elementwise states is what rank 0 has. Raises:
+    """Check that *rank* has saved the same values as rank 0, except elementwise states. Raises:
     UnsupportedError.
     """
     for ours, theirs, shape in zip(
@@ -303,7 +304,7 @@ def _ranks(stage3: Stage3) -> int:
 
 
 def _reference(stage3: Stage3, saved: CheckpointReader) -> int:
-    """The saved rank whose states this one takes where they are not elementwise."""
+    """The saved rank from which this rank loads states that are not elementwise."""
     same = saved.ranks == _ranks(stage3) and saved.universal is None
     return int(dist.get_rank(group=stage3.dp_process_group)) if same else 0
 
@@ -311,8 +312,8 @@ def _reference(stage3: Stage3, saved: CheckpointReader) -> int:
 def load(
     stage3: Stage3, saved: CheckpointReader, load_optimizer_states: bool, exactly: bool = True
 ) -> None:
-    """Load *saved*, which `check` has passed, into *stage3* and its parameters. *exactly*: False
-    for master weights with the values of the 16-bit parameters.
+    """Load *saved*, which has passed `check`, into *stage3* and its parameters. With *exactly*
+    False, master weights get the values of the 16-bit parameters.
     """
     stage3._partition_all_parameters()  # drops copies on the accelerator
     loaded: list[dict[str, Any]] | None = None
@@ -373,8 +374,8 @@ def refill(
     update the parameters.
 
     *fill* is called with each key and its memory, and returns the tickets to wait for. *states*
-    replace those of the optimizer; an empty tensor stands for one of the sub-group's size and its
-    dtype. None keeps the optimizer's states.
+    replace the optimizer's states; an empty tensor stands for a tensor of the sub-group's size and
+    the empty tensor's dtype. None keeps the optimizer's states.
     """
     parameter = stage3.fp32_partitioned_groups_flat[index]
     swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
@@ -415,7 +416,7 @@ def _fill_all(
     places: Mapping[str, torch.Tensor],
     fill: Callable[[str, torch.Tensor], Iterable[Ticket]],
 ) -> None:
-    """Have *fill* fill each of *places*; where it is on a GPU, by way of host memory."""
+    """Call *fill* to fill each tensor of *places*; a tensor on a GPU is filled through host memory."""
     if all(place.is_cpu for place in places.values()):
         wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
         return
@@ -447,8 +448,8 @@ def take_masters_from_parameters(stage3: Stage3) -> None:
 
 
 def _load_optimizer(stage3: Stage3, saved: CheckpointReader) -> list[dict[str, Any]]:
-    """Let the optimizer load its hyperparameters. Returns the states that it makes of the saved
-    ones, by saved sub-group, as `refill` takes them.
+    """Load the optimizer's hyperparameters. Returns the states that the optimizer makes of the
+    saved ones, by saved sub-group, in the form that `refill` takes.
     """
     reference = _reference(stage3, saved)
     tree = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]
@@ -465,7 +466,7 @@ def load_options(
     *shapes*.
     """
     optimizer = stage3.optimizer
-    # On the device of updates: torch's optimizers move loaded states to it.
+    # Use the device of updates: torch's optimizers move loaded states to it.
     dtype, device = stage3.master_weights_and_grads_dtype, stage3.update_device
     parameters = [torch.empty(0, dtype=dtype, device=device) for _ in states]
     kept = optimizer.state

@@ -1,8 +1,8 @@
 """Chooses where ZeRO-3's optimizer updates run: on the GPU, with the optimizer that DeepSpeed uses
 without offload, or on the CPU, with the optimizer of "device": "cpu".
 
-DeepSpeed makes the optimizer of the configuration before stage 3, so `making_optimizer` decides first,
-and `device_of` decides for the optimizer that was made.
+DeepSpeed makes the configured optimizer before stage 3. Therefore `making_optimizer` decides first,
+and `device_of` decides later, for the optimizer that was made.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .agreement import least
 from .settings import Settings
 from .sub_groups import Footprint
 
-# Free memory of a GPU below which updates run on the CPU: several sub-groups, and the temporary
-# tensors of one update.
+# If a GPU has less free memory than this, updates run on the CPU. It is enough for several
+# sub-groups and for the temporary tensors of one update.
 _LEAST_FREE_BYTES = 1 << 30
-# One part in this many of the free memory of a GPU is for sub-groups that are being updated.
+# Sub-groups that are being updated get 1 / _PARTS of the free memory of a GPU.
 _PARTS = 2
 _MUON = "DeepSpeed's Muon updates offloaded states on the CPU"
 NO_STATES = "no optimizer states of ZeRO-3 are on a drive"
@@ -38,7 +38,7 @@ _on_gpu: ContextVar[bool] = ContextVar("on_gpu", default=False)
 
 def making_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
     """`DeepSpeedEngine._configure_optimizer`, which makes the optimizer for the device of updates.
-    Where that is FusedAdam and cannot be built, it makes torch's fused Adam.
+    If that optimizer is FusedAdam and cannot be built, it makes torch's fused Adam.
     """
 
     @functools.wraps(configure)
@@ -63,8 +63,8 @@ def making_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uses_cpu_optimizer(uses: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """`DeepSpeedEngine.zero_use_cpu_optimizer`, which is false while an optimizer is made that updates
-    on the GPU.
+    """`DeepSpeedEngine.zero_use_cpu_optimizer`, which is false while an optimizer that updates on
+    the GPU is made.
     """
 
     @functools.wraps(uses)
@@ -90,7 +90,9 @@ def _torch_fused_adam(
     set_grad_none: bool = True,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """In the place of FusedAdam. Raises: UsageError for an option that only FusedAdam has."""
+    """torch's fused Adam, in place of FusedAdam. Raises: UsageError for an option that only
+    FusedAdam has.
+    """
     if not bias_correction:
         raise UsageError(
             '"bias_correction": false needs DeepSpeed\'s FusedAdam, which cannot be built here: install nvcc, or set "update_device": "cpu" in "nvme_offload"'
@@ -102,12 +104,12 @@ def _torch_fused_adam(
 
 @functools.cache
 def _fault_of_fused_adam() -> str:
-    """Why DeepSpeed's FusedAdam cannot be used; "" where it can."""
+    """Why DeepSpeed's FusedAdam cannot be used; "" if it can."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
         FusedAdamBuilder().load()
-    except Exception as error:  # of compilers and loaders: it has no class for all
+    except Exception as error:  # compilers and loaders raise errors without a common class
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
 
@@ -115,8 +117,9 @@ def _fault_of_fused_adam() -> str:
 def device_of(
     ds_config: Mapping[str, Any], optimizer: Any, footprint: Footprint, elements: int
 ) -> torch.device:
-    """The device on which *optimizer* updates sub-groups, of which the largest has at least *elements*;
-    *footprint* is that of updates on the CPU. All ranks call it. Logs why. Raises: UsageError.
+    """The device on which *optimizer* updates sub-groups. The largest has at least *elements*;
+    *footprint* is the footprint of updates on the CPU. All ranks call it. Logs the reason. Raises:
+    UsageError.
     """
     reason = _reason_for_cpu(ds_config)
     only = _only_device(optimizer)
@@ -148,7 +151,7 @@ def device_of(
 
 
 def impossible(reason: str) -> UsageError:
-    """The error for "update_device": "gpu" where updates run on the CPU for this *reason*."""
+    """The error for "update_device": "gpu" if updates run on the CPU for this *reason*."""
     return UsageError(f'"update_device": "gpu" is not possible, since {reason}')
 
 
@@ -160,21 +163,22 @@ def trial_device(optimizer: Any) -> torch.device:
 
 
 def gpu_bytes(footprint: Footprint) -> float:
-    """Bytes of GPU memory for each element of the largest sub-group, of which updates on the CPU have
-    *footprint*: several have their states there, and one is unpacked.
+    """Bytes of GPU memory for each element of the largest sub-group, computed from the *footprint*
+    of updates on the CPU. Several sub-groups have their states on the GPU, and one of these is
+    unpacked.
     """
     return footprint.states * footprint.in_flight + footprint.scratch + footprint.gradient
 
 
 def most_elements(footprint: Footprint) -> int:
-    """The elements of the largest sub-group for which the memory that is free on the GPUs suffices.
-    All ranks call it.
+    """The elements of the largest sub-group that fits in the free memory of every GPU. All ranks
+    call it.
     """
     return int(least(torch.cuda.mem_get_info()[0]) / _PARTS / gpu_bytes(footprint))
 
 
 def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
-    """Why an engine of *ds_config* updates on the CPU; "" where it updates on the GPU."""
+    """Why an engine of *ds_config* updates on the CPU; "" if it updates on the GPU."""
     settings = Settings.of(ds_config)
     zero = ds_config.get("zero_optimization") or {}
     section = zero.get("offload_optimizer") or {}
@@ -204,7 +208,7 @@ def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
 
 
 def _only_device(optimizer: Any) -> str:
-    """The device, "cpu" or "cuda", on which alone *optimizer* updates; "" where it updates on both."""
+    """The only device, "cpu" or "cuda", on which *optimizer* updates; "" if it updates on both."""
     module = type(optimizer).__module__
     if hasattr(optimizer, "ds_opt_adam") or module.startswith(
         ("deepspeed.ops.adam.cpu", "deepspeed.ops.adagrad.cpu", "deepspeed.ops.lion.cpu")

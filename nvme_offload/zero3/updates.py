@@ -23,7 +23,7 @@ _all: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 class Update(NamedTuple):
     """The update of *sub_group*, which has *params*. *make* makes it, and returns the event at its end
-    where it runs on a GPU, otherwise None.
+    if it runs on a GPU, otherwise None.
     """
 
     sub_group: int
@@ -32,15 +32,17 @@ class Update(NamedTuple):
 
 
 class Updates:
-    """Makes the updates of one step after the other in a thread, which lasts for a step. *tier* is
-    where they read and write; *now* says what uses come together, by an increasing number.
+    """Makes the updates of one step after the other. Each step has its own thread. Updates read and
+    write in *tier*. *now* returns an increasing number; uses with equal numbers count as
+    simultaneous.
 
-    An update that fails ends them: the step was only partly applied. Whoever waits next is told
-    what went wrong, and whoever waits after that, that it did, until `abandon`.
+    If an update fails, the remaining updates are not made: the step was only partly applied. The
+    next caller that waits receives the error. Until `abandon`, later callers receive
+    `partly_applied`.
 
-    Attributes: *uses*, when each sub-group of the step was first used, by *now*; *waited_seconds*,
-    that callers have waited, and *drive_seconds*, that the thread has waited for the drive, since
-    `take_waits` was last called.
+    Attributes: *uses*, the value of *now* at the first use of each sub-group of the step;
+    *waited_seconds*, which callers have waited, and *drive_seconds*, which the thread has waited
+    for the drive, both since the last call of `take_waits`.
     """
 
     def __init__(self, tier: Tier, now: Callable[[], int]) -> None:
@@ -50,16 +52,16 @@ class Updates:
         self.waited_seconds = 0.0
         self.drive_seconds = 0.0
         self._lock = threading.Condition()  # guards all attributes
-        self._left: dict[int, Update] = {}  # that are not made
-        self._held: dict[int, Update] = {}  # whose parameters nobody has used yet
+        self._left: dict[int, Update] = {}  # updates that are not made yet
+        self._held: dict[int, Update] = {}  # updates whose parameters are not used yet
         self._ends: dict[int, Any] = {}  # the events at the end of updates
-        self._thread: threading.Thread | None = None  # while there is something to make
+        self._thread: threading.Thread | None = None  # while there are updates to make
         self._busy = False
         self._paused = 0
         self._beside = False  # no caller has waited for all updates since they were started
         self._stopping = False
         self._failed = False
-        self._error: BaseException | None = None  # why, until somebody is told
+        self._error: BaseException | None = None  # the error, until a caller has received it
         self._afterwards: Callable[[], None] | None = None
         _all.add(self)
         weakref.finalize(self, _end, weakref.ref(self))
@@ -71,8 +73,8 @@ class Updates:
             return self._thread is not None or self._failed
 
     def start(self, step: int, updates: Sequence[Update], last: Callable[[], None]) -> None:
-        """Make *updates* in this order, then do *last*. They are of the *step*th step. Those of
-        the step before are made.
+        """Make *updates*, of the *step*th step, in this order, then call *last*. The updates of the
+        step before must be complete.
         """
         with self._lock:
             if self._thread is not None or self._failed:
@@ -97,10 +99,10 @@ class Updates:
                 self._thread, self._failed = None, True
                 raise
 
-    # For who needs them made.
+    # Called by threads that need the updates.
 
     def use(self, index: int) -> None:
-        """Return when sub-group *index* is updated. Raises: what went wrong."""
+        """Wait until sub-group *index* is updated. Raises: the error, if updates failed."""
         if self.is_worker():
             return
         with self._lock:
@@ -115,7 +117,7 @@ class Updates:
             end.synchronize()
 
     def wait(self) -> None:
-        """Return when all updates are made. Raises: what went wrong."""
+        """Wait until all updates are made. Raises: the error, if updates failed."""
         if self.is_worker():
             return
         with self._lock:
@@ -127,14 +129,16 @@ class Updates:
                 self._let_go(index)
 
     def quiesce(self) -> None:
-        """Return when no update is being made or will be."""
+        """Wait until no update is being made or pending."""
         if not self.is_worker():
             with self._lock:
                 self._wait_for(lambda: self._thread is None)
                 self._beside = False
 
     def abandon(self) -> BaseException | None:
-        """Forget what has failed, after what can be made. Returns: why, if nobody was told."""
+        """Forget a failure, after all updates that can be made. Returns: the error, if no caller
+        has received it.
+        """
         self.quiesce()
         with self._lock:
             error, self._error = self._error, None
@@ -159,25 +163,25 @@ class Updates:
                 self._lock.notify_all()
 
     def afterwards(self, act: Callable[[], None]) -> bool:
-        """Have the thread do *act* when it ends. Returns: whether there is one. Nobody waits."""
+        """Make the thread call *act* when it ends. Returns immediately: whether there is a thread."""
         with self._lock:
             if self._thread is not None:
                 self._afterwards = act
             return self._thread is not None
 
     def is_worker(self) -> bool:
-        """Whether this is the thread that makes them."""
+        """Whether this is the thread that makes the updates."""
         return threading.current_thread() is self._thread
 
     def take_waits(self) -> tuple[float, float]:
-        """*waited_seconds* and *drive_seconds*, which are counted from 0 again."""
+        """Return *waited_seconds* and *drive_seconds*, and reset both to 0."""
         with self._lock:
             waits = self.waited_seconds, self.drive_seconds
             self.waited_seconds = self.drive_seconds = 0.0
             return waits
 
     def stop(self) -> None:
-        """Make nothing after the update that is being made."""
+        """Make no update after the current one."""
         with self._lock:
             self._stopping = True
             self._lock.notify_all()
@@ -204,7 +208,7 @@ class Updates:
             self._failed |= bool(self._left)
 
     def _tell(self) -> None:
-        """Raises: what went wrong, if nobody was told; otherwise that it did."""
+        """Raises: the error, if no caller has received it; otherwise `partly_applied`."""
         error, self._error = self._error, None
         try:
             raise error or partly_applied()
@@ -252,15 +256,15 @@ class Updates:
 
 
 def partly_applied() -> OffloadError:
-    """What is raised where the states are of no step."""
+    """The error for states that belong to no completed step."""
     return OffloadError(
         "the last step was only partly applied, because an exception ended it: load_checkpoint() brings back the states of the last checkpoint"
     )
 
 
 def quiesce(tier: Tier) -> None:
-    """Return when no engine makes updates that read and write in *tier*. What fails is told to who
-    waits for it.
+    """Wait until no engine makes updates that read and write in *tier*. A failure is raised to the
+    callers that wait for the updates.
     """
     for updates in _of(tier):
         updates.quiesce()
@@ -268,8 +272,8 @@ def quiesce(tier: Tier) -> None:
 
 @contextlib.contextmanager
 def paused(tier: Tier) -> Iterator[None]:
-    """Context in which no update that reads and writes in *tier* is being made, so that none has
-    memory of it in use.
+    """Context in which no update that reads and writes in *tier* is being made, so that no update
+    uses memory of *tier*.
     """
     with contextlib.ExitStack() as stack:
         for updates in _of(tier):
@@ -278,14 +282,14 @@ def paused(tier: Tier) -> Iterator[None]:
 
 
 def beside(tier: Tier) -> bool:
-    """Whether this thread's uses of *tier*'s values come beside those of updates, or may have: their
-    place among them is another in each step.
+    """Whether this thread's uses of *tier*'s values may be concurrent with uses by updates. Their
+    interleaving then differs from step to step.
     """
     return not is_worker() and any(updates._beside for updates in _of(tier))
 
 
 def quiesce_all() -> None:
-    """Return when no engine makes updates."""
+    """Wait until no engine makes updates."""
     for updates in list(_all):
         updates.quiesce()
 
@@ -301,9 +305,7 @@ def _of(tier: Tier) -> list[Updates]:
 
 def _end(reference: weakref.ref[Updates]) -> None:
     updates = reference()
-    if (
-        updates is not None
-    ):  # the process ends: a thread in the midst of torch may not be there then
+    if updates is not None:  # the process ends, and no thread may be in a call of torch then
         updates.stop()
 
 

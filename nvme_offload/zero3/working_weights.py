@@ -1,4 +1,4 @@
-"""The 16-bit parameters of a sub-group as one flat tensor, whether they are on the accelerator, in
+"""The 16-bit parameters of a sub-group as one flat tensor. They may be on the accelerator, in
 memory or on a drive.
 """
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def load(
     stage3: Stage3, index: int, allocate: Callable[[], torch.Tensor], fill: bool
 ) -> torch.Tensor:
-    """The parameters of sub-group *index*: the flat tensor that holds them where there is one on the
-    device of updates, otherwise a copy in memory from *allocate*; without *fill* the copy has
-    undefined contents. Shapes: flat, of their dtype. Raises: as `TensorSwapper.swap_in`.
+    """The parameters of sub-group *index*. If one flat tensor holds them on the device of updates,
+    it is returned; otherwise a copy in memory from *allocate*. Without *fill*, the copy has
+    undefined contents. The tensor is flat and has the parameters' dtype. Raises: as
+    `TensorSwapper.swap_in`.
     """
     flat = stage3.fp16_partitioned_groups_flat[index]
     if flat is not None and flat.device.type == stage3.update_device.type:
