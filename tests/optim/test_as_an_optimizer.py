@@ -504,7 +504,7 @@ class TogetherOptimizer(torch.optim.SGD):
                 [*parameters(), *parameters(torch.float64)], TogetherOptimizer, lr=0.0, paths=at
             ),
             UnsupportedError,
-            "at once",
+            "updates all parameters together",
         ),
         (
             lambda at: NVMeOptimizer([torch.nn.Parameter(torch.ones(3).to_sparse())], paths=at),
