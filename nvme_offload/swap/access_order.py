@@ -1,4 +1,4 @@
-"""`AccessOrder`: the order in which named values are used, learned from period to period."""
+"""`AccessOrder` learns, from period to period, the order in which named values are used."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-_LONGEST_PERIOD = 1 << 20  # uses; bounds the record where no period ever ends
+_LONGEST_PERIOD = 1 << 20  # uses; bounds the record if no period ever ends
 NEVER = -1
-_RECENT = 32  # the last uses, by which `followed` judges
+_RECENT = 32  # number of last uses that `followed` counts
 
 
 class Use(NamedTuple):
     """One use of a value.
 
-    *created*: the user brings the contents, so the use needs memory and no read. *changed*: the
+    *created*: the user provides the contents, so the use needs memory but no read. *changed*: the
     contents changed. *dropped*: the value was discarded afterwards.
     """
 
@@ -29,7 +29,7 @@ class Use(NamedTuple):
 class Period:
     """The uses of one period in order, and the places of each name. Immutable.
 
-    *ends* has for each use the place of the first use that began after it ended, or `NEVER`.
+    *ends* has, for each use, the place of the first use that began after it ended, or `NEVER`.
     """
 
     def __init__(self, uses: list[Use], ends: list[int]) -> None:
@@ -56,23 +56,23 @@ class Period:
 class AccessOrder:
     """Learns the order of uses from period to period, and takes hints, which have precedence.
 
-    A cursor, *now*, walks the previous period: the position of the next expected use. Positions
-    increase over periods; position p is place p modulo the length. An unexpected use is looked up
-    together with the use before it, anywhere in the period (an evaluation repeats the forward
-    pass), then alone, ahead of the cursor; the cursor moves behind the match. An unknown use moves
-    nothing. A use costs O(log n).
+    The cursor *now* walks the previous period: it is the position of the next expected use.
+    Positions increase over periods; position p is place p modulo the length. An unexpected use is
+    first looked up together with the use before it, anywhere in the period (an evaluation repeats
+    the forward pass), then alone, ahead of the cursor. The cursor moves behind the match. An
+    unknown use does not move the cursor. A use costs O(log n).
     """
 
     def __init__(self) -> None:
         self.period = Period([], [])
         self.now = 0
-        self.foretold = False  # the period was, and none was seen yet
+        self.foretold = False  # the period was foretold, and none has ended yet
         self._record: list[Use] = []
-        self._ends: list[int] = []  # of the uses in the record
+        self._ends: list[int] = []  # the ends of the uses in the record
         self._last_at: dict[str, int] = {}  # name -> its last place in the record
         self._last = ""
-        self._repeated: set[str] = set()  # whose next use is no part of the order
-        self._misses = 0  # a bit for each of the last uses: 1 if it was unexpected
+        self._repeated: set[str] = set()  # names whose next use is not part of the order
+        self._misses = 0  # a bit for each recent use: 1 if it was unexpected
         self._had_extras = False
         self._hints: OrderedDict[str, tuple[int, int]] = OrderedDict()  # name -> (number, period)
         self._hint_number = 0
@@ -94,8 +94,9 @@ class AccessOrder:
         return len(self._record) >= _LONGEST_PERIOD
 
     def foretell(self, sizes: Mapping[str, int], at_once: int) -> bool:
-        """Expect that periods use and change the values of *sizes*, in this order, *at_once* of them
-        in use together; whether that is news: something may have been used before.
+        """Expect periods to use and change the values of *sizes*, in this order, with *at_once*
+        values in use at the same time. Returns: False, and changes nothing, if values have been
+        used before.
         """
         if self._record or self.period.uses or not sizes:
             return False
@@ -106,10 +107,10 @@ class AccessOrder:
         return True
 
     def use(self, name: str, nbytes: int, created: bool, in_order: bool = True) -> None:
-        """*name* is used now; not learned unless *in_order*."""
+        """Record a use of *name*. It is learned only if *in_order*."""
         if name in self._hints:
             while self._hints.popitem(last=False)[0] != name:
-                pass  # hinted earlier, and skipped
+                pass  # the use was hinted earlier, and skipped
         if not in_order or name in self._repeated:
             self._repeated.discard(name)
             self._last_at.pop(name, None)
@@ -131,27 +132,27 @@ class AccessOrder:
         self._last = name
 
     def changed(self, name: str) -> None:
-        """The last use of *name* changed it."""
+        """Record that the last use of *name* changed it."""
         place = self._last_at.get(name)
         if place is not None and not self._record[place].changed:
             self._record[place] = self._record[place]._replace(changed=True)
 
     def repeat(self, name: str) -> None:
-        """The next use of *name* in this period repeats one, and is not learned."""
+        """Do not learn the next use of *name* in this period: it repeats an earlier use."""
         self._repeated.add(name)
 
     def repeats(self, name: str) -> bool:
-        """Whether the next use of *name* is one that `repeat` has told of."""
+        """Whether `repeat` has announced the next use of *name*."""
         return name in self._repeated
 
     def ended(self, name: str) -> None:
-        """The last use of *name* has ended."""
+        """Record that the last use of *name* has ended."""
         place = self._last_at.get(name)
         if place is not None:
             self._ends[place] = len(self._record)
 
     def dropped(self, name: str) -> None:
-        """*name* was discarded after its last use."""
+        """Record that *name* was discarded after its last use."""
         self.forget_hint(name)
         self._repeated.discard(name)
         place = self._last_at.get(name)
@@ -159,11 +160,11 @@ class AccessOrder:
             self._record[place] = self._record[place]._replace(dropped=True)
 
     def step(self) -> bool:
-        """End a period; whether the expected order changes.
+        """End a period. Returns: whether the expected order changes.
 
-        A period that contains the expected one with other uses in between is taken for the same
-        period with an evaluation or a checkpoint: the first of its kind is not learned. Hints of
-        the period before that were not followed are forgotten.
+        A period that contains the expected one, with other uses in between, counts as the expected
+        period with an evaluation or a checkpoint: the first such period is not learned. Hints from
+        the period before that were not followed are dropped.
         """
         for name in [name for name, hint in self._hints.items() if hint[1] != self._periods]:
             del self._hints[name]
@@ -174,7 +175,7 @@ class AccessOrder:
         if not record:
             return False
         known, foretold, self.foretold = self.period.uses, self.foretold, False
-        if foretold:  # what was created in this first period is there in the next
+        if foretold:  # values created in this first period exist in the next one
             record = [use._replace(created=use.created and use.dropped) for use in record]
         if record == known:
             self._had_extras = False
@@ -190,7 +191,7 @@ class AccessOrder:
         return adopt
 
     def hint(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order, after those hinted before."""
+        """Expect *names* to be used next, in this order, after the names hinted before."""
         for name in names:
             self._hints.pop(name, None)
             self._hints[name] = (self._hint_number, self._periods)

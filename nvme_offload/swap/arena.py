@@ -13,8 +13,8 @@ Owner = TypeVar("Owner")
 class Block(Generic[Owner]):
     """The bytes from *start* to *end*; linked to its neighbours *previous* and *following*.
 
-    owner: whose contents are there, or None. reclaimable: may be given to another owner. writes:
-    the writes from these bytes that must end before the bytes are overwritten.
+    owner: the owner of the contents, or None. reclaimable: whether another owner may get the block.
+    writes: the writes from these bytes that must end before the bytes are overwritten.
     """
 
     __slots__ = ("end", "following", "owner", "previous", "reclaimable", "start", "writes")
@@ -34,9 +34,9 @@ class Block(Generic[Owner]):
 class Arena(Generic[Owner]):
     """*nbytes* of memory, partitioned into blocks.
 
-    Adjacent reclaimable blocks form a run, whatever their owners and in-flight writes. Allocation
-    is best fit: from the start of the smallest run that is large enough. Runs do not cross
-    *boundary*; the parts below and above it are searched separately. All in bytes.
+    Adjacent reclaimable blocks form a run, regardless of their owners and in-flight writes.
+    Allocation is best fit: from the start of the smallest run that is large enough. Runs do not
+    cross *boundary*; the parts below and above it are searched separately. All sizes are in bytes.
 
     An operation costs O(log runs), plus the blocks that it touches.
     """
@@ -46,7 +46,7 @@ class Arena(Generic[Owner]):
         self.boundary = 0
         self.reclaimable_bytes = 0
         self.first: Block[Owner] = Block(0, nbytes, None, None)
-        self._starts: list[int] = []  # of all runs, sorted
+        self._starts: list[int] = []  # the starts of all runs, sorted
         self._runs: dict[int, tuple[int, Block[Owner]]] = {}  # start -> (end, first block)
         self._run_ends: dict[int, int] = {}  # end -> start
         # (bytes, start), sorted; below and above the boundary
@@ -55,7 +55,7 @@ class Arena(Generic[Owner]):
             self.offer(self.first)
 
     def grow(self, nbytes: int) -> None:
-        """Add memory at the end, up to *nbytes* in all; it is reclaimable. Costs O(blocks)."""
+        """Add reclaimable memory at the end, up to *nbytes* in total. Costs O(blocks)."""
         if nbytes == self.nbytes:
             return
         last: Block[Owner] = self.first
@@ -79,8 +79,8 @@ class Arena(Generic[Owner]):
             block = following
 
     def best_fit(self, nbytes: int, above: bool) -> int | None:
-        """The start of the smallest run of at least *nbytes* above or below the boundary; of equals
-        the lowest.
+        """The start of the smallest run of at least *nbytes* above or below the boundary; among
+        runs of equal size, the lowest.
         """
         sizes = self._sizes[above]
         index = bisect_left(sizes, (nbytes, 0))
@@ -137,15 +137,16 @@ class Arena(Generic[Owner]):
         self.offer(block)
 
     def take(self, start: int, nbytes: int, owner: Owner) -> tuple[Block[Owner], list[Owner]]:
-        """Give *nbytes* from *start* on, all reclaimable, to *owner*. Returns the block, and the
-        owners that lost theirs. The block's *writes* must end before its bytes are overwritten.
+        """Assign *nbytes* from *start* on, which must be reclaimable, to *owner*. Returns the
+        block, and the owners that lost their blocks. The block's *writes* must end before its bytes
+        are overwritten.
         """
         end = start + nbytes
         run_start = self._starts[bisect_right(self._starts, start) - 1]
         run_end, block = self._runs[run_start]
         run_first = block
         self._remove(run_start, run_end)
-        if end > run_end:  # crosses the boundary
+        if end > run_end:  # the block crosses the boundary
             rest_end, _ = self._runs[run_end]
             self._remove(run_end, rest_end)
             run_end = rest_end
@@ -208,7 +209,7 @@ class Arena(Generic[Owner]):
         return found
 
     def _split(self, block: Block[Owner], at: int) -> Block[Owner]:
-        """Split *block* at *at*; the second part, without an owner."""
+        """Split *block* at *at*. Returns the second part, without an owner."""
         rest: Block[Owner] = Block(at, block.end, None, block)
         rest.writes = block.writes
         rest.following = block.following

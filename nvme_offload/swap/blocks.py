@@ -13,21 +13,21 @@ from .values import EVICTABLE, Value, check
 
 
 class Prefetched:
-    """The values that were read or reserved for a later use, in order of use."""
+    """The values that were read, or that got a reserved block, for a later use. In order of use."""
 
     def __init__(self) -> None:
         self.values: deque[Value] = deque()
         self.nbytes = 0
 
     def add(self, value: Value, position: int) -> None:
-        """*value* is ready for its use at *position*."""
+        """Add *value*, which is ready for its use at *position*."""
         if value.prefetched_for is None:
             self.nbytes += value.size
             self.values.append(value)
         value.prefetched_for = position
 
     def remove(self, value: Value) -> None:
-        """*value* is in use, or it was evicted."""
+        """Remove *value*, which is in use or was evicted."""
         if value.prefetched_for is not None:
             value.prefetched_for = None
             self.nbytes -= value.size
@@ -45,13 +45,13 @@ class Blocks:
     reservations : dict of str to Value
         Blocks for values that are created later.
     copies : dict of str to Value
-        Values in memory of which the drive may have a copy, or a void one, the first of them first.
+        Values in memory of which the drive may have a copy, current or stale, oldest first.
     to_start : list of Transfer
-        Decided, and not started.
+        Transfers that are decided and not started.
     placed : int
         Values with a block.
     used_bytes, peak_bytes : int
-        Bytes of all blocks of values, now and at most.
+        Bytes of all blocks of values: now, and the maximum so far.
     unused_prefetches : int
         Values that were read and evicted before use.
     operations : int
@@ -126,7 +126,7 @@ class Blocks:
         self.prefetched.remove(value)
 
     def start_read(self, value: Value) -> None:
-        """Read *value* to its block, after the writes from there and its own."""
+        """Read *value* into its block, after the writes from this block and the writes of *value*."""
         block = known(value.block)
         after = [write for write in block.writes if not write.ended]
         if value.write is not None and value.write not in after:
@@ -152,7 +152,7 @@ class Blocks:
         return transfer
 
     def evict(self, value: Value) -> None:
-        """Make the block of *value*, which is idle, reclaimable; a dirty value is written back."""
+        """Make the block of *value*, which is idle, reclaimable. A dirty value is written back."""
         block = known(value.block)
         if value.state == State.DIRTY:
             self.start_write(value)
@@ -165,7 +165,7 @@ class Blocks:
             value.evict_after_write = True
 
     def reattach(self, value: Value) -> bool:
-        """Give *value* back the block from which it is being written, if that is not reused."""
+        """Reassign to *value* the block from which it is being written, unless the block is reused."""
         write = value.write
         if write is None or not self.arena.is_reclaimable(
             write.offset, write.offset + write.block_bytes
@@ -177,8 +177,8 @@ class Blocks:
         return True
 
     def restore_failed_write(self, value: Value, write: Transfer) -> None:
-        """The write of *value* failed after its block was given away: give the block back. The new
-        owner has no contents yet.
+        """Return the block of *value* after its *write* has failed. Another value has got the block
+        since, but that value has no contents yet.
         """
         if value.block is not None:
             self.drop(value)

@@ -1,4 +1,4 @@
-"""Threads for updates on the CPU, where a launcher gave each process one."""
+"""Threads for updates on the CPU, if a launcher has limited each process to one thread."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 def launcher_chose_one_thread() -> bool:
     """Whether OMP_NUM_THREADS=1 is a launcher's default and not the user's choice.
 
-    Source: torchrun sets it where several processes start without it, accelerate where
-    `--num_cpu_threads_per_process` is not given; both leave other variables in the environment.
+    Source: torchrun sets it if several processes start without it, accelerate if
+    `--num_cpu_threads_per_process` is not given. Both also set other environment variables.
     """
     return os.environ.get("OMP_NUM_THREADS") == "1" and any(
         name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
@@ -23,7 +23,7 @@ def launcher_chose_one_thread() -> bool:
 
 
 def use_share_of_cores() -> None:
-    """Let torch compute on this rank's share of the cores if a launcher chose one thread."""
+    """Make torch compute on this rank's share of the cores if a launcher chose one thread."""
     import torch
 
     share = len(usable_cpus()) // local_ranks()

@@ -1,5 +1,5 @@
-"""`DriveUse`: what a step transferred to and from the drives of a tier, and its wait for them;
-`Meter` counts it.
+"""`DriveUse`: the transfers of a step to and from the drives of a tier, and its wait for them.
+`Meter` counts them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class DriveUse:
     resident_bytes : int
         Offloaded bytes in host memory at the end of the step.
     peak_bytes : int
-        The most host memory of the pool used so far.
+        The most host memory that the pool has used so far.
     tuned_bytes_per_second : float or None
         Mixed read and write speed of the drives by their profile; None without a profile.
     total_written_bytes : int
-        To the drives by this process so far.
+        Bytes that this process has written to the drives so far.
     busy_share : float or None
         Share of the time since the previous step ended in which the busiest disk had requests of
-        any process; None where the kernel does not report it.
+        any process; None if the kernel does not report it.
     disk_written_bytes : int or None
-        To the disks by any process since boot; None where the kernel does not report it.
+        Bytes that all processes have written to the disks since boot; None if the kernel does not
+        report it.
     """
 
     step: int
@@ -91,14 +92,14 @@ class DriveUse:
 
 
 class Meter:
-    """Counts the transfers of a tier, whoever starts them, and has `live` log during long steps.
+    """Counts all transfers of a tier, and makes `live` log during long steps.
 
-    What the drives' profiles know of their endurance is logged once.
+    It also logs, once, the endurance of the drives according to their profiles.
 
     Parameters
     ----------
     tier : Tier
-        Its first `Tier.require` has been called.
+        The tier, after its first `Tier.require`.
 
     Raises
     ------
@@ -130,7 +131,7 @@ class Meter:
         return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
 
     def begin(self) -> None:
-        """Start the step now, instead of where the previous one ended."""
+        """Start the step now, instead of at the end of the previous one."""
         self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
@@ -139,7 +140,7 @@ class Meter:
         Returns
         -------
         dict
-            The fields of `DriveUse` but for *step* and *seconds*, since the last `take` or `begin`,
+            The fields of `DriveUse` except *step* and *seconds*, since the last `take` or `begin`,
             or since creation.
         """
         return self._take(ended=True)
@@ -168,7 +169,7 @@ class Meter:
 
 
 def _tell_endurance(path: str, profile: Profile) -> None:
-    """Log how worn the drive was when it was swept, where it told."""
+    """Log the wear of the drive at the time of its sweep, if the drive reported it."""
     health = profile.health_after
     if path in _told or health is None or health.written_bytes is None:
         return

@@ -1,4 +1,4 @@
-"""`Live`: tells in the log how a step goes that takes long, while it goes."""
+"""`Live` logs the progress of a long step while it runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .swapper import SwapperStats
     from .tier import Tier
 
-# after which a step is told of, and the least time between two lines
+# A step is logged after this time. It is also the shortest time between two lines.
 _SECONDS = 10.0
-# lines of a step, about
+# Approximate number of lines of a step.
 _LINES = 10
 
 _log = logging.getLogger(__name__)
@@ -28,19 +28,19 @@ _threads: weakref.WeakKeyDictionary[Tier, threading.Thread] = weakref.WeakKeyDic
 
 
 class Live:
-    """Logs what moves in and out of *tier* while a step lasts for more than ten seconds, where
-    something does: how busy the drives are, how long the step waited for them, and when it will
-    end, going by the step before.
+    """Logs the transfers of *tier* while a step lasts for more than ten seconds, if there are any:
+    how busy the drives are, how long the step waited for them, and when it will end, judging by the
+    step before.
 
-    A step of a large model takes minutes, its checkpoint too, and an inference has no steps:
-    whoever waits shall see that it goes on.
+    A step of a large model takes minutes, its checkpoint too, and an inference has no steps. The
+    lines show the user that work is making progress.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = weakref.ref(tier)
         self._disks = Disks(tier.paths)
         self._lock = threading.RLock()  # see `Catalog.lock`
-        # Of the last whole step, from its beginning on: what had moved by when, (bytes, seconds).
+        # Samples of the last whole step, from its begin: (bytes moved, seconds).
         self._last: list[tuple[int, float]] = []
         self._begin(tier.counters(), self._disks.counters())
 
@@ -51,7 +51,9 @@ class Live:
         self._samples: list[tuple[int, float]] = [(0, 0.0)]
 
     def begin(self, disks: DiskCounters | None, *, ended: bool) -> None:
-        """A step begins; *ended*: where the one before it ended. *disks*: as they are by now."""
+        """Begin a step. *ended*: whether it begins at the end of the previous step. *disks*: the
+        present counters of the disks.
+        """
         tier = self._tier()
         counted = tier.counters() if tier is not None else None
         with self._lock:
@@ -69,10 +71,10 @@ class Live:
             return self._told + (_SECONDS if is_first else max(_SECONDS, expected / _LINES)) - now
 
     def tell(self) -> None:
-        """Log a line, if anything moved since the last."""
+        """Log a line, if any bytes moved since the last line."""
         tier = self._tier()
         counted = tier.counters() if tier is not None else None
-        if counted is None:  # nothing is kept there yet, or any more
+        if counted is None:  # the tier has no swapper, or no longer has one
             return
         disks = self._disks.counters()
         with self._lock:
@@ -102,19 +104,19 @@ class Live:
 
 
 def seconds_left(last: Sequence[tuple[int, float]], moved: int, elapsed: float) -> float | None:
-    """How long a step goes on that has *moved* so many bytes in *elapsed* seconds.
+    """The remaining time of a step that has *moved* so many bytes in *elapsed* seconds.
 
     Parameters
     ----------
     last
-        Of the step before: what had moved by when, as (bytes, seconds), from (0, 0.0) to its end.
-        Empty where there was none.
+        Samples of the step before, as (bytes moved, seconds), from (0, 0.0) to its end. Empty if
+        there was none.
 
     Returns
     -------
     float or None
-        Seconds, at the pace of this step so far; None where nothing can be told: in the first
-        step, or one that has moved more than the last.
+        Seconds, at the pace of this step so far. None if it cannot be estimated: in the first step,
+        or in a step that has moved more bytes than the last.
     """
     if not last or moved > last[-1][0]:
         return None
@@ -128,7 +130,7 @@ def seconds_left(last: Sequence[tuple[int, float]], moved: int, elapsed: float) 
 
 
 def _time_at(samples: Sequence[tuple[int, float]], moved: int, find: Callable[..., int]) -> float:
-    """When *moved* bytes were reached, or left, between two of the *samples*."""
+    """The time at which *moved* bytes were reached, or exceeded, interpolated between *samples*."""
     place = find(samples, moved, key=lambda sample: sample[0])
     if place == 0:
         return samples[0][1]
@@ -140,7 +142,7 @@ def _time_at(samples: Sequence[tuple[int, float]], moved: int, find: Callable[..
 
 
 def watch(tier: Tier) -> None:
-    """Have the steps of *tier* told of for as long as it lives, where the log takes such lines."""
+    """Log the steps of *tier* for as long as it lives, if logging at this level is enabled."""
     if tier not in _live:
         _live[tier] = Live(tier)
     if not _log.isEnabledFor(logging.INFO) or tier in _threads:
@@ -158,8 +160,8 @@ def watch(tier: Tier) -> None:
 
 
 def step_began(tier: Tier, disks: DiskCounters | None, *, ended: bool) -> None:
-    """A step with *tier* begins; *ended*: where the one before it ended. *disks*: those under it,
-    as they are by now.
+    """Begin a step with *tier*. *ended*: whether it begins at the end of the previous step.
+    *disks*: the present counters of the tier's disks.
     """
     watch(tier)
     _live[tier].begin(disks, ended=ended)
@@ -173,6 +175,6 @@ def _run(reference: weakref.ref[Live], stopped: threading.Event) -> None:
             return
         if live.due_in() <= 0:
             live.tell()
-        # a step that begins meanwhile has its first line in time, too
+        # Wake up often enough to log the first line of a step that begins meanwhile in time.
         wait = min(max(live.due_in(), 0.0), _SECONDS)
-        del live  # or the tier's end would have to wait for the next line
+        del live  # otherwise the tier could not be freed before the next line

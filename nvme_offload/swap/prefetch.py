@@ -1,4 +1,4 @@
-"""`Prefetcher`: the cursor that brings values into memory ahead of their use."""
+"""`Prefetcher`: the cursor that loads values into memory ahead of their use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .values import Need, Uses, Value
 from .victims import HINTED, Victims
 
 _POSITIONS_PER_CALL = 256  # positions that one call of `advance` looks ahead
-# a hint is redundant if the learned order has its use within this plus twice the number of hints
+# A hint is redundant if the learned order contains the use within this many positions, plus twice
+# the number of hints.
 _HINT_SLACK = 8
 
 
 class Prefetcher:
-    """A cursor ahead of the next use, and the hints that come before it.
+    """A cursor ahead of the next use, and the hints, which take precedence over it.
 
     Each value between the next use and the cursor is in memory, or has a block.
 
@@ -28,7 +29,7 @@ class Prefetcher:
     cursor : int
         A position of the learned order.
     lookahead_bytes : int
-        How much is prefetched, in bytes of memory, where there are no residents.
+        How much is prefetched, in bytes of memory, if there are no residents.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class Prefetcher:
         self._residency = residency
         self._uses = uses
         self._need = need
-        self._hints: deque[str] = deque()  # not acted on yet
+        self._hints: deque[str] = deque()  # hints that were not acted on yet
 
     def hint(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order. Unknown names are ignored, and hints that the
-        followed order already has.
+        """Expect *names* to be used next, in this order. Unknown names are ignored, and so are
+        hints that repeat the followed order.
         """
         order = self._order
         known = [name for name in names if name in self._values]
@@ -72,11 +73,13 @@ class Prefetcher:
         self._hints.extend(
             known if waiting is None else (name for name in known if name not in waiting)
         )
-        if len(self._hints) > 2 * len(self._values) + 64:  # hinted repeatedly, and never used
+        if len(self._hints) > 2 * len(self._values) + 64:  # many hints that were never followed
             self._hints = deque(dict.fromkeys(self._hints))
 
     def on_use(self, value: Value, expected: int) -> None:
-        """*value* is needed, where the order has moved to; it was *expected* to move by one use."""
+        """Follow a use of *value*, to which the order has moved. *expected* is the position after
+        the use if the use was the expected one.
+        """
         now = self._order.now
         if self.cursor < now:
             self.cursor = now
@@ -85,11 +88,11 @@ class Prefetcher:
             and value.state == State.OFFLOADED
             and not self._need.creates
         ):
-            self.restart()  # it was lost since, and those after it may be, too
+            self.restart()  # the value was evicted since, and later values may be evicted, too
         self._drop_missed()
 
     def restart(self) -> None:
-        """Begin at the next use, and let what was prefetched count no longer."""
+        """Begin at the next use, and stop counting values as prefetched."""
         prefetched = self._blocks.prefetched
         self._blocks.operations += len(prefetched.values)
         for value in prefetched.values:
@@ -100,7 +103,7 @@ class Prefetcher:
         self.cursor = self._order.now
 
     def on_idle(self, value: Value) -> None:
-        """*value* became idle: keep it, or evict it."""
+        """Keep or evict *value*, which has become idle."""
         order = self._order
         if order.followed:
             if not self._residency.has(value):
@@ -119,7 +122,7 @@ class Prefetcher:
             self._victims.keep_reclaimable(self.lookahead_bytes)
 
     def _drop_missed(self) -> None:
-        """Drop prefetches that were not used at their turn."""
+        """Drop prefetched values that were not used at their position."""
         prefetched = self._blocks.prefetched
         while prefetched.values:
             value = prefetched.values[0]
@@ -160,7 +163,7 @@ class Prefetcher:
             value = self._values.get(use.name)
             if value is None:
                 if order.foretold:
-                    return  # it will be created: what comes after it is far
+                    return  # the value will be created later, and the uses after it are far away
                 if use.created and not self._reserve(use.name, use.nbytes, position):
                     return
             elif (
@@ -175,8 +178,8 @@ class Prefetcher:
             self.cursor = position + 1
 
     def _fits(self, size: int) -> bool:
-        """Whether *size* more bytes may be prefetched: with residents, into all of the transient
-        memory that is not in use.
+        """Whether *size* more bytes may be prefetched. With residents, prefetches may fill all of
+        the transient memory that is not in use.
         """
         taken = self._blocks.prefetched.nbytes + size
         if self._residency.homes:
@@ -184,7 +187,7 @@ class Prefetcher:
         return taken <= self.lookahead_bytes
 
     def _place(self, value: Value, position: int, priority: int) -> bool:
-        """Give *value* a block, by the eviction of values used later than *priority*, if one fits."""
+        """Allocate a block for *value*, if one fits, by evicting values used later than *priority*."""
         if not self._fits(value.size):
             return False
         start = self._victims.find_space(value, priority)
@@ -195,7 +198,9 @@ class Prefetcher:
         return True
 
     def _reserve(self, name: str, nbytes: int, position: int) -> bool:
-        """Reserve a block for *name*, created at *position*; whether the cursor may advance."""
+        """Reserve a block for *name*, created at *position*. Returns: whether the cursor may
+        advance.
+        """
         if name in self._blocks.reservations:
             return True
         size = self._blocks.rounded(nbytes)
@@ -207,21 +212,23 @@ class Prefetcher:
         return True
 
     def _prepare_create(self, value: Value, nbytes: int, position: int) -> bool:
-        """Get a block for *value*, created anew with *nbytes* at *position*; whether the cursor may
-        advance.
+        """Get a block for *value*, created anew with *nbytes* at *position*. Returns: whether the
+        cursor may advance.
         """
         if value.block is not None and value.write is not None:
-            return False  # it will be reclaimable and written then, or needed in place
+            return False  # by then its block is reclaimable and written, or is needed in place
         self.claim(value)
         if value.block is not None:
             return True
-        # it keeps its size until it is discarded
+        # The value keeps its size until it is discarded.
         if value.size != self._blocks.rounded(nbytes):
             return True
         return self._place(value, position, position)
 
     def _prefetch(self, value: Value, position: int, priority: int) -> bool:
-        """Get *value* into memory for its use at *position*; whether the cursor may advance."""
+        """Load *value* into memory for its use at *position*. Returns: whether the cursor may
+        advance.
+        """
         if value is self._need.value or value.read_failed:
             return True
         block = value.block
@@ -233,7 +240,7 @@ class Prefetcher:
             and value.home is None
             and not self._may_move(value)
         ):
-            # it would stay in the residents' part; it is reclaimable there, and not lost yet
+            # It would stay in the residents' part. It is reclaimable there, and still in memory.
             return False
         self.claim(value)
         if value.block is not None:
@@ -251,15 +258,15 @@ class Prefetcher:
         return True
 
     def reattach(self, value: Value) -> bool:
-        """Give *value* back the block from which it is being written, if that is not reused."""
+        """Reassign to *value* the block from which it is being written, unless the block is reused."""
         if not self._blocks.reattach(value):
             return False
         self._victims.add(value)
         return True
 
     def claim(self, value: Value) -> None:
-        """Make *value* not reclaimable. In the residents' part it is dropped instead, to be read to
-        its own part.
+        """Make *value* not reclaimable. If it is in the residents' part, drop it instead, so that
+        it is read into its own part.
         """
         block = value.block
         if block is None:
@@ -283,7 +290,7 @@ class Prefetcher:
             self._victims.add(value)
 
     def _may_move(self, value: Value) -> bool:
-        """Whether *value* is in the wrong part, and there is space in the right one."""
+        """Whether *value* is in the wrong part, and fits in the right one."""
         arena = self._blocks.arena
         if value.home is not None:
             return arena.is_reclaimable(value.home, value.home + value.size)

@@ -1,4 +1,4 @@
-"""`Residency`: the residents of the learned order, and where each has its place."""
+"""`Residency`: the residents of the learned order, and the place of each one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from .residents import Chooser
 from .values import Value
 
-_TRIES_TO_KEEP = 4  # without some residents, the others may need more memory
+_TRIES_TO_KEEP = 4  # if some residents leave, the other values may need more memory
 
 
 class Residency:
@@ -21,15 +21,16 @@ class Residency:
     homes : dict
         Offset and size of each resident, by name.
     everything : bool
-        All values fit: they stay where they are, and *homes* is empty.
+        Whether all values fit: they stay where they are, and *homes* is empty.
     boundary : int
         The end of the residents' part.
     transient_bytes : int
         The memory for values that are not resident, used or prefetched.
     stays : bool
-        The residents stay, even where others would save more: a full drive has no room to move.
+        Whether the residents stay, even if others would save more: values cannot move if the drive
+        is full.
     forced : bool
-        A resident had to be evicted in this period.
+        Whether a resident had to be evicted in this period.
     """
 
     def __init__(self) -> None:
@@ -39,10 +40,10 @@ class Residency:
         self.transient_bytes = 0
         self.stays = False
         self.forced = False
-        self._may_add = True  # residents, of which there had not to be fewer yet
+        self._may_add = True  # whether residents may be added: none had to leave yet
 
     def home(self, name: str, size: int) -> int | None:
-        """The offset of the place for *name*, of *size* bytes; None where it is not a resident."""
+        """The offset of the place for *name*, of *size* bytes; None if it is not a resident."""
         found = self.homes.get(name)
         return None if found is None or found[1] != size else found[0]
 
@@ -53,7 +54,7 @@ class Residency:
         )
 
     def keep_everything(self) -> bool:
-        """All values fit, and stay where they are; whether there were residents."""
+        """Keep all values where they are, because they fit. Returns: whether there were residents."""
         self.everything = True
         before, self.homes, self.boundary = self.homes, {}, 0
         return bool(before)
@@ -61,8 +62,8 @@ class Residency:
     def choose(
         self, chooser: Chooser, sizes: Mapping[str, int], lowest: int, nbytes: int, packed: bool
     ) -> bool:
-        """Choose the residents of the memory from *lowest* to *nbytes*; whether their places are
-        others than before. Where they are *packed*, all lie in new places, because of fragmentation.
+        """Choose the residents of the memory from *lowest* to *nbytes*. Returns: whether their
+        places differ from before. With *packed*, all get new places, because of fragmentation.
         """
         fits = sum(sizes.values()) <= nbytes - lowest
         if fits:
@@ -82,9 +83,9 @@ class Residency:
         return True
 
     def _keep(self, chooser: Chooser, sizes: Mapping[str, int], saved: int, nbytes: int) -> bool:
-        """Keep the residents where they are, with more of them where these have room now, or without
-        the last of them where the others need that memory, if that saves about as much as the best
-        choice, of *saved* bytes.
+        """Keep the residents where they are, if that saves about as much as the best choice, which
+        saves *saved* bytes. Add residents that fit now, or drop the last ones if other values need
+        their memory.
         """
         homes, boundary = self.homes, self.boundary
         if any(sizes.get(name, size) != size for name, (_, size) in homes.items()):
@@ -100,7 +101,7 @@ class Residency:
             if boundary <= nbytes - transient:
                 self.transient_bytes = transient
                 if len(homes) != len(self.homes):
-                    # what comes and goes with the timing of uses would change the order of use
+                    # Residents that come and go with the timing of uses would change the order.
                     self._may_add &= len(homes) > len(self.homes)
                     self.homes, self.boundary = homes, boundary if homes else 0
                 return True
@@ -116,7 +117,9 @@ class Residency:
 def _laid_out(
     names: Iterable[str], sizes: Mapping[str, int], start: int
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Residents one behind the other from *start* on: the offset and size of each, and their end."""
+    """Lay out residents contiguously from *start*. Returns the offset and size of each, and the
+    end.
+    """
     homes = {}
     for name in names:
         homes[name] = start, sizes[name]

@@ -1,4 +1,4 @@
-"""Chooses the residents of a period: the values whose stay in memory saves the most transfers."""
+"""Chooses the residents of a period: the values that save the most transfers by staying in memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 
 from .access_order import NEVER, Period
 
-# the fixed cost of a transfer in bytes: all else equal, small values stay
+# The fixed cost of a transfer, in bytes: all else being equal, small values stay.
 REQUEST_BYTES = 256 << 10
 
-# Of memory, what residents take at the least, without the room of a few values for the others; a
-# choice that saves a little more is not worth a move.
+# The smallest share of memory that residents take, apart from space for a few of the other values.
+# A choice that saves a little more is not worth a move.
 _HELD_SHARE = 0.95
 _PASSING = 6
 
-# residents that save this share of the best choice are kept, since a new choice moves them all
+# Residents that save this share of the best choice are kept, since a new choice moves them all.
 _GOOD_ENOUGH = 0.95
-_LEAST_GOOD = 0.75  # where one value is more than the rest of that
+_LEAST_GOOD = 0.75  # the share if a single value exceeds the remainder
 _LARGEST_COUNTS = (1, 2, 4, 8, 16)  # counts of the largest values to try as fixed residents
 _TRIES = 4
 
 
 class Transient(NamedTuple):
-    """The memory that the values need that are not resident: *in_use* bytes at most at once, and
+    """The memory that non-resident values need: at most *in_use* bytes in use at the same time, and
     *nbytes* including prefetch.
     """
 
@@ -35,8 +35,8 @@ class Transient(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """*names* are resident, the others share *transient_bytes*; this saves *saved_bytes* of
-    transfers per period.
+    """A choice of residents: *names* are resident, and other values share *transient_bytes*. It
+    saves *saved_bytes* of transfers per period.
     """
 
     names: list[str]
@@ -48,7 +48,7 @@ class Chooser:
     """Chooses the residents of *period*, for values of *sizes*.
 
     *carried_bytes* are in use when a period ends. *ahead_bytes* are prefetched; None for the size
-    of the next two values: one being read while the other is ready.
+    of the next two values, one of which is read while the other is ready.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Chooser:
         return sum(self.counts.get(name, 0) * self._sizes.get(name, 0) for name in names)
 
     def transient(self, stay: Collection[str]) -> Transient:
-        """The memory that the other values need when *stay* are resident; an upper bound where a
+        """The memory that the other values need if *stay* are resident. It is an upper bound if a
         value is in use until just before its next use. Costs O(uses).
         """
         sizes = self._by_number.copy()
@@ -97,7 +97,7 @@ class Chooser:
     def choose(self, nbytes: int) -> Choice:
         """Choose the residents of *nbytes* of memory.
 
-        Also tries a few of the largest values as fixed residents: without them the others may need
+        It also tries a few of the largest values as fixed residents: the other values may then need
         far less transient memory.
         """
         everything = self.transient(())
@@ -122,13 +122,13 @@ class Chooser:
         return max(tried, key=lambda choice: choice.saved_bytes)
 
     def more(self, stay: Collection[str], nbytes: int) -> list[str]:
-        """The residents of *nbytes* beside those that *stay*."""
+        """The residents for *nbytes* of memory in addition to the values that *stay*."""
         rest = {name: count for name, count in self.counts.items() if name not in stay}
         return choose(rest, self._sizes, nbytes)
 
     def is_near(self, stay: Collection[str], saved: int) -> bool:
-        """Whether those that *stay* save about as much as *saved*: all but a few per cent, or all but
-        what one value saves.
+        """Whether the values that *stay* save about *saved* bytes: a few per cent less, or less by
+        the savings of one value.
         """
         own = self.saved(stay)
         one = max(
@@ -138,8 +138,8 @@ class Chooser:
         return own >= _GOOD_ENOUGH * saved or own >= max(saved - one, _LEAST_GOOD * saved)
 
     def _solve(self, nbytes: int, first: list[str], transient_bytes: int) -> Choice:
-        """The residents, with *first* among them. They determine the transient memory and depend on
-        it: iterate.
+        """The residents, including *first*. They determine the transient memory and depend on it,
+        so iterate.
         """
         rest = {name: count for name, count in self.counts.items() if name not in set(first)}
         best = Choice([], self.transient(()).nbytes, 0)
@@ -162,18 +162,18 @@ class Chooser:
 
 
 def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:
-    """The room on the drive that is enough for values of *nbytes* together, each of at most
-    *largest*, beside *memory_bytes* of memory.
+    """The space on the drive, in bytes, that is enough for values of *nbytes* in total, each of at
+    most *largest*, in addition to *memory_bytes* of memory.
     """
     return max(min(nbytes, nbytes - int(_HELD_SHARE * memory_bytes) + _PASSING * largest), 0)
 
 
 def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict[str, int]:
-    """The reads and writes per period of each value if it is not resident, by name, in order of
-    first use.
+    """The number of reads and writes per period of each value if it is not resident, by name, in
+    order of first use.
 
-    A value stays between two uses with at most *near_bytes* of other values between them. A
-    discarded value is neither written nor read, a created one is not read.
+    A value stays in memory between two uses if at most *near_bytes* of other values are used
+    between them. A discarded value is neither written nor read. A created value is not read.
     """
     uses = period.uses
     before = [0]
@@ -195,7 +195,7 @@ def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict
         count = 0
         if True in evicted:
             changed = False
-            # start after an eviction, so that the walk ends at one
+            # Start after an eviction, so that the walk ends at an eviction.
             start = evicted.index(True) + 1 - len(here)
             for index in range(start, start + len(here)):
                 changed = (changed or here[index].changed) and not here[index].dropped
@@ -212,10 +212,10 @@ def choose(
     nbytes: int,
     request_bytes: int = REQUEST_BYTES,
 ) -> list[str]:
-    """The values resident in *nbytes*, by transfers saved per byte of memory.
+    """The values resident in *nbytes*, chosen by transfers saved per byte of memory.
 
-    Of values that save about the same and do not all fit, take some at even distances along the
-    order of use. This spreads the transfers of the others over the period, so that the drive is not
+    If values that save about the same do not all fit, choose some at even distances along the order
+    of use. This spreads the transfers of the other values over the period, so that the drive is not
     idle while residents are used.
     """
     classes: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""`Runner`: carries out the transfers of a schedule on a store."""
+"""`Runner` carries out the transfers of a schedule on a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..io.pool import PinnedPool
     from ..store.store import TensorStore
 
-# a wait is logged after this, then after twice as long, and so on
+# A wait is logged after this time, then after twice this time, and so on.
 _FIRST_WARNING_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class Counters:
 
 
 class Runner:
-    """Starts the transfers that *schedule* plans, waits for them, and notes how they ended.
+    """Starts the transfers that *schedule* plans, waits for them, and records how they ended.
 
-    Needs the lock of the swapper, and its section *changing*: an exception other than an
-    `OffloadError` leaves the tables unknown, unless it ended a wait.
+    The caller must hold the swapper's lock and be in its section *changing*: an exception other
+    than an `OffloadError` leaves the tables in an unknown state, unless it interrupted a wait.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Runner:
     retained : set of str
         Names of which the store retains a value.
     write_errors, read_errors : dict of str to OffloadError
-        By name; no call has raised them yet.
+        Errors, by name, that no call has raised yet.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Runner:
         self._schedule = schedule
         self._changing = changing
         self._counters = counters
-        # reads and writes, in order of start
+        # Reads and writes, in order of start.
         self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
         self._to_start: deque[Transfer] = deque()  # planned and not started
-        self._flushing = False  # the drive is to have a copy of everything
+        self._flushing = False  # `flush` is writing all changed values to the drive
 
     def obtain(self, name: str) -> tuple[int, bool]:
-        """Provide the value that the schedule was told to need; its offset, and whether it was read.
-        Raises: OffloadError.
+        """Provide the value that `Schedule.need` or `create` requested. Returns: its offset, and
+        whether it was read. Raises: OffloadError.
         """
         try:
             self.advance()
@@ -90,7 +90,7 @@ class Runner:
                 if failed is not None:
                     if failed in self.write_errors:
                         raise self.write_errors.pop(failed)
-                    self.advance()  # the error was raised already: try again
+                    self.advance()  # an earlier call has raised the error: try again
                     continue
                 awaited = self._schedule.waits_for(name)
                 started = time.perf_counter()
@@ -108,7 +108,7 @@ class Runner:
         return self._schedule.take(name)
 
     def advance(self) -> None:
-        """Note the transfers that have ended, in order of start, and start the next ones."""
+        """Record the transfers that have ended, in order of start, and start the next ones."""
         for in_flight in self._in_flight:
             while in_flight and (in_flight[0].ended or in_flight[0].done()):
                 self.finish(in_flight[0])
@@ -116,7 +116,9 @@ class Runner:
             self.start_all(transfers)
 
     def start_all(self, transfers: Iterable[Transfer] = ()) -> None:
-        """Start *transfers*, after those that an error kept an earlier call from starting."""
+        """Start *transfers*, after transfers that an earlier call could not start because of an
+        error.
+        """
         self._to_start.extend(transfers)
         while self._to_start:
             self._start(self._to_start[0])
@@ -144,9 +146,9 @@ class Runner:
             self._in_flight[transfer.writes].append(transfer)
 
     def _make_room(self, nbytes: int) -> bool:
-        """The drive is full: delete what it has of values that are in memory, of *nbytes* together;
-        where there is nothing, wait for a transfer, whose value may be in memory and on the drive
-        then. Whether any of these could be done.
+        """Free space on a full drive: delete the drive's copies of values that are in memory,
+        *nbytes* in total. If there are none, wait for a transfer, whose value may then be both in
+        memory and on the drive. Returns: whether either was possible.
         """
         spared = self._schedule.spare(nbytes, but=self.retained, stale=self._flushing)
         for name in spared:
@@ -158,7 +160,7 @@ class Runner:
         return bool(spared)
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait for *transfer* and all that it waits for, and note those that have ended."""
+        """Wait for *transfer* and its predecessors, and record the transfers that have ended."""
         for blocker in transfer.after:
             if not blocker.ended:
                 self.finish(blocker)
@@ -171,7 +173,7 @@ class Runner:
                 self._wait(transfer)
             except BaseException as interrupt:
                 if not self._store.interrupted:
-                    self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
+                    self._changing.ignore(interrupt)  # it interrupted a wait, and changed nothing
                 raise
             self._note(transfer, transfer.observe())
         while in_flight and in_flight[0].ended:
@@ -187,7 +189,7 @@ class Runner:
             self.start_all(self._schedule.take_pending())
 
     def _wait(self, transfer: Transfer) -> None:
-        """Wait until *transfer* has finished, and log it where that takes long."""
+        """Wait until *transfer* has finished, and log the wait if it is long."""
         next_warning, waited = _FIRST_WARNING_SECONDS, 0.0
         while True:
             try:
@@ -219,12 +221,12 @@ class Runner:
                 self._counters.bytes_read += transfer.nbytes
             self.write_errors.pop(transfer.name, None)
             return
-        # Kept until a call raises it: drop the traceback and the context, and what their frames
-        # reference.
+        # The error is kept until a call raises it: drop its traceback and context, whose frames
+        # reference other objects.
         error.with_traceback(None).__context__ = None
         if transfer.writes:
             self.write_errors[transfer.name] = error
-        else:  # raised when the value is needed; a failed prefetch is read again then
+        else:  # raised when the value is needed; a failed prefetch is then read again
             self.read_errors[transfer.name] = error
 
     def settle(self, name: str) -> None:
@@ -234,13 +236,13 @@ class Runner:
             self.finish(blocking)
 
     def forget_errors(self, name: str) -> None:
-        """Forget the failures of *name*: that value is no more."""
+        """Drop the errors of *name*, because that value no longer exists."""
         self.write_errors.pop(name, None)
         self.read_errors.pop(name, None)
 
     def flush(self) -> None:
-        """Write every changed value that is not in use, and wait. Raises: OffloadError, after all
-        were tried.
+        """Write every changed value that is not in use, and wait. Raises: OffloadError, after
+        trying all values.
         """
         self.start_all()
         tried: set[str] = set()
@@ -263,7 +265,7 @@ class Runner:
         while True:
             self.start_all(self._schedule.write(name))
             blocking = self._schedule.blocking_transfer(name)
-            if blocking is not None:  # a read, too, which may wait for the write
+            if blocking is not None:  # it may also be a read that waits for the write
                 started = time.perf_counter()
                 self.finish(blocking)
                 if not blocking.writes:
@@ -279,20 +281,20 @@ class Runner:
             self.finish(self._in_flight[True][0])
 
     def commit(self, name: str) -> None:
-        """Let the store release what it retains of *name*, if anything."""
+        """Make the store release the version of *name* that it retains, if any."""
         if name in self.retained:
             self._store.commit(name)
             self.retained.remove(name)
 
     def delete(self, name: str) -> None:
-        """Delete *name* from the store, which lacks it where it was never written."""
+        """Delete *name* from the store, if it was ever written."""
         self.retained.discard(name)
         self._store.delete(name, missing_ok=True)
 
     def raise_write_errors(self, of_full_drive: bool = True) -> None:
-        """Raise the first error of a write that no call has raised. Raises: OffloadError; not that
-        of a drive that was merely full unless *of_full_drive*: what it had no room for is in
-        memory, as it is meant to be.
+        """Raise the first error of a write that no call has raised. Raises: OffloadError. Without
+        *of_full_drive*, the error of a drive that was merely full is not raised: values that did
+        not fit stay in memory, as intended.
         """
         errors = list(self.write_errors.values())
         self.write_errors.clear()

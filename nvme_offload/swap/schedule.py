@@ -1,5 +1,5 @@
-"""`Schedule`: the planner of a memory budget: which values are where, and what to read and write
-next.
+"""`Schedule`: the planner of a memory budget. It knows where each value is, and decides the next
+reads and writes.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from .value_states import Event, State
 from .values import EVICTABLE, IDLE, Need, Uses, Value, check
 from .victims import Victims
 
-_STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is void
+_STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is stale
 _SPARABLE = _STALE | {State.CLEAN, State.USED}
 
 
 class Schedule:
-    """The planner of *nbytes* of memory. Pure bookkeeping: it is told what users do and which
-    transfers end, and says what to start.
+    """The planner of *nbytes* of memory. It only does bookkeeping: callers report uses and ended
+    transfers, and it returns the transfers to start.
 
-    The uses of the last period are expected in the next. Two cursors walk them: `order.now` at the
-    next use, and a prefetch cursor ahead of it, by the size of the next two values or by
+    It expects the uses of the last period in the next one. Two cursors walk them: `order.now` is at
+    the next use, and a prefetch cursor is ahead of it by the size of the next two values or by
     *lookahead_bytes*. Residents are chosen for a whole period, by transfers saved per byte of
-    memory, next to the memory that the other values need (`residents.Chooser`). They are packed at
-    the low end. The other values, the transient ones, share the rest: each is prefetched, used, and
-    reclaimable at once unless it is used again before the prefetch cursor. If it changed it is
-    written back then. Its block can be given away before that write ends: the next owner's transfer
-    waits for the write (`Transfer.after`). So the plan does not depend on when transfers end.
+    memory, after the memory that the other values need is set aside (`residents.Chooser`). They are
+    packed at the low end. The other values, the transient ones, share the rest. Each is prefetched
+    and used. It then becomes reclaimable immediately, unless it is used again before the prefetch
+    cursor; if it changed, it is written back at that time. Its block can be reassigned before that
+    write ends: the next owner's transfer waits for the write (`Transfer.after`). The plan therefore
+    does not depend on the times at which transfers end.
 
     While no order is known, or it is not followed, values stay until their memory is needed. The
-    victim is the value whose next use is farthest (Belady eviction); where nothing is known, the
-    most recently used one, which is the same in a cyclic order. As much memory as would be prefetched is kept
-    reclaimable.
+    victim is the value whose next use is farthest (Belady eviction). If no next use is known, the
+    victim is the most recently used value; in a cyclic order, both rules choose the same value. As
+    much memory as would be prefetched is kept reclaimable.
 
-    A reclaimable block keeps its contents until it is reused. Where a write fails whose block was
-    given away, the value gets the block back: the new owner has no contents yet.
+    A reclaimable block keeps its contents until it is reused. If a write fails after its block was
+    reassigned, the value gets the block back: the new owner has no contents yet.
 
-    Where the drive is full, `spare` gives up the drive's copies of values that are in memory, so that
+    If the drive is full, `spare` drops the drive's copies of values that are in memory, so that
     memory and drive together hold little more than one copy of each value.
 
     Blocks are whole granules. A use costs O(log n).
 
-    Each part has a file: `Uses` and `Need` (`values`), `Blocks`, `Residency`, `Victims`, `Prefetcher`.
+    Each part is in a separate file: `Uses` and `Need` (`values`), `Blocks`, `Residency`, `Victims`,
+    `Prefetcher`.
 
     Attributes
     ----------
@@ -75,7 +77,7 @@ class Schedule:
             self._uses,
             self._need,
         )
-        self._count = 0  # of uses so far
+        self._count = 0  # number of uses so far
         self._largest = 0
         self._asked_lookahead = lookahead_bytes
         self._set_lookahead()
@@ -120,10 +122,10 @@ class Schedule:
         return list(self._values)
 
     def size(self, name: str) -> int:
-        """Bytes of *name*, as created. Raises: UsageError when there is none."""
+        """Bytes of *name*, as created. Raises: UsageError if there is no such value."""
         return self._value(name).nbytes
 
-    # Calls of users.
+    # Called for users of values.
 
     def blocking_transfer(self, name: str) -> Transfer | None:
         """A transfer of *name* that must end before it can be discarded, or None."""
@@ -131,8 +133,8 @@ class Schedule:
         return None if value is None else value.read or value.write
 
     def blocks_create(self, name: str, nbytes: int) -> Transfer | None:
-        """A transfer of *name* that must end before it can be created with *nbytes*, or None. A
-        write from a block that it keeps does not block.
+        """A transfer of *name* that must end before the value can be created with *nbytes*, or
+        None. If the value keeps its block, a write from the block need not end first.
         """
         value = self._values.get(name)
         if value is None:
@@ -144,11 +146,11 @@ class Schedule:
         return value.read
 
     def create(self, name: str, nbytes: int, lowest: bool = False) -> None:
-        """Request a block for a new value *name*, *lowest* in the memory if so: `plan` provides it,
-        `take` hands it out once it is `ready`.
+        """Request a block for a new value *name*, with *lowest* at the lowest free address. `plan`
+        provides the block, and `take` returns it once it is `ready`.
 
-        No transfer that `blocks_create` reports may be in flight. Raises: UsageError when *name* is
-        in use, OutOfHostMemoryError when it cannot fit; nothing is changed then.
+        No transfer that `blocks_create` reports may be in flight. Raises, without changing
+        anything: UsageError if *name* is in use, OutOfHostMemoryError if it cannot fit.
         """
         if nbytes < 0:
             raise UsageError(f"{name!r} cannot have {nbytes} bytes")
@@ -181,10 +183,10 @@ class Schedule:
         self._begin(value, created=True)
 
     def need(self, name: str, in_order: bool = True) -> None:
-        """Request the contents of *name*: `plan` provides them, `take` hands them out once it is
-        `ready`. The use is not learned unless *in_order*.
+        """Request the contents of *name*. `plan` provides them, and `take` returns them once they
+        are `ready`. The use is learned only if *in_order*.
 
-        Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when it
+        Raises: UsageError if there is no such value or it is in use, OutOfHostMemoryError if it
         cannot fit.
         """
         value = self._value(name)
@@ -195,8 +197,8 @@ class Schedule:
         self._begin(value, created=False, in_order=in_order)
 
     def ready(self, name: str) -> bool:
-        """Whether the needed value *name* can be taken; for other values, whether memory has their
-        contents.
+        """Whether the needed value *name* can be taken; for other values, whether their contents
+        are in memory.
         """
         value = self._values[name]
         if value is self._need.value and self._need.creates and value.state == State.RESERVED:
@@ -215,7 +217,7 @@ class Schedule:
         value.to(Event.CREATE if need.creates else Event.USE)
         if need.creates:
             value.value_bytes = value.nbytes
-            self._blocks.copies.setdefault(name, value)  # of what it replaces
+            self._blocks.copies.setdefault(name, value)  # the drive may have the replaced value
         was_read = value.prefetched_unused and not need.creates
         value.prefetched_unused = value.evict_after_write = False
         value.stamp = 0
@@ -225,7 +227,7 @@ class Schedule:
         return block.start, was_read
 
     def cancel_need(self, name: str) -> None:
-        """Withdraw the request for *name*, which was not taken. A value to be created is forgotten."""
+        """Withdraw the request for *name*, which was not taken. A requested new value is dropped."""
         value, creates = self._values[name], self._need.creates
         self._need.begin(None)
         if creates and value.state <= State.RESERVED and value.write is None:
@@ -256,8 +258,8 @@ class Schedule:
         self._prefetcher.on_idle(value)
 
     def discard(self, name: str) -> None:
-        """Forget *name*, in use or not. No transfer of it may be in flight. Raises: UsageError when
-        there is none.
+        """Drop *name*, in use or not. No transfer of it may be in flight. Raises: UsageError if
+        there is no such value.
         """
         value = self._value(name)
         check(value.read is None and value.write is None, "a transfer is in flight")
@@ -268,8 +270,8 @@ class Schedule:
         self.order.dropped(name)
 
     def retain(self, name: str) -> None:
-        """Have `roll_back` return to the version of *name*, which is in use, that the drive has.
-        Raises: UsageError where that is not the newest.
+        """Make `roll_back` return to the version of *name*, which is in use, on the drive. Raises:
+        UsageError if that version is not the newest.
         """
         value = self._value(name)
         self._check_used(value)
@@ -280,8 +282,8 @@ class Schedule:
         value.retained_bytes = value.value_bytes
 
     def roll_back(self, name: str) -> None:
-        """The version of *name* that was retained is the newest again. No transfer of it may be in
-        flight. Raises: UsageError when it is in use.
+        """Make the retained version of *name* the newest again. No transfer of it may be in flight.
+        Raises: UsageError if it is in use.
         """
         value = self._value(name)
         self._check_free(value)
@@ -301,15 +303,15 @@ class Schedule:
         return self._residency.everything or name in self._residency.homes
 
     def foretell(self, sizes: Mapping[str, int], at_once: int, stay: bool) -> None:
-        """Plan for the order of use that is expected, before any is learned: see
-        `AccessOrder.foretell`. The residents *stay*, if so, where another order would have others.
+        """Plan for an expected order of use, before any is learned: see `AccessOrder.foretell`.
+        With *stay*, the residents stay even if a learned order would have others.
         """
         if self.order.foretell(sizes, at_once):
             self._choose_residents(packed=False)
             self._residency.stays |= stay
 
     def hint(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order: see `Prefetcher.hint`."""
+        """Expect *names* to be used next, in this order: see `Prefetcher.hint`."""
         self._prefetcher.hint(names)
 
     def step(self) -> None:
@@ -326,7 +328,7 @@ class Schedule:
     # Transfers.
 
     def plan(self) -> list[Transfer]:
-        """The transfers to start now. They count as in flight from here on."""
+        """The transfers to start now. From now on they count as in flight."""
         need = self._need
         needed = need.value
         if needed is not None and need.failed_write is None:
@@ -336,7 +338,7 @@ class Schedule:
         return self.take_pending()
 
     def take_pending(self) -> list[Transfer]:
-        """The transfers to start that are already decided, without planning more."""
+        """The transfers that are already decided, without planning more."""
         transfers, self._blocks.to_start = self._blocks.to_start, []
         return transfers
 
@@ -350,14 +352,14 @@ class Schedule:
         return [transfer for transfer in self._need.awaited if not transfer.ended]
 
     def failed_write(self) -> str | None:
-        """The value whose failed write keeps the needed one from fitting, or None. After this call
-        it may be tried again.
+        """The value whose failed write keeps the needed value from fitting, or None. After this
+        call the write may be tried again.
         """
         name, self._need.failed_write = self._need.failed_write, None
         return name
 
     def write_all(self, but: set[str]) -> list[Transfer]:
-        """Start a write of every dirty value that is not in use, not being written, and not among
+        """Start a write of every dirty value that is not in use, not being written, and not in
         *but*.
         """
         for value in self._values.values():
@@ -376,8 +378,9 @@ class Schedule:
         return self.take_pending()
 
     def spare(self, nbytes: int, *, but: Container[str], stale: bool) -> list[str]:
-        """Values in memory whose copies on the drive are void from here on: *nbytes* together, or all
-        that there are. Not those of values among *but*; only what was void before if *stale*.
+        """Invalidate on-drive copies of values in memory, *nbytes* in total or all that there are.
+        Returns: the values. Values in *but* are skipped. With *stale*, only copies that were stale
+        before are included.
         """
         self._residency.stays = True
         states = _STALE if stale else _SPARABLE
@@ -386,7 +389,7 @@ class Schedule:
             if nbytes <= 0:
                 break
             self._blocks.operations += 1
-            # what is reclaimable is about to be lost from memory
+            # The contents of a reclaimable block may be overwritten any time.
             lost = value.block is None or value.block.reclaimable
             if value.state in states and not (lost or value.keeps_copy or value.name in but):
                 spared.append(value)
@@ -399,10 +402,10 @@ class Schedule:
     def _write_back(self, value: Value) -> None:
         if value.state in (State.DIRTY, State.DIRTY_FAILED):
             self._blocks.start_write(value)
-            self._victims.add(value)  # evictable again if its last write had failed
+            self._victims.add(value)  # if its last write failed, it is evictable again
 
     def grow(self, nbytes: int) -> None:
-        """Extend the memory to *nbytes* in all. Blocks stay where they are."""
+        """Extend the memory to *nbytes* in total. Blocks stay where they are."""
         check(nbytes >= self.nbytes, "memory cannot shrink")
         self._blocks.arena.grow(nbytes)
         self._set_lookahead()
@@ -418,11 +421,12 @@ class Schedule:
         return [name for name, value in self._uses.values.items() if not value.lowest]
 
     def finished(self, transfer: Transfer, succeeded: bool) -> None:
-        """*transfer* has ended. A failed one is not retried before it is needed: see `need`,
-        `failed_write` and `write_all`.
+        """Record that *transfer* has ended. A failed transfer is not retried before it is needed:
+        see `need`, `failed_write` and `write_all`.
         """
         transfer.stage = Stage.ENDED
-        # Blocks keep it until they are used again, and refer to each other.
+        # Blocks reference the transfer until they are used again, and transfers reference each
+        # other.
         transfer.after, transfer.store = (), None
         if succeeded:
             transfer.requests = []
@@ -463,7 +467,7 @@ class Schedule:
         if value.state == State.DIRTY:
             self._victims.add(value)
 
-    # What is decided.
+    # Decisions.
 
     def _begin(self, value: Value, created: bool, in_order: bool = True) -> None:
         self._need.begin(value, created)
@@ -496,7 +500,7 @@ class Schedule:
             self._blocks.start_read(value)
 
     def _choose_residents(self, packed: bool) -> None:
-        """Choose the residents of the expected order: see `Residency.choose`. Where all values fit
+        """Choose the residents of the expected order: see `Residency.choose`. If all values fit,
         they stay where they are, unless they must be *packed* because of fragmentation.
         """
         period, residency = self.order.period, self._residency
@@ -525,7 +529,7 @@ class Schedule:
             if not residency.homes or residency.has(value) or value.state not in EVICTABLE:
                 self._victims.add(value)
             else:
-                # it is in the residents' part, or in the part of the transient values
+                # It occupies the residents' part, or memory that transient values share.
                 self._blocks.evict(value)
 
     # Checks.
@@ -545,8 +549,8 @@ class Schedule:
             raise UsageError(f"{value.name!r} is in use already: release it first")
 
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
-        """Check that *size* bytes fit next to the values in use. Raises: OutOfHostMemoryError, with
-        the cure.
+        """Check that *size* bytes fit next to the values in use. Raises: OutOfHostMemoryError with
+        advice.
         """
         if self._blocks.arena.best_fit(size, above=True) is not None or any(
             end - start >= size for start, end in self._uses.gaps(self.nbytes)

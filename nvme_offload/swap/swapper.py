@@ -30,14 +30,14 @@ class SwapperStats:
     Attributes
     ----------
     bytes_read, bytes_written : int
-        From and to the drive.
+        Bytes read from and written to the drive.
     read_wait_seconds, room_wait_seconds : float
         Time that callers waited for a read, and for memory to become free.
     hits, misses : int
         Swap-ins of values still in memory since their last use, and of values that were read,
         prefetched or not.
     resident_bytes, peak_bytes : int
-        Bytes of the budget that values occupy, now and at most.
+        Bytes of the budget that values occupy: now, and the maximum so far.
     unused_prefetches : int
         Values that were prefetched and evicted before use.
     """
@@ -64,27 +64,27 @@ class SwapperStats:
 
 
 class TensorSwapper(Closing):
-    """Named byte arrays in the memory of a pool, swapped to a store where they do not fit.
+    """Named byte arrays in the memory of a pool, swapped to a store if they do not fit.
 
     A value is in use from `create` or `swap_in` to `release`: its tensor is the memory of the pool
     itself, and must not be used afterwards. An idle value stays in memory while there is space,
-    without I/O. Otherwise the value needed last is evicted (written back if it changed), and
-    prefetched before it is needed again. The order of need is learned from one `step` to the next,
-    and taken from `prefetch`.
+    without I/O. Otherwise the value that is needed last is evicted (written back if it changed),
+    and prefetched before it is needed again. The swapper learns the order of use from one `step` to
+    the next, and accepts hints through `prefetch`.
 
-    All methods are thread-safe; a call that waits for the drive blocks the others. Transfers that
-    wait for other transfers are started by the engine's threads, without a call.
+    All methods are thread-safe; a call that waits for the drive blocks other calls. The engine's
+    threads start transfers that wait for other transfers, without a call.
 
     Parameters
     ----------
     store : TensorStore
-        The caller's; close it after the swapper.
+        The store, which the caller owns; close it after the swapper.
     pool : PinnedPool
-        The caller's, which no other swapper uses; the swapper takes all of its memory. With one
-        value in use at a time, a pool that holds the largest value is enough.
+        The pool, which the caller owns and no other swapper uses; the swapper takes all of its
+        memory. With one value in use at a time, a pool that holds the largest value is enough.
     lookahead_bytes : int, optional
         How much to prefetch. By default the size of the next two values of a learned order; before
-        that, twice the largest value, at most half of the memory.
+        an order is learned, twice the largest value, at most half of the memory.
 
     Raises
     ------
@@ -105,15 +105,15 @@ class TensorSwapper(Closing):
         pool.take(self)
         self._store = store
         self._pool = pool
-        # guards all attributes below; held for a whole call, including waits
+        # Guards all attributes below. A call holds it to its end, including waits.
         self._lock = threading.RLock()
         self._changing = Section("swapper")
         self._lookahead_bytes = lookahead_bytes
-        self._counters = Counters()  # which `reset` leaves
+        self._counters = Counters()  # `reset` does not change them
         self._begin()
 
     def _begin(self) -> None:
-        """Begin without values, in memory that nothing uses."""
+        """Begin without values, in unused memory."""
         self._schedule = Schedule(self._pool.nbytes, self._lookahead_bytes)
         self._runner = Runner(
             self._store, self._schedule, self._pool, self._changing, self._counters
@@ -129,8 +129,8 @@ class TensorSwapper(Closing):
         nbytes : int
             Size in bytes.
         lowest : bool
-            Place it at the lowest free address, evicting what is there. For long uses, which would
-            otherwise fragment the memory.
+            Place it at the lowest address not in use, and evict the values there. For long uses,
+            which would otherwise fragment the memory.
 
         Returns
         -------
@@ -144,8 +144,8 @@ class TensorSwapper(Closing):
         OutOfHostMemoryError
             The values in use leave no space; the message gives a sufficient size.
         OffloadError
-            The error of a write-back that was to free memory. That value stays in memory, and
-            *name* is not created.
+            The error of a write-back that had to free memory. The value written back stays in
+            memory, and *name* is not created.
         """
         nbytes = operator.index(nbytes)
         with self._lock, self._changing:
@@ -161,25 +161,25 @@ class TensorSwapper(Closing):
                 if whole and name not in self._schedule:
                     self._runner.delete(name)
                 raise
-            self._runner.commit(name)  # what `retain` kept is of the value that was replaced
+            self._runner.commit(name)  # `retain` kept a version of the replaced value
             return tensor
 
     def swap_in(self, name: str, *, in_order: bool = True) -> torch.Tensor:
-        """Bring a value into memory. It is in use. Waits for the drive and for memory.
+        """Load a value into memory, and start its use. Waits for the drive and for memory.
 
         Parameters
         ----------
         name : str
             The name.
         in_order : bool
-            Whether the planner learns this use. Pass False where chance puts it between the uses of
-            another thread; a hint of `prefetch` then keeps the value, or prefetches it.
+            Whether the planner learns this use. Pass False if timing decides its place among the
+            uses of another thread. A `prefetch` hint can then keep or prefetch the value.
 
         Returns
         -------
         torch.Tensor
             One dimension of unsigned bytes, as many as created, valid until `release`. After a
-            release with fewer bytes only those have contents.
+            release with fewer bytes, only these bytes have contents.
 
         Raises
         ------
@@ -190,7 +190,7 @@ class TensorSwapper(Closing):
         IOFailure, TruncatedError, CorruptionError
             The value cannot be read; the call can be repeated.
         OffloadError
-            The error of a write-back that was to free memory, as in `create`.
+            The error of a write-back that had to free memory, as in `create`.
         """
         with self._lock, self._changing:
             self._schedule.need(name, in_order)
@@ -210,7 +210,7 @@ class TensorSwapper(Closing):
         changed : bool
             Whether the contents changed since `swap_in`. A created value has changed.
         nbytes : int, optional
-            Of a changed value, the leading bytes to keep; all unless given.
+            The number of leading bytes to keep of a changed value; all by default.
 
         Raises
         ------
@@ -231,7 +231,7 @@ class TensorSwapper(Closing):
         name : str
             The name.
         tensor : torch.Tensor
-            On any device.
+            The tensor to copy, on any device.
 
         Raises
         ------
@@ -256,18 +256,18 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         names : iterable of str
-            In order of use; after earlier hints, except for names that are repeated here. Unknown
-            names are ignored.
+            Names in order of use. They follow earlier hints; a repeated name moves to its new
+            place. Unknown names are ignored.
         """
-        names = list(names)  # outside of the section, where an error of the caller is not ours
+        names = list(names)  # before the section: an error in the caller's iterable is not ours
         with self._lock:
             with self._changing:
                 self._schedule.hint(names)
             self._pump()
 
     def discard(self, name: str) -> None:
-        """Delete a value, in use or not; its tensor must not be used any more. Waits for a transfer
-        of it in flight.
+        """Delete a value, in use or not. Its tensor must not be used afterwards. Waits for a
+        transfer of the value in flight.
 
         Parameters
         ----------
@@ -294,7 +294,7 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         name : str
-            The name, of a value or of one to come.
+            The name of a value, which need not exist yet.
 
         Returns
         -------
@@ -305,18 +305,18 @@ class TensorSwapper(Closing):
             return self._schedule.stays(name)
 
     def retain(self, name: str) -> None:
-        """Keep what the drive has of a value in use, until `commit` or `roll_back`: what is written
-        later gets space of its own.
+        """Keep the on-drive version of a value in use, until `commit` or `roll_back`. Later writes
+        of the value go to separate space.
 
         Parameters
         ----------
         name : str
-            The name, of a value whose contents have not changed since `swap_in`.
+            The name of a value whose contents have not changed since `swap_in`.
 
         Raises
         ------
         UsageError
-            The value is not in use, or memory alone has its newest version: `write_back` comes
+            The value is not in use, or its newest version is only in memory: call `write_back`
             before `swap_in`.
         """
         with self._lock, self._changing:
@@ -326,19 +326,19 @@ class TensorSwapper(Closing):
                 self._runner.retained.add(name)
 
     def commit(self, name: str) -> None:
-        """Let go of what `retain` kept.
+        """Release the version that `retain` kept.
 
         Parameters
         ----------
         name : str
-            The name; one of which nothing is kept is ignored.
+            The name; a name without a kept version is ignored.
         """
         with self._lock, self._changing:
             self._runner.commit(name)
 
     def roll_back(self, name: str) -> None:
-        """Return to what `retain` kept. Waits for a transfer of the value in flight. The next use
-        in this period is no part of the order of use, as it repeats one.
+        """Return to the version that `retain` kept. Waits for a transfer of the value in flight.
+        The next use in this period is not learned, because it repeats an earlier use.
 
         Parameters
         ----------
@@ -348,7 +348,7 @@ class TensorSwapper(Closing):
         Raises
         ------
         UsageError
-            The value is in use, or nothing is kept of it.
+            The value is in use, or no version of it is kept.
         """
         with self._lock:
             with self._changing:
@@ -362,19 +362,19 @@ class TensorSwapper(Closing):
             self._pump()
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int = 1, stay: bool = False) -> None:
-        """Announce the order of use before one can be learned: values that stay in memory are chosen
-        at once, and need not move later. Ignored where something was used before.
+        """Announce the order of use before one can be learned: the swapper chooses the values that
+        stay in memory immediately, so they need not move later. Ignored if a value was used before.
 
         Parameters
         ----------
         sizes : mapping of str to int
-            Bytes of the values that each period uses and changes, by name, in order of use. They may
-            not exist yet.
+            Bytes of the values that each period uses and changes, by name, in order of use. They
+            need not exist yet.
         at_once : int
-            How many of them are in use together.
+            How many values are in use at the same time.
         stay : bool
-            Never have other values stay in memory instead, even if they are used in another way: the
-            drive has little more room than for those that do not.
+            Keep the chosen values in memory even if the actual order of use differs: the drive has
+            space for little more than the other values.
         """
         sizes = dict(sizes)
         with self._lock, self._changing:
@@ -382,7 +382,7 @@ class TensorSwapper(Closing):
 
     @property
     def learned(self) -> bool:
-        """Whether an order of use has been learned, by a whole period that was seen, or foretold."""
+        """Whether an order of use is known, from a whole period of uses or from `foretell`."""
         with self._lock:
             return self._schedule.order.learned
 
@@ -399,15 +399,15 @@ class TensorSwapper(Closing):
         Raises
         ------
         OffloadError
-            The first error of a write, after all were tried. A value whose write failed stays in
+            The first error of a write, after trying all writes. A value whose write failed stays in
             memory, and the next `flush` writes it again.
         """
         with self._lock, self._changing:
             self._runner.flush()
 
     def write_back(self, name: str) -> None:
-        """Have the drive have the newest version of a value that is not in use, and wait. The value
-        stays where it is.
+        """Write back a value that is not in use, if it has changed, and wait. The value stays where
+        it is.
 
         Parameters
         ----------
@@ -425,8 +425,8 @@ class TensorSwapper(Closing):
             self._runner.write_back(name)
 
     def lacks_writes(self) -> bool:
-        """Wait for writes in flight; whether one failed that no call has raised. Its value is in
-        memory, and `flush` writes it again.
+        """Wait for writes in flight. Returns: whether a write has failed whose error no call has
+        raised. Its value is in memory, and `flush` writes it again.
         """
         with self._lock, self._changing:
             self._runner.finish_writes()
@@ -434,7 +434,7 @@ class TensorSwapper(Closing):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Context in which calls of other threads wait, and find no memory in use by the context."""
+        """Context in which calls of other threads wait. At its end it must have no value in use."""
         with self._lock:
             yield
 
@@ -445,15 +445,15 @@ class TensorSwapper(Closing):
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exception has ended a call in the middle: see `reset`."""
+        """Whether an exception has interrupted a call: see `reset`."""
         with self._lock:
             return bool(self._changing.interrupted_by)
 
     def reset(self) -> None:
         """Delete every value, in use or not, and every tensor of the store.
 
-        It is how to go on after an exception such as KeyboardInterrupt or MemoryError has ended a
-        call in the middle. Every other method that uses values raises UsageError then.
+        Call it to continue after an exception, such as KeyboardInterrupt or MemoryError, has
+        interrupted a call. Until then, every other method that uses values raises UsageError.
 
         Raises
         ------
@@ -463,7 +463,7 @@ class TensorSwapper(Closing):
         with self._lock:
             if self._changing.closed:
                 raise UsageError("the swapper is closed")
-            self._changing.interrupted_by = "reset()"  # should an exception end this
+            self._changing.interrupted_by = "reset()"  # in case an exception interrupts this
             self._store.reset()  # no transfer uses the memory from here on
             self._begin()
             self._changing.interrupted_by = ""
@@ -480,8 +480,8 @@ class TensorSwapper(Closing):
                         self._schedule.release(name, True, None)
 
     def release_lock(self) -> None:
-        """Release the lock where this thread has it outside of a call: an exception has ended a
-        `with` at its last line.
+        """Release the lock if this thread holds it outside of a call, because an exception has
+        ended a `with` at its last line.
         """
         while self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
@@ -492,7 +492,7 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         nbytes : int
-            The budget in all, in bytes.
+            The total budget in bytes.
 
         Raises
         ------
@@ -503,7 +503,7 @@ class TensorSwapper(Closing):
 
         with self._lock:
             self._changing.check()
-            self._pool.grow(nbytes)  # a MemoryError of which changes nothing
+            self._pool.grow(nbytes)  # if it raises MemoryError, nothing has changed
             with self._changing:
                 pool = self._pool
                 if pool.nbytes > self._schedule.nbytes:
@@ -549,7 +549,7 @@ class TensorSwapper(Closing):
         SwapperStats
             A snapshot.
         """
-        # without the lock, which a call holds while it waits for the drive
+        # Do not take the lock: a call holds it while it waits for the drive.
         schedule = self._schedule
         return SwapperStats(
             **dataclasses.asdict(self._counters),
@@ -576,7 +576,7 @@ class TensorSwapper(Closing):
                     self._runner.finish_all()
                     for name in self._schedule.names():
                         self._runner.delete(name)
-            # the store waits for the transfers of an interrupted swapper, and frees their space
+            # The store waits for the transfers of an interrupted swapper, and frees their space.
             self._changing.closed = True
             self._runner.memory = self._runner.memory.new_empty(0)
             self._pool.give_back()
@@ -588,13 +588,13 @@ class TensorSwapper(Closing):
         return f"<TensorSwapper {'closed' if self._changing.closed else f'{len(self._schedule.names())} values, {used} of {total} in memory'}>"
 
     def _obtain(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Provide the value that the schedule was told to need; its tensor, and whether it was
-        read.
+        """Provide the value that was requested from the schedule. Returns: its tensor, and whether
+        it was read.
         """
         offset, was_read = self._runner.obtain(name)
         return self._runner.memory[offset : offset + self._schedule.size(name)], was_read
 
     def _pump(self) -> None:
-        """Start what can start now, in a separate section: the call itself has ended."""
+        """Start the transfers that can start now, in a separate section: the call itself has ended."""
         with self._changing:
             self._runner.advance()

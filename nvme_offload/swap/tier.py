@@ -27,7 +27,7 @@ from .swapper import SwapperStats, TensorSwapper
 if TYPE_CHECKING:
     import torch
 
-# the smallest pool: without it the pool would grow with every small parameter
+# The smallest pool. Without a minimum, the pool would grow with every small parameter.
 _LEAST_BYTES = 64 << 20
 
 _log = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 class Tier:
     """The drives and the host memory of one rank: a store, and a swapper with one memory budget.
 
-    Everything that streams through a tier shares the budget. The pool grows as `require` is told
-    how much memory is useful.
+    All values of a tier share the budget. The pool grows as calls of `require` announce how much
+    memory is useful.
 
     Parameters
     ----------
     paths : sequence of str
-        Existing directories, as a rule one per drive.
+        Existing directories, usually one per drive.
     aio : AioConfig
         Settings of the engine.
     host_memory : int or "auto"
@@ -51,14 +51,14 @@ class Tier:
     weights : sequence of float
         Shares of the paths; equal unless given.
     checksum : bool
-        Verify every byte that is read against what was written.
+        Verify every byte that is read against the byte that was written.
 
     Attributes
     ----------
     cap_bytes : int
         The budget: the most host memory that this rank may use.
     store : TensorStore
-        Of the tier.
+        The store of the tier.
     aio, paths
         As given.
 
@@ -71,7 +71,7 @@ class Tier:
 
     Notes
     -----
-    Closed by `close`, when its last user is gone, or when the process ends.
+    A tier is closed by `close`, when its last user is gone, or when the process ends.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Tier:
         self.store = self._open_store()
         self._swapper: TensorSwapper | None = None
         self._pool: PinnedPool | None = None
-        # of owners that are gone: names, and bytes that they announced
+        # Names of values whose owners are gone, and bytes that the owners announced.
         self._abandoned: deque[tuple[Collection[str], Collection[int]]] = deque()
         self._needed_bytes = 0
         self._most_bytes = 0  # the reserved size of the pool
-        self._reserved_bytes = 0  # on the drives, where they lack room for all values
-        self._foretold: tuple[dict[str, int], int] | None = None  # what `foretell` was called with
+        self._reserved_bytes = 0  # on the drives, if not all values fit there
+        self._foretold: tuple[dict[str, int], int] | None = None  # the arguments of `foretell`
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
         self.cap_bytes = (
@@ -125,7 +125,7 @@ class Tier:
             try:
                 names, announced = self._abandoned.popleft()
             except IndexError:
-                break  # another thread was faster
+                break  # another thread has taken the last one
             self.give_back(sum(announced))
             self._discard(self._swapper, names)
         return self._swapper
@@ -137,16 +137,16 @@ class Tier:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exception has ended a call of the store or the swapper in the middle, such as
-        KeyboardInterrupt or MemoryError. Their values are unusable then, until `reset`.
+        """Whether an exception, such as KeyboardInterrupt or MemoryError, has interrupted a call of
+        the store or the swapper. Their values are then unusable until `reset`.
         """
         swapper = self._swapper
         return self.store.interrupted or (swapper is not None and swapper.interrupted)
 
     def reset(self) -> None:
-        """Delete every value, also after an exception has ended a call in the middle. Memory, space
-        on the drives and `make_scratch` stay; tensors of values and of scratch memory must not be
-        used any more. Raises: as `TensorStore.reset`.
+        """Delete every value, even after an exception has interrupted a call. Memory, space on the
+        drives and allocations of `make_scratch` stay. Tensors of values and of scratch memory must
+        not be used afterwards. Raises: as `TensorStore.reset`.
         """
         swapper = self._swapper
         if swapper is None:
@@ -162,8 +162,8 @@ class Tier:
             self.foretell(sizes, at_once=at_once)
 
     def start_over(self) -> None:
-        """Delete every value, and give back memory and space on the drives, as if nothing had been
-        required yet. No value may be in use. Raises: as `TensorSwapper.close`.
+        """Delete every value, and release memory and space on the drives, as before the first
+        `require`. No value may be in use. Raises: as `TensorSwapper.close`.
         """
         try:
             self._resources.pop_all().close()
@@ -191,29 +191,31 @@ class Tier:
             self._swapper.end_uses()
 
     def release_locks(self) -> None:
-        """Release the locks of store and swapper where this thread has them outside of a call: an
-        exception has ended a `with` at its last line. For a thread that begins to wait for another.
+        """Release the locks of store and swapper if this thread holds them outside of a call,
+        because an exception has ended a `with` at its last line. For a thread that is about to wait
+        for another thread.
         """
         self.store.release_lock()
         if self._swapper is not None:
             self._swapper.release_lock()
 
     def forget(self, names: Collection[str]) -> None:
-        """Discard the values *names* that exist, those of `make_scratch` among them."""
+        """Discard the values *names* that exist, including allocations of `make_scratch`."""
         self._discard(self.swapper, names)
 
     def abandon(self, names: Collection[str], announced: Collection[int] = ()) -> None:
-        """As `forget` *names* and `give_back` the bytes *announced*, when the swapper is used next.
+        """Schedule `forget` of *names* and `give_back` of the bytes *announced* for the next use of
+        the swapper.
 
-        Takes no lock and waits for nothing: for the garbage collector, which may run in the middle
-        of any line, including the swapper's and the store's own.
+        It takes no lock and never waits. It is for the garbage collector, which may run in the
+        middle of any line, including lines of the swapper and the store.
         """
         self._abandoned.append((names, announced))
 
     def abandon_with(
         self, owner: object, names: Collection[str], announced: Collection[int] = ()
     ) -> None:
-        """`abandon` *names* and *announced*, as they are then, after *owner* is garbage-collected."""
+        """Call `abandon` with the final *names* and *announced* once *owner* is garbage-collected."""
         left = names, announced
         weakref.finalize(owner, self._abandoned.append, left).atexit = False
 
@@ -232,7 +234,7 @@ class Tier:
             The memory cannot be mapped.
         """
         if self._swapper is not None:
-            _ = self.swapper  # gives back what was abandoned
+            _ = self.swapper  # releases abandoned values
         self._needed_bytes += nbytes
         cap = max(self.cap_bytes, self._exceeded_bytes)
         wanted = min(max(self._needed_bytes, _LEAST_BYTES), cap)
@@ -245,14 +247,15 @@ class Tier:
             self._tell_memory()
 
     def exceed(self, nbytes: int) -> None:
-        """Allow the pool to grow to *nbytes* for a value that the budget cannot hold: the caller refuses
-        that later, when it knows how many bytes would be enough for everything.
+        """Allow the pool to grow to *nbytes* for a value that the budget cannot hold. The caller
+        refuses the configuration later, when it knows how many bytes would be enough for all
+        values.
         """
         self._exceeded_bytes = max(self._exceeded_bytes, nbytes)
 
     def end_use(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
-        """Release the value *name* if it is in use: after an exception, which may have come before
-        `swap_in` or after `release`. As `TensorSwapper.release`.
+        """Release the value *name* if it is in use, as `TensorSwapper.release`. For use after an
+        exception, which may have occurred before `swap_in` or after `release`.
         """
         with contextlib.suppress(UsageError):
             self.swapper.release(name, changed=changed, nbytes=nbytes)
@@ -265,12 +268,12 @@ class Tier:
         """Allocate *nbytes* of host memory until *name* is forgotten: see `scratch`. Raises: as
         `TensorSwapper.create`.
         """
-        # lowest: in the middle it would fragment the rest
+        # At the lowest address: in the middle it would fragment the memory.
         self._scratch[name] = self.swapper.create(name, nbytes, lowest=True)
 
     def scratch(self, name: str) -> torch.Tensor:
-        """The memory of `make_scratch`, as unsigned bytes. Fetch it again for every use: `require`
-        may move it, without its contents.
+        """The memory of `make_scratch`, as unsigned bytes. Call this again for every use: `require`
+        may move the memory without its contents.
         """
         return self._scratch[name]
 
@@ -309,15 +312,15 @@ class Tier:
         Parameters
         ----------
         whole_bytes : int
-            Bytes of everything that is offloaded; the pool takes no more than the budget of it.
+            Bytes of everything that is offloaded; the pool takes these, up to the budget.
         beside_bytes : int
             Bytes of host memory that this rank needs outside of the pool.
 
         Raises
         ------
         UsageError
-            It is not available; with the numbers. Without this check the kernel's OOM killer would
-            end the process later.
+            The memory is not available; the message has the numbers. Without this check the
+            kernel's OOM killer would end the process later.
         """
         ranks = local_ranks()
         available = available_bytes() // ranks
@@ -343,19 +346,19 @@ class Tier:
         nbytes : int
             Bytes of this rank; the other ranks of this machine are assumed to need as many.
         largest : int, optional
-            Bytes of the largest value, of values that `foretell` will name. Where the drives have no
-            room for all values, host memory holds as many as it can, and room for the others is
-            allocated here and now, so that neither another rank nor another program takes it.
+            Bytes of the largest value, if `foretell` will name the values. If not all values fit on
+            the drives, host memory holds as many as it can. Space for the other values is allocated
+            immediately, so that neither another rank nor another program takes it.
         twice : int
             Bytes of values of which the drives have two versions at a time.
         growth : int
-            Bytes by which the values may grow: with *largest*, room for them is allocated too, where
-            there is room for all ranks.
+            Bytes by which the values may grow. With *largest*, space for them is allocated too, if
+            it is enough for all ranks.
 
         Raises
         ------
         NoSpaceError
-            They do not fit; with the numbers.
+            The bytes do not fit; the message has the numbers.
         """
         values, nbytes = nbytes, nbytes + twice
         ranks, free = local_ranks(), self._free_bytes()
@@ -366,7 +369,7 @@ class Tier:
             for more in dict.fromkeys((growth, 0)):
                 nbytes = overflow(values + more, self.cap_bytes, largest) + twice
                 if more and nbytes * ranks > free:
-                    continue  # it would be the room of another rank
+                    continue  # the space belongs to another rank
                 with contextlib.suppress(NoSpaceError):
                     self.store.reserve(nbytes)
                     self._reserved_bytes = nbytes
@@ -392,15 +395,15 @@ class Tier:
         )
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int) -> None:
-        """Announce the first values of the tier, so that the right ones stay in memory from the
-        start. Comes after `require`.
+        """Announce the first values of the tier, so that the right values stay in memory from the
+        start. Call it after `require`.
 
         Parameters
         ----------
         sizes : mapping of str to int
             Bytes of the values by name, in the order in which every step uses and changes them.
         at_once : int
-            How many of them are in use together.
+            How many values are in use at the same time.
         """
         self._foretold = dict(sizes), at_once
         self.swapper.foretell(sizes, at_once=at_once, stay=self._reserved_bytes > 0)
@@ -413,8 +416,8 @@ class Tier:
 
 
 def local_ranks() -> int:
-    """The number of ranks on this machine, from the launcher's environment. Where that has only the
-    total, at most the number of GPUs here.
+    """The number of ranks on this machine, from the launcher's environment. If the environment has
+    only the total number, at most the number of GPUs on this machine.
 
     Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher,
     and its plugin for Slurm, set WORLD_SIZE only.
@@ -438,8 +441,8 @@ def local_ranks() -> int:
 
 
 def engine_config(path: str, backend: str = "libaio") -> AioConfig:
-    """The settings that `nvme-sweep` chose for the drive of *path*, or the defaults where it was
-    never swept; O_DIRECT where the filesystem has it.
+    """The settings that `nvme-sweep` chose for the drive of *path*, or the defaults if the drive
+    was never swept. O_DIRECT is used if the filesystem supports it.
     """
     try:
         tuned = AioConfig.for_path(path, backend=backend, direct="auto")
@@ -472,8 +475,8 @@ def memory_size(value: object) -> int | Literal["auto"]:
 
 
 def _check_directory(path: str) -> None:
-    """Check that *path* exists. It is not created: below the mount point of an unmounted drive, or
-    with a typing error, it would be on another drive.
+    """Check that *path* exists. It is not created: if a drive is not mounted, or the path has a
+    typing error, the new directory would be on another drive.
     """
     if not path.strip():
         raise UsageError(
@@ -490,7 +493,7 @@ def _check_directory(path: str) -> None:
 
 @functools.cache
 def _check_place(path: str) -> None:
-    """Warn, once, where *path* is in memory or on the root filesystem."""
+    """Warn, once, if *path* is in memory or on the root filesystem."""
     drive = describe(path)
     if drive.is_memory:
         _log.warning(
@@ -507,8 +510,8 @@ def _check_place(path: str) -> None:
 
 @functools.cache
 def _check_profile(path: str) -> None:
-    """Warn, once, where *path* is on another drive than when it was swept: its drive is probably
-    not mounted.
+    """Warn, once, if *path* is on another drive than at its sweep: its drive is probably not
+    mounted.
     """
     with contextlib.suppress(OffloadError, OSError):
         swept, drive = profile_shelf.swept_elsewhere(path), describe(path)

@@ -1,4 +1,4 @@
-"""The states of a value between memory and drive, and the transitions: one table."""
+"""The states of a value between memory and drive, and one table of their transitions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from enum import IntEnum
 
 
 class State(IntEnum):
-    """Where the bytes of a value are. From `CLEAN` on, memory has the newest."""
+    """Where the bytes of a value are. From `CLEAN` on, memory has the newest version."""
 
-    NEW = 0  # to be created; no block
+    NEW = 0  # not created yet; no block
     # no block; on the drive, or being written from a block that another value may get
     OFFLOADED = 1
     RESERVED = 2  # has a block, without contents
-    READING = 3  # has a block; a read fills it, or waits to
+    READING = 3  # has a block; a read fills it, or is waiting to start
     CLEAN = 4  # in memory and on the drive
     DIRTY = 5  # in memory only
     DIRTY_FAILED = 6  # in memory only: the last write failed
@@ -25,7 +25,7 @@ class State(IntEnum):
 
 
 class Event(IntEnum):
-    """What happens to a value."""
+    """An event in the life of a value."""
 
     ALLOCATE = 0  # it gets a block
     START_READ = 1
@@ -33,14 +33,14 @@ class Event(IntEnum):
     DROP = 3  # its block goes to another value, or its read failed
     USE = 4  # its user gets its contents
     CREATE = 5  # its user gets the block for new contents
-    RELEASE_CLEAN = 6  # its user is done and has not changed it
+    RELEASE_CLEAN = 6  # its user has finished and has not changed it
     RELEASE_DIRTY = 7
     START_WRITE = 8
     WRITE_DONE = 9
     WRITE_FAILED = 10
     REATTACH = 11  # it gets back the block from which it is still being written
-    ROLL_BACK = 12  # what memory has of it is void, for the drive has an older version again
-    SPARE = 13  # what the drive has of it is void, for others need the space
+    ROLL_BACK = 12  # the copy in memory becomes invalid: the drive has an older version again
+    SPARE = 13  # the copy on the drive becomes invalid: other values need the space
 
 
 _ROWS: dict[State, dict[Event, State]] = {
@@ -121,5 +121,5 @@ _ROWS: dict[State, dict[Event, State]] = {
     },
 }
 
-# By state, then by event; None: the event cannot happen.
+# The next state, by state and event; None if the event cannot happen.
 TABLE: list[list[State | None]] = [[_ROWS[state].get(event) for event in Event] for state in State]

@@ -1,5 +1,5 @@
-"""`Value`: what the planner knows of a value; `Uses` and `Need`: which are in use, and which comes
-next.
+"""`Value`: the planner's record of a value. `Uses`: the values in use. `Need`: the value that is
+requested next.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Value:
 
     name: str
     nbytes: int  # of the tensor that its user gets
-    value_bytes: int  # of these, the leading bytes with contents
-    size: int  # of its block, in whole granules
+    value_bytes: int  # the number of leading bytes with contents
+    size: int  # bytes of its block, in whole granules
     exists: bool = True  # False: a reservation
     lowest: bool = False  # placed as low as possible
     state: State = State.NEW
@@ -31,19 +31,19 @@ class Value:
     read: Transfer | None = None
     write: Transfer | None = None  # in flight, from its block or from one that it has lost
     home: int | None = None  # the offset reserved for it as a resident
-    # read or reserved for the use at this position, or for a hint (-1)
+    # The position of the use for which it was read or reserved; -1 for a hint.
     prefetched_for: int | None = None
     prefetched_unused: bool = False  # read and not used since
     transient: bool = False  # in use, and not a resident
-    evict_after_write: bool = False  # when the write of its older version has ended
+    evict_after_write: bool = False  # evict it when the write of its older version has ended
     read_failed: bool = False
-    retained_bytes: int | None = None  # of the version on the drive that `roll_back` returns to
-    keeps_copy: bool = False  # on the drive, until its next use ends
+    retained_bytes: int | None = None  # bytes of the on-drive version to which `roll_back` returns
+    keeps_copy: bool = False  # keeps its copy on the drive until its next use ends
     last_use: int = 0
     stamp: int = 0  # of its valid entry in a heap
 
     def to(self, event: Event) -> None:
-        """Change the state. Raises: InvariantError where *event* cannot happen in it."""
+        """Change the state. Raises: InvariantError if *event* cannot happen in the present state."""
         state = TABLE[self.state][event]
         if state is None:
             raise InvariantError(f"{event.name} in {self.state.name}, of {self.name!r}")
@@ -51,7 +51,7 @@ class Value:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is idle, and in a block that no other value may get."""
+        """Whether the value is idle, and in a block that no other value may get."""
         return self.state in IDLE and self.block is not None and not self.block.reclaimable
 
 
@@ -59,8 +59,8 @@ ValueBlock: TypeAlias = Block[Value]
 
 
 class Uses:
-    """The values in use; *nbytes* of those that are not placed lowest, and of these
-    *transient_bytes* of values that are not resident.
+    """The values in use. *nbytes* counts values that are not placed lowest; *transient_bytes*
+    counts the non-resident values among them.
     """
 
     def __init__(self) -> None:
@@ -102,16 +102,16 @@ class Uses:
 
 @dataclasses.dataclass(slots=True)
 class Need:
-    """The value that a user asks for, until it is taken."""
+    """The value that a user has requested, until it is taken."""
 
     value: Value | None = None
     creates: bool = False
     awaited: list[Transfer] = dataclasses.field(default_factory=list)
-    failed_write: str | None = None  # which keeps the value from fitting
-    retried: Value | None = None  # its failed write is tried again for the needed value
+    failed_write: str | None = None  # the value whose failed write keeps this one from fitting
+    retried: Value | None = None  # the value whose failed write is tried again for this one
 
     def begin(self, value: Value | None, creates: bool = False) -> None:
-        """Ask for *value*, or for nothing."""
+        """Request *value*; None for no value."""
         self.value = value
         self.creates = creates
         self.awaited = []
@@ -119,6 +119,6 @@ class Need:
 
 
 def check(holds: bool, fault: str) -> None:
-    """Raises: InvariantError, with the *fault*, unless what must hold *holds*."""
+    """Check the invariant *holds*. Raises: InvariantError with the *fault* if it is False."""
     if not holds:
         raise InvariantError(f"{fault}: please report it as a fault of nvme_offload")

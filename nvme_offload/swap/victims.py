@@ -1,4 +1,4 @@
-"""`Victims`: finds room for a value, by the eviction of those that are used last."""
+"""`Victims` finds space for a value by evicting the values whose next use is farthest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .values import EVICTABLE, Need, Uses, Value, ValueBlock
 # The next use of a value as a number, for Belady eviction: the victim is the value whose next use
 # is farthest. Positions of the learned order lie between these two.
 HINTED = -(1 << 62)  # plus the number of the hint
-# plus the time of the last use: without a known order, the most recently used value is the victim
+# Plus the time of the last use: without a known order, the most recently used value is the victim.
 _UNKNOWN = 1 << 62
 _MAX_VICTIMS = 16  # victims to try for one allocation
 
@@ -23,8 +23,8 @@ _Heap = list[tuple[int, int, Value]]
 
 
 class Victims:
-    """The idle values in memory as candidates for eviction, the last to be used first: transient
-    values, and residents.
+    """The idle values in memory as candidates for eviction, farthest next use first. Transient
+    values and residents are kept separately.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Victims:
             self._blocks.evict(victim)
 
     def find_space(self, value: Value, position: int | None) -> int | None:
-        """Where *value* can be placed at once, or None. Evicts values used later than *position*;
-        any, where *position* is None (needed now).
+        """The offset at which *value* can be placed immediately, or None. Evicts values used later
+        than *position*; if *position* is None (needed now), any value.
         """
         if value.lowest:
             gaps = self._uses.gaps(self._arena.nbytes)
@@ -93,7 +93,7 @@ class Victims:
         return start
 
     def _priority(self, value: Value) -> int:
-        """The next use of *value*: the larger, the later."""
+        """The next use of *value* as a number: a larger number is later."""
         hint = self._order.hinted(value.name)
         if hint is not None:
             return HINTED + hint
@@ -101,8 +101,8 @@ class Victims:
         return _UNKNOWN + value.last_use if position is None else position
 
     def _pop(self, heap: _Heap, beyond: int) -> Value | None:
-        """Remove and return the candidate of *heap* whose next use is farthest, if that is later
-        than *beyond*.
+        """Remove and return the candidate of *heap* whose next use is farthest, if that use is
+        later than *beyond*.
         """
         renewed = 0
         while heap:
@@ -131,7 +131,7 @@ class Victims:
 
     def _evict_for(self, size: int, heap: _Heap, position: int | None) -> int | None:
         """Evict the candidates whose next use is farthest, with their neighbours, until *size*
-        contiguous bytes are reclaimable; their start, or None.
+        contiguous bytes are reclaimable. Returns: the start of these bytes, or None.
         """
         beyond = (HINTED << 1) if position is None else position
         tried: list[Value] = []
@@ -155,8 +155,8 @@ class Victims:
     def _extended(
         self, victim: Value, size: int, beyond: int, above: bool
     ) -> deque[ValueBlock] | None:
-        """The block of *victim* with neighbours, those with the farthest next use first, that have
-        *size* bytes together; None where there are none.
+        """The block of *victim* and enough of its neighbours, farthest next use first, to have
+        *size* bytes in total; None if there are not enough.
         """
         low = high = known(victim.block)
         if above and low.start < self._arena.boundary:
@@ -179,8 +179,8 @@ class Victims:
         return blocks
 
     def _block_priority(self, block: ValueBlock | None, beyond: int, above: bool) -> int | None:
-        """The next use of the owner of *block*: the later, the better a victim. None where it must
-        stay.
+        """The next use of the owner of *block*: a later use makes a better victim. None if the
+        block must stay.
         """
         if block is None or (above and block.start < self._arena.boundary):
             return None
@@ -197,8 +197,8 @@ class Victims:
         return priority if priority > beyond else None
 
     def _evict_range(self, size: int, start: int) -> int | None:
-        """Evict everything in *size* bytes from *start*, where nothing is in use. Returns *start*,
-        or None while that waits for transfers.
+        """Evict all values in *size* bytes from *start*; none of them may be in use. Returns
+        *start*, or None while transfers must end first.
         """
         need = self._need
         need.awaited = []

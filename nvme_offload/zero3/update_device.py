@@ -164,7 +164,7 @@ def trial_device(optimizer: Any) -> torch.device:
 
 def gpu_bytes(footprint: Footprint) -> float:
     """Bytes of GPU memory for each element of the largest sub-group, computed from the *footprint*
-    of updates on the CPU. Several sub-groups have their states on the GPU, and one of these is
+    of updates on the CPU. Several sub-groups have their states on the GPU, and one sub-group is
     unpacked.
     """
     return footprint.states * footprint.in_flight + footprint.scratch + footprint.gradient

@@ -32,7 +32,7 @@ class Update(NamedTuple):
 
 
 class Updates:
-    """Makes the updates of one step after the other. Each step has its own thread. Updates read and
+    """Makes updates, one step at a time, in a thread that ends with the step. Updates read and
     write in *tier*. *now* returns an increasing number; uses with equal numbers count as
     simultaneous.
 
