@@ -1,3 +1,3 @@
-"""Values of a tier on the device where they are used: copies to and from a GPU that overlap with its
+"""Values of a tier on the device that uses them. Copies to and from a GPU overlap with the GPU's
 computation.
 """

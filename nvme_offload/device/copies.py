@@ -1,4 +1,4 @@
-"""`CopyStreams`: copies between host memory and a GPU that overlap with its computation."""
+"""`CopyStreams`: copies between host memory and a GPU that overlap with the GPU's computation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
 
 
 class CopyStreams:
-    """Two CUDA streams for each GPU, one for each direction, made when first used: a copy to the
-    GPU does not wait for one to the host.
+    """Two CUDA streams for each GPU, one for each direction, made when first used. A copy to the
+    GPU does not wait for a copy to the host.
     """
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, bool], Any] = {}
 
     def start(self, target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
-        """Start copying *source* to *target*, one of which is on a GPU and the other in pinned
-        host memory. Returns the event at its end.
+        """Start copying *source* to *target*. One of the two is on a GPU and the other in pinned
+        host memory. Returns the event at the end of the copy.
 
-        *after*: an event that the copy waits for: after the kernels that write *source*, and those
-        that still use *target*. None for none. Lifetime: the caller keeps both tensors until the
-        event is done.
+        *after*: the event for which the copy waits; it must come after the kernels that write
+        *source* and the kernels that still use *target*. None for no event. Lifetime: the caller
+        keeps both tensors until the returned event is done.
         """
         import torch
 
@@ -37,16 +37,16 @@ class CopyStreams:
     def bring(
         self, source: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Start copying *source*, in pinned host memory, to memory of *device*, which is new unless
-        *into* is given. Returns the copy, for which the current stream waits, and the event after
-        which *source* may change.
+        """Start copying *source*, in pinned host memory, to *device*: into *into* if given,
+        otherwise into new memory. Returns the copy, for which the current stream waits, and the
+        event after which *source* may change.
         """
         import torch
 
         cuda: Any = torch.cuda
         stream, current = self._stream(device, True), cuda.current_stream(device)
         if into is None:
-            # Memory of this stream, so that the copy does not wait for other computation.
+            # Allocate on this stream, so that the copy does not wait for other computation.
             with cuda.stream(stream):
                 into = source.to(device, non_blocking=True)
             done = stream.record_event()
@@ -57,9 +57,9 @@ class CopyStreams:
         return into, done
 
     def take_back(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Start copying *source*, which the current stream computes, to *target* in pinned host memory.
-        Returns the event at its end. Lifetime: until then the caller keeps *target* and does not
-        change *source*.
+        """Start copying *source*, which the current stream computes, to *target* in pinned host
+        memory. Returns the event at the end of the copy. Lifetime: until the event is done, the
+        caller keeps *target* and does not change *source*.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""`DeviceRoom`: how much memory of a GPU is free for values that host memory could hold."""
+"""`DeviceRoom`: the GPU memory that is free for values that host memory could hold."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..sizes import MARGIN_PARTS
 
 
 class DeviceRoom:
-    """The memory of *device* that forward and backward passes leave.
+    """The memory of *device* that forward and backward passes leave free.
 
-    The passes need the most memory that was allocated so far, minus the caller's values. *aside* bytes
-    more are for the caller's own temporary tensors.
+    The passes need the peak of memory allocated so far, minus the caller's values. *aside* bytes
+    more are reserved for the caller's temporary tensors.
     """
 
     def __init__(self, device: torch.device, aside: int) -> None:

@@ -1,5 +1,5 @@
-"""`HostStager` and `DeviceStager` bring values of a tier to the device where an update uses them, and
-take them back.
+"""`HostStager` and `DeviceStager` move values of a tier to the device on which an update uses them,
+and back.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from ..swap.tier import Tier
 from .copies import CopyStreams
 
 CPU = torch.device("cpu")
-_ALIGNED_BYTES = 256  # as the allocator of CUDA memory aligns tensors
-PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
-# Bytes of values that stay in host memory and are on their way back there, beyond which the CPU
-# waits for the oldest: enough for the updates of several layers, so that autograd launches the
-# backward pass of the next layer meanwhile.
+_ALIGNED_BYTES = 256  # the alignment of tensors in PyTorch's CUDA allocator
+PLACES = 3  # buffers on a GPU: one is filled, one is computed on, one is emptied
+# Bytes of values that stay in host memory and are being copied back there. Beyond this, the CPU
+# waits for the oldest copy. It is enough for the updates of several layers, so that autograd can
+# launch the backward pass of the next layer meanwhile.
 _IN_FLIGHT_BYTES = 4 << 30
 
 
 class Stager(Protocol):
-    """Brings values of a tier to a device. The caller has one value at a time: from `fetch` or
+    """Moves values of a tier to a device. The caller holds one value at a time: from `fetch` or
     `renew` until `give_back`.
     """
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`, and
-        nothing is changed.
+        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`,
+        without changing anything.
         """
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """Room for *nbytes* in place of the value *name*, which the caller may have. Raises: as
+        """Memory for *nbytes* that replaces the value *name*, which the caller may hold. Raises: as
         `TensorSwapper.create`.
         """
 
     def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
-        """The caller is done with its value, if it has one. Of a *changed* value the first *nbytes*
-        are kept, all unless given. Never waits for a drive.
+        """Release the caller's value, if it holds one. Of a *changed* value, the first *nbytes* are
+        kept; all by default. Never waits for a drive.
         """
 
     def bring(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
     ) -> list[torch.Tensor]:
-        """Copy both from host memory to the device, the gradients after the event *written*. The
-        caller has the copies until `give_back`. Called at most once before `give_back`, after
-        `fetch` or `renew` if there is a value.
+        """Copy weights and gradients from host memory to the device, the gradients after the event
+        *written*. The caller keeps the copies until `give_back`. Call it at most once before
+        `give_back`, and after `fetch` or `renew` if there is a value.
         """
 
     def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy the second tensor of each pair, on the device, into the first, in host memory. The
-        first may be read after `drain`.
+        first tensor may be read after `drain`.
         """
 
     def drain(self) -> None:
-        """Return when host memory has the contents of every value that the caller is done with."""
+        """Wait until host memory has the contents of every value that the caller has released."""
 
     def cancel(self) -> None:
-        """Drain, and release the value that the caller has as it is in host memory: after an
-        exception that has left the swapper as it was.
+        """Drain, and release the caller's value with its contents in host memory. For use after an
+        exception that has not changed the swapper.
         """
 
     def recover(self) -> None:
-        """Have nothing, and no copy under way, after an exception. Uses the swapper for nothing."""
+        """Drop all values and wait for all copies, after an exception. It does not use the swapper."""
 
 
 class HostStager:
-    """For updates on the CPU, which use values where they are."""
+    """A `Stager` for updates on the CPU, which use values where they are."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -107,7 +107,7 @@ class HostStager:
         return [*weights, *gradients]
 
     def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """See `Stager`. Nothing is copied: both tensors of a pair are the same."""
+        """See `Stager`. It copies nothing: both tensors of a pair are the same tensor."""
 
     def drain(self) -> None:
         """See `Stager`."""
@@ -125,7 +125,7 @@ class HostStager:
 
 
 class _Return(NamedTuple):
-    """A value whose copy is under way: see `Stager.give_back`."""
+    """A value whose copy is in flight: see `Stager.give_back`."""
 
     name: str
     changed: bool
@@ -134,7 +134,7 @@ class _Return(NamedTuple):
 
 
 class Returns:
-    """Values of a tier that stay in use until the copy engine of a GPU is done with their memory."""
+    """Values of a tier that stay in use until the copy engine of a GPU no longer uses their memory."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -152,7 +152,7 @@ class Returns:
 
     def release(self, at_most: int) -> None:
         """Release the values whose copies have ended, and wait until at most *at_most* copies are
-        under way.
+        in flight.
         """
         while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
             self._returns[0].done.synchronize()
@@ -162,20 +162,20 @@ class Returns:
             )
 
     def cancel(self) -> None:
-        """As `release` all, after an exception that may have come in the middle of this class."""
+        """Release all values, after an exception that may have interrupted a method of this class."""
         while self._returns:
             returned = self._returns.popleft()
             returned.done.synchronize()
             self._tier.end_use(returned.name, changed=returned.changed, nbytes=returned.nbytes)
 
     def clear(self) -> None:
-        """Forget the values, whose uses the swapper has ended."""
+        """Drop the values, after the swapper has ended their uses."""
         self._returns.clear()
 
 
 class _Place:
     """Memory of the device for one bucket: its value, and *weights* and gradients from host memory.
-    *free*: the event after which both may be overwritten.
+    *free*: the event after which the memory may be overwritten.
     """
 
     def __init__(self) -> None:
@@ -185,10 +185,11 @@ class _Place:
 
 
 class DeviceStager:
-    """For updates on a GPU: copies to it and from it run while the current stream computes.
+    """A `Stager` for updates on a GPU: copies to the GPU and back run while the current stream
+    computes.
 
-    A value stays in use until its copy to the host is done, so that the swapper writes nothing that
-    is not there yet.
+    A value stays in use until its copy to the host has ended, so that the swapper never writes
+    incomplete contents to the drive.
     """
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
@@ -197,10 +198,11 @@ class DeviceStager:
         self._copies = CopyStreams()
         self._places = deque(_Place() for _ in range(PLACES))
         self._returns = Returns(tier)
-        # What the caller has: its name, its memory on the host, and the end of the copy from there.
+        # The value that the caller holds: its name, its host memory, and the end of the copy from
+        # it.
         self._held: tuple[str, torch.Tensor, Any] | None = None
         self._taking: str | None = None  # a name that is about to be held
-        self._has_weights = False  # since the last `give_back`
+        self._has_weights = False  # whether weights were copied since the last `give_back`
         self._taken_back: Any = None  # the event after the last weights that were copied back
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
@@ -219,7 +221,7 @@ class DeviceStager:
         if self._held is not None:
             filled = self._held[2]
             if filled is not None:
-                filled.synchronize()  # the copy reads what is discarded
+                filled.synchronize()  # the copy reads the memory that is discarded
             self._held = None
         self._returns.release(at_most=0 if name in self._returns else PLACES - 1)
         self._tier.forget([name])
@@ -243,7 +245,7 @@ class DeviceStager:
         place.free = stream.record_event()
         if held is not None and place.memory is not None:
             name, host, _ = held
-            if changed:  # on the stream of `take_back`, so after it
+            if changed:  # the stream is `take_back`'s, so this runs after it
                 kept = host[:nbytes]
                 place.free = self._copies.start(
                     kept, place.memory[: kept.numel()], after=place.free
@@ -295,7 +297,7 @@ class DeviceStager:
         name = self._taking if self._held is None else self._held[0]
         self._held, self._taking, self._has_weights = None, None, False
         if name is not None:
-            self._tier.end_use(name, changed=True)  # it may be new
+            self._tier.end_use(name, changed=True)  # the value may be new
         self._returns.cancel()
         self._taken_back = None
 
@@ -307,8 +309,9 @@ class DeviceStager:
         self._returns.clear()
 
     def _most_in_flight(self, name: str, nbytes: int) -> int:
-        """How many values may be on their way back when *name* is fetched: few where it is not to
-        stay in host memory, since another value may need the memory; none if *name* itself is on its way.
+        """How many values may be in flight to host memory when *name* is fetched. If *name* does
+        not stay in host memory, few, because another value may need the memory. If *name* itself is
+        in flight, none.
         """
         if name in self._returns:
             return 0
@@ -320,7 +323,7 @@ class DeviceStager:
         while True:
             try:
                 host: torch.Tensor = ask()
-            except OutOfHostMemoryError:  # beside what is on its way back
+            except OutOfHostMemoryError:  # values in flight to host memory still use some
                 if not self._returns:
                     raise
                 self._returns.release(at_most=len(self._returns) - 1)
@@ -330,7 +333,7 @@ class DeviceStager:
     def _place(self, nbytes: int) -> torch.Tensor:
         place = self._places[0]
         if place.memory is None or place.memory.numel() < nbytes:
-            # Rarely: any of the streams may use the old memory, or the new memory.
+            # This is rare. Any stream may use the old memory, or the new memory.
             torch.cuda.synchronize(self._device)
             place.memory = None
             place.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

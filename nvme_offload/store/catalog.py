@@ -9,7 +9,7 @@ from ..io.engine import cancel_requests
 from .slabs import Stripes
 from .transfer import Segment, Stage, StoredTensor, Transfer
 
-# The most that one checksum covers.
+# The maximum number of bytes that one checksum covers.
 SUMMED_BYTES = 8 << 20
 
 
@@ -17,7 +17,7 @@ class Catalog:
     """The current value of each name. Not thread-safe: the store's lock guards it.
 
     An in-flight put does not replace the current value until it completes. The space of the old
-    value is freed when its last user is done.
+    value is freed when its last user has finished.
     """
 
     def __init__(self, space: Stripes, summed: bool) -> None:
@@ -25,9 +25,9 @@ class Catalog:
         self._space = space
         self._summed = summed
         self._stored: dict[str, StoredTensor] = {}
-        self._puts: dict[str, Transfer] = {}  # in flight
-        self._retained: dict[str, StoredTensor] = {}  # values that `roll_back` returns to
-        self._unobserved: list[Transfer] = []  # failed, and no call has returned the failure
+        self._puts: dict[str, Transfer] = {}  # puts in flight
+        self._retained: dict[str, StoredTensor] = {}  # values to which `roll_back` returns
+        self._unobserved: list[Transfer] = []  # failed transfers whose failure no call has returned
 
     def sizes(self) -> dict[str, int]:
         """Bytes by name, as of the last put; in-flight and failed puts count."""
@@ -36,13 +36,13 @@ class Catalog:
         }
 
     def nbytes(self, name: object) -> int | None:
-        """Bytes of *name*, as in `sizes`; None where there is no such name."""
+        """Bytes of *name*, as in `sizes`; None if there is no such name."""
         found = self._puts.get(name) or self._stored.get(name)  # type: ignore[call-overload]
         return None if found is None else int(found.nbytes)
 
     def current(self, name: str) -> StoredTensor:
-        """The value of *name*; that of the put in flight, if there is one. Raises: UsageError when
-        there is none; the error of the put that lost it.
+        """The value of *name*, or, if a put is in flight, the value of the put. Raises: UsageError
+        if there is no value; the error of the put that lost the value.
         """
         put = self._puts.get(name)
         value = self._stored.get(name) if put is None else put.value
@@ -53,11 +53,11 @@ class Catalog:
         return value
 
     def conflicts(self, transfer: Transfer) -> list[Transfer]:
-        """The transfers that *transfer* must wait for: the put in flight, and the readers of a value
-        that it would overwrite.
+        """The transfers for which *transfer* must wait: the put in flight, and the readers of a
+        value that it would overwrite.
 
-        The engine orders it after the transfers in `Transfer.after`, except for the put that a put replaces:
-        two puts of one name are never in flight together.
+        The engine starts it after the transfers in `Transfer.after`. The exception is a put that
+        replaces another put: two puts of one name are never in flight at the same time.
         """
         put = self._puts.get(transfer.name)
         found = [] if put is None or (not transfer.writes and put in transfer.after) else [put]
@@ -71,20 +71,20 @@ class Catalog:
         return [self._puts[name]] if name in self._puts else []
 
     def retain(self, name: str) -> None:
-        """Keep the value of *name*, of which no put is in flight, until `commit` or `roll_back`; the
-        earlier one where one is kept already. Raises: as `current`.
+        """Keep the value of *name*, of which no put is in flight, until `commit` or `roll_back`. If
+        a value is kept already, that value stays. Raises: as `current`.
         """
         if name not in self._retained:
             value = self._retained[name] = self.current(name)
             value.users += 1
 
     def commit(self, name: str) -> None:
-        """Release the value that is retained of *name*. Raises: UsageError when there is none."""
+        """Release the retained value of *name*. Raises: UsageError if there is none."""
         self._free_if_unused(self._take_retained(name))
 
     def roll_back(self, name: str) -> None:
-        """Make the value that is retained the current one of *name*, of which no put is in flight.
-        Raises: UsageError when there is none.
+        """Make the retained value the current value of *name*, of which no put is in flight.
+        Raises: UsageError if there is no retained value.
         """
         value, newer = self._take_retained(name), self._stored[name]
         if newer is not value:
@@ -97,7 +97,7 @@ class Catalog:
         return [each for each in self.in_flight if each.writes or known(each.value).dropped]
 
     def start(self, transfer: Transfer) -> StoredTensor:
-        """Add *transfer* to the transfers in flight; returns the value that it reads or writes.
+        """Add *transfer* to the transfers in flight. Returns: the value that it reads or writes.
         Raises: NoSpaceError; as `current`.
         """
         name = transfer.name
@@ -110,7 +110,7 @@ class Catalog:
                     f"tensor {name!r} has {value.nbytes} bytes, not the {transfer.nbytes} of what it is to be read into"
                 )
         if value.readers:
-            for reader in list(value.readers):  # record finished ones that no call waits for
+            for reader in list(value.readers):  # record finished reads that no call waits for
                 if reader.done():
                     self.complete(reader, reader.outcome())
         value.users += 1
@@ -124,7 +124,7 @@ class Catalog:
         return value
 
     def abort(self, transfer: Transfer, refusal: OffloadError) -> None:
-        """End a transfer one of whose requests was refused. The caller raises the error."""
+        """End a transfer if one of its requests was refused. The caller raises the error."""
         for request in transfer.requests:
             cancel_requests([request])
         with contextlib.suppress(OffloadError):
@@ -138,7 +138,7 @@ class Catalog:
             return
         transfer.stage = Stage.RECORDED
         transfer.failure = failure
-        if transfer not in self.in_flight:  # `TensorStore.reset` has deleted what it is of
+        if transfer not in self.in_flight:  # `TensorStore.reset` has deleted its value
             return
         del self.in_flight[transfer]
         value = known(transfer.value)
@@ -156,7 +156,7 @@ class Catalog:
         self._free_if_unused(value)
 
     def forget(self, name: str) -> None:
-        """Drop the value of *name*, and that of its put in flight."""
+        """Drop the value of *name*, and the value of its put in flight."""
         put = self._puts.pop(name, None)
         retained = self._take_retained(name) if name in self._retained else None
         for value in (self._stored.pop(name, None), put.value if put else None, retained):
@@ -184,7 +184,7 @@ class Catalog:
         return StoredTensor(nbytes, extents, segments)
 
     def _overwritten(self, name: str, nbytes: int) -> StoredTensor | None:
-        """The current value of *name*, where a put of *nbytes* writes over it."""
+        """The current value of *name*, if a put of *nbytes* overwrites it."""
         value = self._stored.get(name)
         if value is None or value.nbytes != nbytes or self._retained.get(name) is value:
             return None
@@ -204,7 +204,7 @@ class Catalog:
             self._drop(value)  # the old value stays, or the first put of the name never started
             return
         if put.failure is not None and untouched:
-            return  # nothing was overwritten
+            return  # no value was overwritten
         value.lost_by = None if put.failure is None else put
         if put.failure is None:
             for segment, request in zip(value.segments, put.requests, strict=True):

@@ -1,5 +1,5 @@
-"""Space on drives: `Slabs` on one, in preallocated unnamed files; `Stripes` over several, by
-weight.
+"""Space on drives. `Slabs` is space on one drive, in preallocated unnamed files. `Stripes` spreads
+tensors over several drives, by weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..units import format_bytes
 
 GRANULE_BYTES = 4096
 _GROWTH_BYTES = 1 << 30
-# below this size, striping costs more in requests than it gains
+# Below this size, the additional requests of striping cost more than it gains.
 _STRIPED_FROM_BYTES = 4 << 20
 _STRIPE_UNIT_BYTES = 64 << 10
 
@@ -38,13 +38,13 @@ class Extent(NamedTuple):
 class Slabs:
     """The space of a store on the drive of *path*, in unnamed files. Not thread-safe.
 
-    It grows by one file at a time: that needs no wait for transfers in the others. `grow` ahead of
-    use makes it a single file. Unnamed files vanish with the process, also after kill -9, and no
+    It grows by one file at a time, so it need not wait for transfers in other files. `grow` ahead
+    of use makes it a single file. Unnamed files vanish with the process, even after kill -9, and no
     other process can open them.
 
-    *weight* is this drive's share of new bytes, relative to the weights of the others. Raises:
-    IOFailure when *path* is not a writable directory; UnsupportedError when the drive lacks what
-    the engine's configuration requires. Source: open(2) for O_TMPFILE, fallocate(2).
+    *weight* is this drive's share of new bytes, relative to the weights of other drives. Raises:
+    IOFailure if *path* is not a writable directory; UnsupportedError if the drive lacks a feature
+    that the engine's configuration requires. Source: open(2) for O_TMPFILE, fallocate(2).
     """
 
     def __init__(self, engine: Engine, path: str, weight: float) -> None:
@@ -52,7 +52,7 @@ class Slabs:
         self.weight = weight
         self.used_bytes = 0
         self._engine = engine
-        self._files: dict[File, Extents] = {}  # with the allocator of each
+        self._files: dict[File, Extents] = {}  # file -> its allocator
         engine.open_anonymous(path).close()  # reports a bad path now
         self.device = Path(path).stat().st_dev
 
@@ -66,13 +66,13 @@ class Slabs:
         """Bytes that the drive can still allocate for this user."""
         status = filesystem_space(self.path)
         blocks = status.f_bavail
-        if os.geteuid() == 0:  # whom the blocks that are reserved for root are for
+        if os.geteuid() == 0:  # root can also use the blocks that are reserved for root
             blocks = max(status.f_bfree - sysfs.blocks_for_ext4_itself(self.device), 0)
         return blocks * status.f_frsize
 
     def allocate(self, nbytes: int) -> list[Extent]:
-        """Allocate *nbytes* in as few extents as possible: one unless the drive is nearly full.
-        Fewer bytes only when it is full.
+        """Allocate *nbytes* in as few extents as possible: one, unless the drive is nearly full. If
+        the drive is full, allocate fewer bytes.
         """
         extent = self._allocate_contiguous(nbytes) or (
             self._allocate_contiguous(nbytes) if self._grow_for(nbytes) else None
@@ -84,7 +84,7 @@ class Slabs:
             while nbytes > 0 and (
                 largest := self._largest_free_bytes() or self._grow_remaining(nbytes)
             ):
-                # no larger than a free extent
+                # It is no larger than a free extent.
                 extent = known(self._allocate_contiguous(min(nbytes, largest)))
                 taken.append(extent)
                 nbytes -= extent.nbytes
@@ -95,7 +95,7 @@ class Slabs:
         return taken
 
     def grow_up_to(self, nbytes: int) -> int:
-        """Grow by *nbytes*, or by as many as the drive has; returns how many."""
+        """Grow by *nbytes*, or by as many as the drive has. Returns: how many."""
         before = self.nbytes
         if nbytes > 0 and not self._try_grow(nbytes):
             self._grow_remaining(nbytes)
@@ -141,7 +141,7 @@ class Slabs:
 
     def _grow_remaining(self, nbytes: int) -> int:
         size = min(nbytes, self.available_bytes // GRANULE_BYTES * GRANULE_BYTES)
-        # a filesystem may need part of the available space for metadata
+        # A filesystem may need part of the available space for metadata.
         while size >= GRANULE_BYTES:
             if self._try_grow(size):
                 return self._largest_free_bytes()
@@ -154,7 +154,7 @@ class Slabs:
         except NoSpaceError:
             return False
         except IOFailure as error:
-            # above the filesystem's file size limit; a smaller file may fit
+            # The size exceeds the filesystem's limit for a file; a smaller file may fit.
             if error.errno == errno.EFBIG:
                 return False
             raise
@@ -165,8 +165,8 @@ class Stripes:
     """The space of a store on all its drives. Not thread-safe.
 
     A tensor of 4 MiB or more is striped over the drives in proportion to their weights, in units of
-    64 KiB. A smaller one goes to the drive with the fewest bytes for its weight. The share of a
-    full drive goes to the others.
+    64 KiB. A smaller tensor goes to the drive with the fewest bytes for its weight. The share of a
+    full drive goes to the other drives.
     """
 
     def __init__(self, engine: Engine, paths: Sequence[str], weights: Sequence[float]) -> None:
@@ -190,8 +190,8 @@ class Stripes:
         return sum({drive.device: drive.available_bytes for drive in self.drives}.values())
 
     def allocate(self, nbytes: int, operation: str) -> list[Extent]:
-        """Allocate *nbytes*; the extents in order. Raises: NoSpaceError for *operation*, and
-        nothing is allocated.
+        """Allocate *nbytes*. Returns: the extents, in order. Raises: NoSpaceError for *operation*,
+        without allocating anything.
         """
         taken: list[Extent] = []
         try:
@@ -208,8 +208,8 @@ class Stripes:
         except BaseException:
             self.free(taken)
             raise
-        # The extent that is not whole granules is last, so that all others start on a granule of
-        # the tensor too.
+        # The extent that is not a whole number of granules is last, so that all other extents start
+        # at a granule of the tensor, too.
         return sorted(taken, key=lambda extent: extent.nbytes % GRANULE_BYTES != 0)
 
     def free(self, extents: Sequence[Extent]) -> None:
@@ -218,7 +218,7 @@ class Stripes:
             extent.slabs.free(extent)
 
     def reserve(self, nbytes: int) -> None:
-        """Grow to *nbytes* in all. Raises: NoSpaceError."""
+        """Grow to *nbytes* in total. Raises: NoSpaceError."""
         missing = nbytes - self.nbytes
         if missing > self.available_bytes:
             raise self._no_space("reserve", nbytes, missing - self.available_bytes)
@@ -227,7 +227,7 @@ class Stripes:
             missing -= drive.grow_up_to(
                 min(missing, math.ceil(nbytes * drive.weight / weights) - drive.nbytes)
             )
-        for drive in self.drives:  # the overflow of full drives
+        for drive in self.drives:  # bytes that did not fit on full drives
             missing -= drive.grow_up_to(missing)
         if missing > 0:
             raise self._no_space("reserve", nbytes, missing)

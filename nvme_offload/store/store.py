@@ -39,11 +39,11 @@ class StoreStats:
     Attributes
     ----------
     puts, gets : int
-        Calls.
+        Calls of `put` and `get`.
     bytes_read, bytes_written : int
-        Bytes requested from and to the drives.
+        Bytes requested in reads from the drives, and in writes to them.
     bytes_written_by_step : tuple of int
-        Bytes written between calls of `TensorStore.end_step`, for the last 1000.
+        Bytes written between calls of `TensorStore.end_step`, for the last 1000 calls.
     """
 
     puts: int
@@ -56,22 +56,22 @@ class StoreStats:
 class TensorStore(Closing):
     """Named tensors in preallocated files on one or more drives, read and written asynchronously.
 
-    A tensor of 4 MiB or more is striped over the drives; a smaller one goes to the drive with the
-    fewest bytes for its weight. The share of a full drive goes to the others. All methods are
-    thread-safe; a forked child cannot use the store.
+    A tensor of 4 MiB or more is striped over the drives; a smaller tensor goes to the drive with
+    the fewest bytes for its weight. The share of a full drive goes to the other drives. All methods
+    are thread-safe; a forked child cannot use the store.
 
     Parameters
     ----------
     paths : path or sequence of paths
-        Directories, as a rule one per drive.
+        Directories, usually one per drive.
     config : AioConfig, optional
         Settings of the store's own engine. Excludes *engine*.
     weights : sequence of float, optional
-        Shares of the drives, such as their measured speeds; equal unless given.
+        Shares of the drives, such as their measured speeds; equal by default.
     checksum : bool
         Compute a checksum of every byte written, and check it on reads.
     engine : Engine, optional
-        An engine of the caller's, which the store does not close.
+        An engine that the caller owns; the store does not close it.
 
     Attributes
     ----------
@@ -89,16 +89,16 @@ class TensorStore(Closing):
     IOFailure
         A path is not a writable directory.
     UnsupportedError
-        The drive or this build lacks what *config* or *checksum* requires.
+        The drive or this build lacks a feature that *config* or *checksum* requires.
 
     Notes
     -----
     Transfers of one name run in the order of the calls: a get waits for an earlier put, and a put
-    of the same size waits for earlier gets. The call itself waits, unless *after* names their
-    tickets: the transfer then starts when they have succeeded, and fails with `CancelledError` when
-    one fails.
+    of the same size waits for earlier gets. The call itself waits, unless *after* names the tickets
+    of these transfers. In this case the transfer starts when they have succeeded, and fails with
+    `CancelledError` if one fails.
 
-    The files are unnamed: they vanish with the store or its process, also after kill -9, and stores
+    The files are unnamed: they vanish with the store or its process, even after kill -9, and stores
     in one directory never interfere. Source: open(2) for O_TMPFILE, fallocate(2), io_submit(2).
     """
 
@@ -119,9 +119,9 @@ class TensorStore(Closing):
             )
         self.checksum = checksum
         self._process_id = os.getpid()
-        # Guards the catalog, the space and the counters. Reentrant, and entered by a `with` of the
-        # lock itself: an exception between two lines of this thread neither leaves it locked for
-        # this thread nor between acquire and release.
+        # Guards the catalog, the space and the counters. It is reentrant, and always entered by a
+        # `with` of the lock itself. So an exception between two lines of this thread neither locks
+        # this thread out nor occurs between acquire and release.
         self._lock = threading.RLock()
         self._changing = Section("store")
         self._counts = dict.fromkeys(("puts", "gets", "bytes_read", "bytes_written"), 0)
@@ -134,7 +134,7 @@ class TensorStore(Closing):
             self._catalog = Catalog(self._space, checksum)
             if checksum:
                 with self.engine.open_anonymous(self.paths[0]) as file:
-                    # raises here where this build has no checksums
+                    # If this build has no checksums, this raises.
                     self.engine.write(b"", file, checksum=True)
             undo.pop_all()
         _open_stores.add(self)
@@ -147,8 +147,8 @@ class TensorStore(Closing):
         name : str
             The name.
         tensor : torch.Tensor or buffer
-            Contiguous, on the CPU, or an object with the buffer protocol. Its memory is held until
-            the ticket is done, as by `Engine.write`; do not change its contents before.
+            A contiguous tensor on the CPU, or an object with the buffer protocol. Its memory is
+            held until the ticket is done, as by `Engine.write`; do not change its contents before.
         after : sequence of Transfer
             Tickets of this store that must succeed before this put starts.
 
@@ -162,14 +162,14 @@ class TensorStore(Closing):
         UsageError
             An argument is invalid, or the store is closed.
         NoSpaceError
-            The tensor does not fit on the drives; with the numbers. The old value stays.
+            The tensor does not fit on the drives; the message has the numbers. The old value stays.
 
         Notes
         -----
-        A tensor of the same size as the current value overwrites it in place. When that write
-        fails, the value is lost, and `get` raises the error until the next put. A tensor of another
-        size gets new space; the old value is freed when the write succeeds and stays when it fails.
-        A cancelled put leaves the old value in either case. Source: io_submit(2).
+        A tensor of the same size as the current value overwrites it in place. If that write fails,
+        the value is lost, and `get` raises the error until the next put. A tensor of another size
+        gets new space; the old value is freed if the write succeeds and stays if it fails. A
+        cancelled put leaves the old value in either case. Source: io_submit(2).
         """
         _check_name(name)
         nbytes = checked_nbytes(tensor, writable=False)
@@ -183,8 +183,8 @@ class TensorStore(Closing):
         name : str
             The name.
         out : torch.Tensor or writable buffer
-            Contiguous, on the CPU, with the stored tensor's number of bytes. Its memory is held
-            until the ticket is done, as by `Engine.read`; do not use its contents before.
+            A contiguous buffer on the CPU, with the stored tensor's number of bytes. Its memory is
+            held until the ticket is done, as by `Engine.read`; do not use its contents before.
         after : sequence of Transfer
             Tickets of this store that must succeed before this get starts.
 
@@ -210,13 +210,13 @@ class TensorStore(Closing):
         return self._begin(Transfer(name, False, nbytes, _transfers(after)), out)
 
     def start(self, transfer: Transfer, memory: torch.Tensor) -> None:
-        """Start a transfer that its caller has ordered: after all in `Transfer.after`, and after no
-        other. `put` and `get` order theirs themselves.
+        """Start a transfer that the caller has ordered: it starts after all transfers in
+        `Transfer.after`, and waits for no others. `put` and `get` order their transfers themselves.
 
         Parameters
         ----------
         transfer : Transfer
-            Planned, and not started.
+            A planned transfer that was not started.
         memory : torch.Tensor
             As in `put` and `get`.
 
@@ -233,7 +233,7 @@ class TensorStore(Closing):
         Parameters
         ----------
         transfer : Transfer
-            Of this store.
+            A transfer of this store.
         timeout : float, optional
             Seconds; None waits without a limit.
 
@@ -261,7 +261,7 @@ class TensorStore(Closing):
         name : str
             The name.
         missing_ok : bool
-            Whether a name without a tensor is ignored, and a store that is closed.
+            Whether to do nothing if the name has no tensor or the store is closed.
 
         Raises
         ------
@@ -279,9 +279,9 @@ class TensorStore(Closing):
             self._catalog.forget(name)
 
     def retain(self, name: str) -> None:
-        """Keep the value that a name has now beside later ones, until `commit` or `roll_back`: the
-        next put gets space of its own. Waits for a put in flight. Where a value is retained already,
-        that one stays.
+        """Keep the present value of a name in addition to later values, until `commit` or
+        `roll_back`. The next put gets separate space. Waits for a put in flight. If a value is
+        retained already, that value stays.
 
         Parameters
         ----------
@@ -299,7 +299,7 @@ class TensorStore(Closing):
             self._catalog.retain(name)
 
     def commit(self, name: str) -> None:
-        """Let go of the value that `retain` kept. Its space is freed where there is a later value.
+        """Release the value that `retain` kept. Its space is freed if there is a later value.
 
         Parameters
         ----------
@@ -315,8 +315,8 @@ class TensorStore(Closing):
             self._catalog.commit(name)
 
     def roll_back(self, name: str) -> None:
-        """Return to the value that `retain` kept, and free the space of later ones. Waits for a put
-        in flight.
+        """Return to the value that `retain` kept, and free the space of later values. Waits for a
+        put in flight.
 
         Parameters
         ----------
@@ -356,7 +356,7 @@ class TensorStore(Closing):
         return nbytes
 
     def names(self) -> list[str]:
-        """List every name, including those whose put is in flight or has failed."""
+        """List every name, including names whose put is in flight or has failed."""
         with self._locked(), self._changing:
             return list(self._catalog.sizes())
 
@@ -415,12 +415,13 @@ class TensorStore(Closing):
         Parameters
         ----------
         nbytes : int
-            Bytes in all, including those in use.
+            Total bytes, including bytes in use.
 
         Raises
         ------
         NoSpaceError
-            With the size asked for, what each drive has, and what is missing.
+            The drives are too small; the message has the requested size, the space of each drive,
+            and the missing bytes.
         UsageError
             *nbytes* is invalid, or the store is closed.
 
@@ -461,13 +462,13 @@ class TensorStore(Closing):
             )
 
     def close(self) -> None:
-        """Wait for every transfer and free the space. A second call does nothing, nor does one in a
-        forked child.
+        """Wait for every transfer and free the space. A second call, or a call in a forked child,
+        does nothing.
 
         Raises
         ------
         IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
-            The first failure of a put or get that nobody waited for.
+            The first failure of an unawaited put or get.
         """
         if os.getpid() != self._process_id:
             return
@@ -484,7 +485,7 @@ class TensorStore(Closing):
             unobserved.raise_failure()
 
     def check_process(self) -> None:
-        """Refuse a process forked since.
+        """Check that the process was not forked since the store was made.
 
         Raises
         ------
@@ -498,15 +499,15 @@ class TensorStore(Closing):
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exception has ended a call in the middle: see `reset`."""
+        """Whether an exception has interrupted a call: see `reset`."""
         with self._lock:
             return bool(self._changing.interrupted_by)
 
     def reset(self) -> None:
         """Delete every tensor, after waiting for the transfers in flight.
 
-        It is how to go on after an exception such as KeyboardInterrupt or MemoryError has ended a
-        call in the middle. Every other method but `close` raises UsageError then.
+        Call it to continue after an exception, such as KeyboardInterrupt or MemoryError, has
+        interrupted a call. Until then, every other method except `close` raises UsageError.
 
         Raises
         ------
@@ -521,8 +522,8 @@ class TensorStore(Closing):
                 raise UsageError("the store is closed")
             interrupted = changing.interrupted_by
             if not interrupted:
-                self._wait_for_all()  # records the outcomes, which frees what the transfers hold
-            changing.interrupted_by = "reset()"  # should an exception end this
+                self._wait_for_all()  # records the outcomes, which frees the transfers' resources
+            changing.interrupted_by = "reset()"  # in case an exception interrupts this
             if interrupted:
                 self._wait_for_all()
             else:
@@ -531,7 +532,7 @@ class TensorStore(Closing):
                 changing.interrupted_by = ""
                 return
             if self._owned_engine is not None:
-                # which waits also for a request whose transfer was lost
+                # This also waits for a request whose transfer was lost.
                 with contextlib.suppress(OffloadError):
                     self._owned_engine.close()
                 self.engine = self._owned_engine = Engine(self._owned_engine.config)
@@ -541,20 +542,20 @@ class TensorStore(Closing):
             changing.interrupted_by = ""
 
     def release_lock(self) -> None:
-        """Release the lock where this thread has it outside of a call: an exception has ended a
-        `with` at its last line.
+        """Release the lock if this thread holds it outside of a call, because an exception has
+        ended a `with` at its last line.
         """
         while self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
 
     def _locked(self) -> threading.RLock:
-        """The lock. Raises UsageError in a forked child, where a thread of the parent may hold it."""
+        """The lock. Raises UsageError in a forked child: a thread of the parent may hold the lock."""
         self.check_process()
         return self._lock
 
     @contextlib.contextmanager
     def _without_put(self, name: str) -> Iterator[None]:
-        """The lock, with no put of *name* in flight: waits for one that is."""
+        """Context that holds the lock with no put of *name* in flight. Waits for a put in flight."""
         while True:
             with self._locked(), self._changing:
                 puts = self._catalog.puts_in_flight(name)
@@ -580,7 +581,9 @@ class TensorStore(Closing):
         return f"<TensorStore {', '.join(self.paths)}: {state}>"
 
     def _begin(self, transfer: Transfer, buffer: Any, ordered: bool = False) -> Transfer:
-        """Start *transfer*, after those of its name that it conflicts with unless it is *ordered*."""
+        """Start *transfer*. Unless it is *ordered*, wait for conflicting transfers of its name
+        first.
+        """
         while True:
             with self._locked(), self._changing:
                 blockers = [] if ordered else self._catalog.conflicts(transfer)
@@ -593,13 +596,13 @@ class TensorStore(Closing):
                             raise
                     else:
                         if transfer.requests and not ordered:
-                            transfer.after = ()  # the engine has them
+                            transfer.after = ()  # the engine knows them now
                         return transfer
             for each in blockers:
                 self.finish(each)
 
     def _start(self, transfer: Transfer, buffer: Any) -> None:
-        """Submit a request for each segment. When one is refused, none stays in flight. Raises:
+        """Submit a request for each segment. If one is refused, none stays in flight. Raises:
         OffloadError.
         """
         writes, requests = transfer.writes, transfer.requests
@@ -653,8 +656,8 @@ def _transfers(after: Sequence[Transfer]) -> tuple[Transfer, ...]:
 
 
 def _memory(buffer: Any) -> tuple[int, object]:
-    """The address of a checked buffer, and what keeps it valid: for a tensor its storage, since the
-    tensor itself can be given another one.
+    """The address of a checked buffer, and the object that keeps it valid. For a tensor this is its
+    storage, since the tensor itself can get another storage.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):

@@ -1,5 +1,5 @@
-"""`Transfer`: one put or get of a named value, from the plan to the outcome; `StoredTensor`: the
-bytes that it moves, on the drives.
+"""`Transfer`: one put or get of a named value, from the plan to the outcome. `StoredTensor`: the
+bytes on the drives that it reads or writes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .slabs import Extent
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """A piece of a stored tensor: *nbytes* from byte *start* of it, at *offset* of the extent's
-    file, with a *checksum* where the store keeps them.
+    """A piece of a stored tensor: *nbytes* from byte *start* of the tensor, at *offset* of the
+    extent's file, with a *checksum* if the store keeps checksums.
     """
 
     extent: Extent
@@ -47,19 +47,19 @@ class StoredTensor:
 
 
 class Stage(IntEnum):
-    """How far a transfer is."""
+    """The progress of a transfer."""
 
     PLANNED = 0
-    IN_FLIGHT = 1  # its requests are with the engine
-    RECORDED = 2  # the store has the outcome
-    ENDED = 3  # and so has the planner of a swapper
+    IN_FLIGHT = 1  # its requests were submitted to the engine
+    RECORDED = 2  # the store has recorded the outcome
+    ENDED = 3  # the planner of a swapper has recorded it, too
 
 
 class Recorder(Protocol):
     """The store of a transfer."""
 
     def check_process(self) -> None:
-        """Refuse a process forked since. Raises: UsageError."""
+        """Check that the process was not forked since. Raises: UsageError."""
 
     def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
         """Wait for *transfer* and record the outcome. Raises: WaitTimeout, UsageError."""
@@ -67,12 +67,12 @@ class Recorder(Protocol):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Transfer:
-    """One put or get of a named value; made by `TensorStore.put` and `TensorStore.get`, and by the
-    planner of a swapper.
+    """One put or get of a named value. `TensorStore.put`, `TensorStore.get` and the planner of a
+    swapper make transfers.
 
-    The requests do not depend on it: dropping a transfer neither cancels them nor releases the
-    tensor's memory. A failure that no call has returned is raised by `TensorStore.close`, unless
-    the name was deleted.
+    The requests do not depend on this object: dropping it neither cancels them nor releases the
+    tensor's memory. `TensorStore.close` raises a failure that no call has returned, unless the name
+    was deleted.
 
     Parameters
     ----------
@@ -85,20 +85,20 @@ class Transfer:
     after : sequence of Transfer
         The transfers of the same store that must succeed before this one starts.
     offset, block_bytes : int
-        Where the planner has placed the value in host memory, and the size of its block there.
+        The place of the value in host memory, chosen by the planner, and the size of its block.
 
     Attributes
     ----------
     stage : Stage
-        How far it is.
+        The progress of the transfer.
     cancelled : bool
-        It must not start: one of *after* has failed.
+        Whether it must not start, because one of *after* has failed.
     requests : list of Request
-        One for each segment of the value on the drives.
+        One request for each segment of the value on the drives.
     failure : OffloadError, optional
-        As recorded.
+        The recorded failure.
     observed : bool
-        A call has returned or raised the failure.
+        Whether a call has returned or raised the failure.
     store, value
         The store, and the bytes on its drives; None before the start.
     """
@@ -119,7 +119,7 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
-        """Whether the planner has the outcome."""
+        """Whether the planner has recorded the outcome."""
         return self.stage is Stage.ENDED
 
     def done(self) -> bool:
@@ -129,7 +129,7 @@ class Transfer:
         return all(blocker.done() for blocker in self.after)  # a tensor of no bytes
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until every byte has been moved. A second call returns or raises the same.
+        """Wait until every byte has been moved. A second call has the same outcome.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class Transfer:
         Raises
         ------
         IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
-            The first failure of a request, after all of them have finished. The message names the
+            The first failure of a request, after all requests have finished. The message names the
             tensor.
         CancelledError
             The put or get never started.
@@ -160,14 +160,14 @@ class Transfer:
     def cancel(self) -> bool:
         """Cancel the put or get before it starts. The name keeps its previous value.
 
-        It and those that wait for it (*after*) fail with `CancelledError`, which
+        This transfer, and transfers that wait for it (*after*), fail with `CancelledError`, which
         `TensorStore.close` does not report.
 
         Returns
         -------
         bool
-            False where it has finished, or a part of it has been submitted to a drive: it then
-            continues.
+            False if the transfer has finished, or if a part of it has been submitted to a drive. It
+            then continues.
 
         Raises
         ------
@@ -193,7 +193,7 @@ class Transfer:
         return copy.copy(self.failure)
 
     def outcome(self, timeout: float | None = None) -> OffloadError | None:
-        """Wait until every request has finished; the first failure. Raises: WaitTimeout."""
+        """Wait until every request has finished. Returns: the first failure. Raises: WaitTimeout."""
         if not self.requests:
             for blocker in self.after:
                 blocker.outcome(timeout)
@@ -209,6 +209,6 @@ class Transfer:
             except OffloadError as error:
                 failure = failure or error
         if failure is not None:
-            # the error is kept; what the frames of its traceback reference is not
+            # Keep the error, but not the objects that the frames of its traceback reference.
             failure.with_traceback(None)
         return failure

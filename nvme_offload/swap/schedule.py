@@ -378,9 +378,9 @@ class Schedule:
         return self.take_pending()
 
     def spare(self, nbytes: int, *, but: Container[str], stale: bool) -> list[str]:
-        """Invalidate on-drive copies of values in memory, *nbytes* in total or all that there are.
-        Returns: the values. Values in *but* are skipped. With *stale*, only copies that were stale
-        before are included.
+        """Invalidate on-drive copies of values in memory, *nbytes* in total or as many as there
+        are. Returns: the values. Values in *but* are skipped. With *stale*, only copies that were
+        stale before are included.
         """
         self._residency.stays = True
         states = _STALE if stale else _SPARABLE

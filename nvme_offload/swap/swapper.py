@@ -469,8 +469,8 @@ class TensorSwapper(Closing):
             self._changing.interrupted_by = ""
 
     def end_uses(self) -> None:
-        """Release all values as changed, except those of ``create(lowest=True)``. Does nothing while
-        `interrupted`. For the only user of the swapper, after an exception has ended a call.
+        """Release all values as changed, except values of ``create(lowest=True)``. Does nothing
+        while `interrupted`. For the only user of the swapper, after an exception has ended a call.
         """
         self.release_lock()
         with self._lock:
@@ -487,7 +487,7 @@ class TensorSwapper(Closing):
             self._lock.release()
 
     def grow(self, nbytes: int) -> None:
-        """Grow the pool and the budget. Values stay where they are, including those in use.
+        """Grow the pool and the budget. All values stay where they are, even values in use.
 
         Parameters
         ----------
