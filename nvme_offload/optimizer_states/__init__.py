@@ -1,5 +1,5 @@
-"""How the optimizer states of a bucket of parameters are packed on the drive: `FORMATS`. Computes
-on tensors, moves nothing.
+"""`FORMATS`: how the optimizer states of a bucket of parameters are packed on the drive. The
+package computes on tensors and transfers no data.
 """
 
 from __future__ import annotations

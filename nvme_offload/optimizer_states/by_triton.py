@@ -1,9 +1,9 @@
-"""The formats' kernels for GPUs, each in one pass over memory: what torch's operations do in ten to
-fifty. Same names, shapes and bits as in `eight_bit` and `split`, whose arithmetic is explained
-there; `on_gpu` chooses.
+"""The formats' kernels for GPUs. Each makes one pass over memory, where torch's operations make ten
+to fifty. Names, shapes and bits are the same as in `eight_bit` and `split`, which explain the
+arithmetic; `on_gpu` chooses the kernels.
 
-A program works on some rows of `BLOCK` values. Bits are int32 throughout, and every cast to fewer
-bits drops the upper ones.
+A program processes several rows of `BLOCK` values. Bits are int32 throughout, and every cast to
+fewer bits drops the upper ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .eight_bit import (
 )
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
-_ROWS = 8  # of a program, 2048 values
+_ROWS = 8  # rows of a program: 2048 values
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(INFINITY)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -45,7 +45,7 @@ _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 @triton.jit
 def _places(count, ROWS: tl.constexpr):
-    # the rows of this program, the places of their values, and which of those are there
+    # the rows of this program, the places of their values, and a mask of the places that exist
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     return row, place, place < count
@@ -53,7 +53,7 @@ def _places(count, ROWS: tl.constexpr):
 
 @triton.jit
 def _randoms(row, table, names, state, count):
-    # 32 random bits for each value: the table, by a hash of the state and the name of the row
+    # 32 random bits for each value: the table, scaled and shifted by a hash of seed and row name
     name = tl.load(names + row, mask=row * _BLOCK < count, other=0)
     key = name * _GOLDEN + state
     key = key ^ ((key >> 29) & 0x7FFFFFFFF)
@@ -82,7 +82,7 @@ def _encode(
     row, place, inside = _places(count, ROWS)
     bits = tl.load(values + place, mask=inside, other=0)
     magnitude = bits & _MAGNITUDE
-    largest = tl.minimum(tl.max(magnitude, axis=1), _INFINITY)  # of a NaN the sum would overflow
+    largest = tl.minimum(tl.max(magnitude, axis=1), _INFINITY)  # for a NaN the sum would overflow
     exponent = tl.maximum((largest + _STEP - 1) >> 23, _LEAST_EXPONENT)
     finite = exponent < 254
     scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
@@ -217,14 +217,14 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
 def _randoms_of(
     values: torch.Tensor, seed: tuple[int, ...], blocks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What `_randoms` takes: the table, the names of blocks, the hash of the seed."""
+    """The arguments of `_randoms`: the table, the names of blocks, and the hash of the seed."""
     if blocks is None:
         blocks = block_names(0, values.numel(), values.device)
     return random_table(values.device), blocks, seed_state(seed)
 
 
 def _launch(kernel: Any, *arguments: Any, count: int, **options: Any) -> None:
-    """On the current stream of the device that the first of the *arguments* is on."""
+    """Launch *kernel* on the current stream of the device of the first of the *arguments*."""
     programs = -(-count // (BLOCK * _ROWS))
     if programs:
         device_of: Any = torch.cuda.device_of

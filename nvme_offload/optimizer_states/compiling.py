@@ -1,6 +1,7 @@
-"""What torch.compile means for updates in another thread: while torch compiles, its optimizers
-compute otherwise, in whatever thread. Source: `_compile_session_context` of torch.compiler,
-torch.optim.adam.
+"""The effect of torch.compile on updates in another thread: while torch compiles, its optimizers
+compute in a different way, in all threads.
+
+Source: `_compile_session_context` of torch.compiler, torch.optim.adam.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def was_used() -> bool:
 
 
 def wait_first(wait: Callable[[], None]) -> bool:
-    """From now on call *wait*, of a module, before torch compiles anything. Returns: whether this
-    torch has a way to do that.
+    """Register *wait*, a function of a module, to be called before torch compiles anything.
+    Returns: whether this torch supports that.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -28,7 +29,7 @@ def wait_first(wait: Callable[[], None]) -> bool:
     if handler is None:
         return False
     callback = _before_compiling(wait)
-    # `torch._dynamo.reset` takes it out
+    # `torch._dynamo.reset` removes the callback.
     if callback not in handler.start_callbacks:
         handler.register_start_callback(callback)
     return True
@@ -39,7 +40,7 @@ def _before_compiling(wait: Callable[[], None]) -> Callable[..., None]:
     def waiting(*_: Any) -> None:
         import torch
 
-        # so that the updates that are waited for are made as ever
+        # Make the pending updates compute in the usual way.
         compiler: Any = torch.compiler
         compiling = getattr(compiler, "_is_compiling_flag", False)
         compiler._is_compiling_flag = False

@@ -1,34 +1,33 @@
 """Optimizer states in 8 bits: floats with 3 bits of mantissa and a shared exponent for each block,
 rounded stochastically.
 
-A code is cut out of an IEEE half: value = (code << 7 read as float16) * the block's power of two.
+A code is a part of an IEEE half: value = (code << 7 read as float16) * the block's power of two.
 
 - Unsigned states (the second moment) have 5 exponent and 3 mantissa bits: 30 octaves down from the
   block's maximum. A smaller nonzero value gets the least code: a second moment must not become
-  zero, because the step is divided by its root. So a weight whose gradients are 30,000 times
-  smaller than others in its block takes smaller steps than it should. Only zero becomes zero.
+  zero, because the step is divided by its root. A weight whose gradients are 30,000 times smaller
+  than others in its block therefore takes smaller steps than it should. Only zero becomes zero.
 - Signed states (the first moment) have 4 exponent bits: 14 octaves, and below them uniform steps of
   2**-17 of the maximum's octave, down to zero.
 
-The scale is the octave of the maximum, not the maximum: the values that have a code do not depend
-on the scale. So a value that was rounded once is not rounded again when the block's maximum
-changes, nor when states are saved in fp32 and loaded.
+The scale is the octave of the maximum, not the maximum, so the values that have a code do not
+depend on the scale. A value that was rounded once is not rounded again when the block's maximum
+changes, or when states are saved in fp32 and loaded.
 
-This also bounds the update. In Adam with the usual betas, |exp_avg| <= 7.3 sqrt(exp_avg_sq)
-whatever the gradients are. Both states have the same blocks, and the least step of the first is at
-most that bound times the root of the least code of the second: one rounding exceeds the bound by at
-most a fifth.
+This also bounds the update. In Adam with the usual betas, |exp_avg| <= 7.3 sqrt(exp_avg_sq) for any
+gradients. Both states have the same blocks, and the least step of the first is at most that bound
+times the root of the least code of the second: one rounding exceeds the bound by at most a fifth.
 
 Rounding is stochastic and unbiased. Rounding to nearest would not work: with beta2 = 0.999 a second
 moment changes by a thousandth in a step, and codes are a sixteenth to an eighth apart, so it would
-never change. Equal seeds and names of blocks give equal codes, wherever the block is and on every
-device (`rounding`).
+never change. Equal seeds and names of blocks give equal codes, regardless of the place of the block
+and of the device (`rounding`).
 
 A block with an infinity, a NaN or a magnitude of 1.6e38 or more is decoded as NaN throughout: an
 overflow must not become a number.
 
-On the CPU the extension does all of this in one pass over memory (aio/codec.h), and on GPUs so does
-Triton where it is there (`by_triton`); elsewhere torch operations do it, with the same bits.
+On the CPU the extension does this in one pass over memory (aio/codec.h). On GPUs Triton
+does, if it is installed (`by_triton`). Otherwise torch operations do it, with the same bits.
 """
 
 from __future__ import annotations
@@ -60,15 +59,15 @@ DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
 STEP = 1 << DROPPED
 LEAST_NORMAL = 2.0**-14  # of float16
 CODE_ZERO = (127 - 15) << 23  # the difference of the exponents' biases, as fp32 bits
-# The float16 exponent that the block's maximum is scaled to, by signed.
+# Whether signed -> the float16 exponent to which the block's maximum is scaled.
 TOP_OCTAVE = {True: 0, False: 15}
-LEAST_EXPONENT = 32  # of a block: keeps its scale and its values out of fp32's subnormals
+LEAST_EXPONENT = 32  # minimum for a block: keeps its scale and values out of fp32's subnormals
 NOT_FINITE = 255
 INFINITY = 0x7F800000
 
 
 def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
-    """Whether values of the state *key* have signs.
+    """Whether values of the state *key* are signed.
 
     Raises: UnsupportedError for a state that is not in the table.
     """
@@ -91,8 +90,9 @@ def encode(
 ) -> None:
     """Round *values* into *codes*, with an exponent for each block.
 
-    *blocks* names the blocks for the rounding; they are numbered without. Shapes: flat, contiguous;
-    float32; uint8 of the same size; uint8, one for each `BLOCK` begun; int64 names.
+    *blocks* has the names of the blocks, for the rounding; by default blocks are numbered. Shapes,
+    all flat and contiguous: *values* float32; *codes* uint8 of the same size; exponents uint8, one
+    for each whole or partial `BLOCK`; names int64.
     """
     import torch
 
@@ -123,7 +123,7 @@ def round_to_16(
 ) -> None:
     """Round *values* to bfloat16 *codes*, stochastically as `encode` does.
 
-    Shapes: flat, contiguous; float32; bfloat16 of the same size; int64 names of blocks.
+    Shapes, all flat and contiguous: float32; bfloat16 of the same size; int64 names of blocks.
     """
     import torch
 
@@ -238,8 +238,8 @@ def encode_by_torch(
             out=a.view(-1, BLOCK),
         )
         if signed:
-            # The distance of codes doubles with the exponent above the least normal, and is uniform
-            # below: the larger of the two holds. They meet there.
+            # Above the least normal number, the distance between codes doubles with the exponent.
+            # Below, it is uniform. The larger of the two is right; they are equal at the boundary.
             torch.add(a.abs_(), LEAST_NORMAL, out=b)
             torch.maximum(bits, random.sub_(1 << 23), out=bits)
         else:
@@ -287,12 +287,12 @@ def decode_by_torch(
 
 
 def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The fp32 exponent field of each block's largest magnitude, rounded up, as int32;
-    `NOT_FINITE` for a block that is not finite, or is unsigned and has a negative value.
+    """The fp32 exponent field of each block's largest magnitude, rounded up, as int32. `NOT_FINITE`
+    for a block that is not finite, or is unsigned and has a negative value.
     """
     import torch
 
-    # Propagates NaN, and is five times as fast as aminmax.
+    # This propagates NaN, and is five times as fast as aminmax.
     least, most = blocks.amin(dim=1), blocks.amax(dim=1)
     most = torch.maximum(most, -least) if signed else most.masked_fill_(least < 0, torch.nan)
     # Otherwise the rounding below would overflow int32 for a NaN.

@@ -1,4 +1,4 @@
-"""`fingerprint`: whether a tensor has the bits that it had, without a copy of it."""
+"""`fingerprint` detects changes to the bits of a tensor without keeping a copy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ..extension import _aio
 if TYPE_CHECKING:
     import torch
 
-WORD_BYTES = 4  # half of a factor, which can then lose none of a difference
-CHUNK = 1 << 20  # words that are multiplied at a time
+WORD_BYTES = 4  # half the size of a factor, so that a product preserves every difference
+CHUNK = 1 << 20  # words multiplied at a time
 _MOST_CHUNKS = 1 << 16
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers of 64 bits, on the device of *tensor*, which differ where any bit of it does: by
-    XXH3 on the CPU, elsewhere sums of its words with random factors, modulo 2**64.
+    """Two numbers of 64 bits, on the device of *tensor*, that change if any bit of it changes. On
+    the CPU they are computed by XXH3, elsewhere as sums of its words with random factors, modulo
+    2**64.
 
-    Two tensors of one shape that differ have the same sums with a probability below 2**-50,
-    whatever the difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
+    Two different tensors of one shape have the same sums with a probability below 2**-50, for any
+    difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
     """
     import torch
 
@@ -53,10 +54,12 @@ def _sums(flat: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the words of a chunk, and of the chunks; two rows each. Others in each process."""
+    """The factors of the words of a chunk, and of the chunks; two rows each. They differ between
+    processes.
+    """
     import torch
 
-    generator = torch.Generator()  # that of the process is the user's
+    generator = torch.Generator()  # the default generator belongs to the user
     generator.seed()
     least, beyond = -(1 << 63), (1 << 63) - 1
     rows = torch.randint(least, beyond, (2, CHUNK + _MOST_CHUNKS), generator=generator).to(device)

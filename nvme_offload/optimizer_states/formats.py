@@ -1,4 +1,4 @@
-"""`StateFormat`: packs the fp32 master and the optimizer states of one bucket of parameters into a
+"""`StateFormat` packs the fp32 master and the optimizer states of one bucket of parameters into a
 flat buffer of bytes, and unpacks them.
 
 Bytes for each parameter of a 16-bit model with Adam's two moments, read and written once a step:
@@ -9,15 +9,15 @@ Bytes for each parameter of a 16-bit model with Adam's two moments, read and wri
 | compact   | 2      | 1 + 1/256      | 4 + 2/256              |
 | compact24 | 1      | 1 + 1/256      | 3 + 2/256              |
 
-A 32-bit working weight is its own master, and the drive holds none: 8, 8, 2 + 2/256 and 2 + 2/256.
-Every slot starts at a multiple of 64 bytes, which adds at most 63 bytes to each.
+A 32-bit working weight is its own master, and the drive holds no master: 8, 8, 2 + 2/256 and
+2 + 2/256. Every slot starts at a multiple of 64 bytes, which adds at most 63 bytes to each slot.
 
 "exact" restores everything bit for bit, and rounds working weights as `Tensor.copy_` does. "split"
-also restores everything bit for bit; its working weights are rounded half away from zero
-(`split.py`), so they differ from "exact"'s in ties: one master in 65536. "compact" keeps states in
-8 bits (`eight_bit.py`), or in 16 where 8 are too few (`widening.py`). "compact24" also rounds the
-master stochastically to 24 bits, of which the bfloat16 weight has the upper 16: a master then
-changes in steps of 2**-16 to 2**-15 of itself.
+also restores everything bit for bit. It rounds working weights half away from zero (`split.py`), so
+they differ from the weights of "exact" in ties: one master in 65536. "compact" keeps states in 8
+bits (`eight_bit.py`), or in 16 if 8 are too few (`widening.py`). "compact24" also rounds the master
+stochastically to 24 bits, of which the bfloat16 weight has the upper 16: a master then changes in
+steps of 2**-16 to 2**-15 of itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-_MANY = 1 << 20  # parameters, beside which alignment does not count
+_MANY = 1 << 20  # so many parameters that the bytes for alignment are negligible
 MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
 
 
@@ -59,15 +59,15 @@ class StateSlot:
     Attributes
     ----------
     dtype
-        Of the state, as the optimizer has it.
+        The dtype of the state in the optimizer.
     values
-        Its values, or their codes.
+        The slot of its values, or of their codes.
     exponents
-        Of a state in 8 bits: one byte for each block.
+        For a state in 8 bits: the slot of its exponents, one byte for each block.
     signed
-        Of a rounded state: whether its values have signs.
+        For a rounded state: whether its values are signed.
     halved
-        Whether it is kept in 16 bits.
+        Whether the state is kept in 16 bits.
     """
 
     dtype: torch.dtype
@@ -78,29 +78,29 @@ class StateSlot:
 
     @property
     def rounded(self) -> bool:
-        """Whether it is kept in fewer bits than it has."""
+        """Whether the format keeps fewer bits than the state has."""
         return self.halved or self.exponents is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a bucket's buffer holds, and where. `StateFormat.layout` makes it.
+    """The contents of a bucket's buffer, and their places. `StateFormat.layout` makes it.
 
     Attributes
     ----------
     numel
-        Parameters of the bucket.
+        Number of parameters in the bucket.
     working_dtype
-        Of the working weights.
+        Dtype of the working weights.
     master
-        The fp32 masters, or what the working weights lack of them; None where the working weight
-        is its own master.
+        The slot of the fp32 masters, or of the bits that the working weights lack; None if the
+        working weight is its own master.
     master_dtype
-        Of what *master* holds.
+        Dtype of the contents of *master*.
     states
-        The optimizer states, by key.
+        The slots of the optimizer states, by key.
     nbytes
-        Of the buffer.
+        Bytes of the buffer.
     """
 
     numel: int
@@ -114,21 +114,21 @@ class Layout:
 @dataclasses.dataclass(frozen=True)
 class StateFormat:
     """How master weights and optimizer states are packed: one of `FORMATS`, or made from one by
-    `dataclasses.replace`. It computes on tensors and moves nothing to a drive.
+    `dataclasses.replace`. It computes on tensors and transfers no data.
 
     Attributes
     ----------
     name
         "exact", "split", "compact" or "compact24".
     master_bytes
-        Packed bytes of a 16-bit weight's fp32 master: 4, or those that the weight lacks: 2, or 1
-        where the master is rounded to 24 bits.
+        Packed bytes of a 16-bit weight's fp32 master: 4 for the whole master, 2 for the bits that
+        the weight lacks, or 1 if the master is rounded to 24 bits.
     eight_bit
-        States are packed in 8 bits; in 16 if also *wide*.
+        Whether states are packed in 8 bits; in 16 if *wide* is set, too.
     keeps_masters
-        16-bit weights have fp32 masters. Without, the weights themselves are updated.
+        Whether 16-bit weights have fp32 masters. Otherwise the weights themselves are updated.
     wide
-        See `widening`.
+        Whether states get 16 bits instead of 8: see `widening`.
     """
 
     name: str
@@ -147,17 +147,19 @@ class StateFormat:
 
     @property
     def splits_master(self) -> bool:
-        """Whether only what the working weight lacks of its master is packed."""
+        """Whether only the bits of the master that the working weight lacks are packed."""
         return self.master_bytes < 4
 
     @property
     def in_place(self) -> bool:
-        """Whether `unpack` returns views of the buffer only: a change to them changes the buffer."""
+        """Whether `unpack` returns only views of the buffer, so that changes to them change the
+        buffer.
+        """
         return not self.splits_master
 
     @property
     def _master_dtype(self) -> torch.dtype:
-        """Of packed masters, or of the bits that a bfloat16 weight lacks of them."""
+        """The dtype of packed masters, or of the bits of them that a bfloat16 weight lacks."""
         import torch
 
         return {4: torch.float32, 2: torch.int16, 1: torch.int8}[self.master_bytes]
@@ -174,14 +176,14 @@ class StateFormat:
         Parameters
         ----------
         numel
-            Parameters of the bucket.
+            Number of parameters in the bucket.
         states
             The dtype of each elementwise state, by key. Scalars and other states stay with the
             caller.
         working_dtype
-            Of the working weights.
+            Dtype of the working weights.
         optimizer
-            Its name, for messages.
+            Name of the optimizer, for messages.
 
         Raises
         ------
@@ -233,7 +235,7 @@ class StateFormat:
         return self.layout(_MANY, states, working_dtype, optimizer).nbytes / _MANY
 
     def unpacked_elements(self, layout: Layout) -> int:
-        """The float32 elements of memory that `unpack` needs besides the buffer."""
+        """The float32 elements of memory that `unpack` needs in addition to the buffer."""
         parts = sum(slot.rounded for slot in layout.states.values()) + (
             self.splits_master and layout.master is not None
         )
@@ -251,23 +253,23 @@ class StateFormat:
         Parameters
         ----------
         layout
-            That of *buffer*.
+            The layout of *buffer*.
         buffer
             Flat, uint8, at least ``layout.nbytes``.
         working
             The bucket's weights as `pack` left them: contiguous, in order, on *buffer*'s device.
         memory
-            Flat, contiguous, float32, at least `unpacked_elements`: for what is not a view of
-            *buffer*. Reuse it on the CPU, where fresh pages cost more than the rest of this call.
-            None allocates.
+            Flat, contiguous, float32, at least `unpacked_elements`: for results that are not views
+            of *buffer*. Reuse it on the CPU, where fresh pages cost more than the rest of this
+            call. None allocates.
 
         Returns
         -------
         master
-            Flat, ``layout.numel`` elements, on *buffer*'s device; None where the working weight is
-            its own master.
+            Flat, ``layout.numel`` elements, on *buffer*'s device; None if the working weight is its
+            own master.
         states
-            The same shape, by key.
+            The states, by key, each flat with ``layout.numel`` elements.
 
         Raises
         ------
@@ -276,9 +278,9 @@ class StateFormat:
 
         Notes
         -----
-        "exact" returns views of *buffer* only; "split" returns views for the states, and a master
-        in *memory*; "compact" returns everything in *memory*. They are valid as long as the buffer
-        and the memory are.
+        "exact" returns only views of *buffer*. "split" returns views for the states, and a master
+        in *memory*. "compact" returns everything in *memory*. The results are valid as long as the
+        buffer and the memory are.
 
         A buffer of zeros holds states of zero, and masters equal to the working weights (except in
         "exact"). A working weight that was changed since `pack` gets the low bits of its old
@@ -349,17 +351,18 @@ class StateFormat:
         layout, buffer, working
             As for `unpack`.
         master
-            float32; None where the working weight is its own master, which then stays. "compact24"
-            rounds it in place.
+            float32; None if the working weight is its own master, which then does not change.
+            "compact24" rounds it in place.
         states
-            Of the layout's dtypes, by key. Each, as *master*, is contiguous and has
-            ``layout.numel`` elements on *buffer*'s device. It may be a view of *buffer*, also of
-            another state's slot; in its own slot it costs nothing.
+            The states, by key, with the layout's dtypes. Each state, like *master*, is contiguous
+            and has ``layout.numel`` elements on *buffer*'s device. It may be a view of *buffer*,
+            even of another state's slot. A state in its own slot needs no copy.
         seed
-            For the stochastic rounding of "compact" and "compact24": a different one for each
-            step, the same one to repeat a run bit for bit. Other formats ignore it and *blocks*.
+            For the stochastic rounding of "compact" and "compact24": a different seed for each
+            step, and the same seeds to repeat a run bit for bit. Other formats ignore it and
+            *blocks*.
         blocks
-            int64, a distinct name for each `BLOCK` of values; they are numbered without.
+            int64, a distinct name for each `BLOCK` of values; by default blocks are numbered.
 
         Raises
         ------
@@ -426,7 +429,7 @@ FORMATS = {
 
 
 def state_format(name: str) -> StateFormat:
-    """The format called *name*. Raises: UsageError where there is none."""
+    """The format called *name*. Raises: UsageError if there is none."""
     try:
         return FORMATS[name]
     except (KeyError, TypeError):
@@ -440,7 +443,8 @@ def put_in_place(
 ) -> None:
     """For each pair (place, tensor), copy the tensor to its place unless it is there already.
 
-    A tensor in the storage of one of *buffers* is cloned first: another one's place may cover it.
+    A tensor in the storage of one of *buffers* is cloned first: another tensor's place may overlap
+    it.
     """
     moves = [(place, tensor) for place, tensor in pairs if place.data_ptr() != tensor.data_ptr()]
     storages = {buffer.untyped_storage().data_ptr() for buffer in buffers} if moves else set()
@@ -496,8 +500,8 @@ def _check_values(
 
 
 def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """All *working* weights as one copy on a GPU, where the number of kernel launches is what
-    takes time; on the CPU as they are.
+    """All *working* weights as one copy on a GPU, where the number of kernel launches determines
+    the time; on the CPU, unchanged.
     """
     import torch
 

@@ -1,15 +1,15 @@
-"""A state as a format keeps it, by itself: where it is in a bucket's buffer, and how numbers are made
-of it without one.
+"""A single state in the form that a format keeps: its place in a bucket's buffer, and its
+conversion to numbers without a buffer.
 
-What a format keeps whole is a tensor, as the optimizer has it. Of what it rounds, or keeps a part
-of, that is a dictionary of tensors, with `MARK`:
+A state that a format keeps whole is a tensor, as in the optimizer. A state that it rounds or keeps
+in part is a dictionary of tensors, with `MARK`:
 
 | fields                           | of                                                          |
 | "codes", "exponents", "signed"   | a state in 8 bits: "exponents" has one for each `BLOCK`     |
 | "halves"                         | a state in 16 bits                                          |
-| "low"                            | a master: what the bfloat16 weight lacks of it              |
+| "low"                            | a master: the bits that the bfloat16 weight lacks           |
 
-Fields have the shape and the strides of the state, but for exponents, which are in the order of
+Fields have the shape and the strides of the state, except exponents, which are in the order of
 memory.
 """
 
@@ -32,8 +32,8 @@ _OURS = "nvme_offload"
 
 
 class Field(NamedTuple):
-    """Where a part of all states of a kind is in a bucket's buffer: numbers of *dtype*, one for so
-    many *elements*.
+    """The place of one field of a state in a bucket's buffer: numbers of *dtype*, one for every
+    *elements* elements.
     """
 
     slot: Slot
@@ -49,8 +49,8 @@ class Field(NamedTuple):
 
 
 def fields(layout: Layout, key: Any) -> dict[str, Field]:
-    """Where *layout* has the state *key*, or where that is None the masters: by the names of the
-    fields, or by "" where it is whole.
+    """The places of the state *key* in *layout*, or of the masters if *key* is None: by the names
+    of the fields, or by "" if the state is whole.
     """
     import torch
 
@@ -82,8 +82,8 @@ def is_kept(value: Any) -> bool:
 
 
 def whole_of(kept: Mapping[str, Any]) -> torch.Tensor:
-    """The field of *kept* that is like the state itself. Raises: UsageError where *kept* is nothing
-    that `state_of` makes.
+    """The field of *kept* that has the shape of the state. Raises: UsageError if `state_of` has not
+    made *kept*.
     """
     import torch
 
@@ -124,7 +124,7 @@ def unpacked(kept: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
 
 
 def joined(low: torch.Tensor, working: torch.Tensor) -> torch.Tensor:
-    """The masters of which *working* lacks *low*. Shapes: flat, contiguous, on the CPU."""
+    """The masters made of *working* and the *low* bits. Shapes: flat, contiguous, on the CPU."""
     import torch
 
     master = torch.empty(working.numel(), dtype=torch.float32)

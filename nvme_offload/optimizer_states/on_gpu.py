@@ -1,5 +1,5 @@
-"""`kernels`: what packs states on a GPU, `packs_in_one_pass`: whether Triton does, and `fault`: why
-it does not.
+"""`kernels` chooses the kernels that pack states on a GPU. `packs_in_one_pass` says whether they
+are Triton's, and `fault` why they are not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def kernels(device: torch.device) -> Any:
-    """What has `encode`, `decode`, `round_to_24`, `split` and `join` for tensors on *device*: the
-    module `by_triton` where it can be used there; elsewhere torch's operations, in some 170 passes
-    over memory in place of seven.
+    """An object with `encode`, `decode`, `round_to_24`, `split` and `join` for tensors on *device*:
+    the module `by_triton` if it can be used on the device. Otherwise torch's operations, in some
+    170 passes over memory instead of seven.
     """
     if device.type != "cuda":
         return by_torch()
@@ -38,12 +38,14 @@ def kernels(device: torch.device) -> Any:
 
 
 def packs_in_one_pass(device: torch.device) -> bool:
-    """Whether `kernels` take no memory on *device* beside what they are given: those of Triton."""
+    """Whether `kernels` of *device* allocate no memory in addition to their arguments: Triton's do
+    not.
+    """
     return device.type == "cuda" and fault(device) is None
 
 
 def by_torch() -> Any:
-    """The kernels of `by_triton` by torch's operations, on any device."""
+    """The kernels of `by_triton`, implemented by torch's operations, on any device."""
     from . import eight_bit, split
 
     return SimpleNamespace(
@@ -57,10 +59,10 @@ def by_torch() -> Any:
 
 @functools.cache
 def fault(device: torch.device) -> str | None:
-    """Why `by_triton` cannot be used on *device*, which is tried once: Triton is installed, compiles
-    for it, and gives the bits there that torch's operations give. None where it can be.
+    """Why `by_triton` cannot be used on *device*; None if it can. This is tried once: Triton must
+    be installed, compile for the device, and give the same bits as torch's operations.
 
-    Raises: torch.cuda.OutOfMemoryError, which says nothing about that.
+    Raises: torch.cuda.OutOfMemoryError, which does not show that Triton cannot be used.
     """
     import torch
 
@@ -70,14 +72,14 @@ def fault(device: torch.device) -> str | None:
         wrong = _differing(by_triton, device)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # of an import, a compiler, a driver: it has no class for all
+    except Exception as error:  # imports, compilers and drivers raise errors without a common class
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return f"Triton cannot be used: {reason}"
     return f"Triton gives other bits in {', '.join(wrong)}" if wrong else None
 
 
 def _differing(by: Any, device: torch.device) -> list[str]:
-    """What the kernels *by* make on *device* otherwise than torch's operations."""
+    """The names of results for which the kernels *by* differ from torch's operations on *device*."""
     import torch
 
     values = _of_all_kinds().to(device)
@@ -86,8 +88,8 @@ def _differing(by: Any, device: torch.device) -> list[str]:
 
 
 def _of_all_kinds() -> torch.Tensor:
-    """Numbers of 40 octaves in every other block, in the others any bits, and so infinities and
-    NaN; the last block is not whole.
+    """Numbers of 40 octaves in every other block, and random bits, including infinities and NaN, in
+    the rest. The last block is not whole.
     """
     import torch
 
@@ -102,7 +104,9 @@ def _of_all_kinds() -> torch.Tensor:
 
 
 def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What *by* makes of *values*, as bits; NaN are alike, since compilers choose among them."""
+    """The results of *by* for *values*, as bits. All NaN are equal, since compilers choose their
+    bits.
+    """
     import torch
 
     def empty(dtype: torch.dtype, size: int = values.numel()) -> torch.Tensor:

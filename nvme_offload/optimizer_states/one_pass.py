@@ -1,11 +1,11 @@
-"""`step_in_one_pass`: a step of Adam or AdamW on the CPU over packed states, in one pass over memory
-(aio/adam.h). It gives the same bits as `StateFormat.unpack`, the optimizer's step and
-`StateFormat.pack`.
+"""`step_in_one_pass` makes a step of Adam or AdamW on the CPU over packed states, in one pass over
+memory (aio/adam.h). It gives the same bits as `StateFormat.unpack`, the optimizer's step and
+`StateFormat.pack` one after another.
 
-The bits depend on how the optimizer's kernels round: on the vectors of torch's build and of the
+The bits depend on how the optimizer's kernels round: on the vector size of torch's build and of the
 processor, on the elements after the last whole vector, and on MKL's square root, which is not
-rounded correctly. So before the first step the extension and the optimizer update the same sample
-with several options. If any bit differs, the optimizer makes the steps.
+rounded correctly. Therefore, before the first step, the extension and the optimizer update the same
+sample with several options. If any bit differs, the optimizer makes the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATES = ("exp_avg", "exp_avg_sq")
 _KEYS = {"step", *_STATES}
 # float32 values in a vector: AVX-512, AVX2, and NEON
 VECTORS = (16, 8, 4)
-# elements of the sample: after the last whole vector some are left, for each of VECTORS
+# Elements of the sample: for each size in VECTORS, some remain after the last whole vector.
 _SAMPLE = 4096 + 15
 
 _log = logging.getLogger(__name__)
@@ -42,15 +42,15 @@ class Part(NamedTuple):
     Attributes
     ----------
     parameter
-        The key of their state in the optimizer's.
+        The parameter, which is the key of the elements' state in the optimizer's state.
     group
-        The options of their parameter group.
+        The options of the parameter group.
     weight
         Flat and contiguous, of the layout's working dtype.
     gradient
         Flat and contiguous, of float32, bfloat16 or float16.
     start
-        The place of the first element in the bucket.
+        The index of the first element in the bucket.
     first_block
         The name of the first block (`block_names`).
     """
@@ -64,8 +64,8 @@ class Part(NamedTuple):
 
 
 class _Arithmetic(NamedTuple):
-    """How torch's kernels round on this machine. *vector*: the elements of a vector; the fused kernel
-    rounds differently after the last whole vector. 1 for other kernels. *square_roots*: the address
+    """How torch's kernels round on this machine. *vector*: the elements of a vector, after the last
+    of which the fused kernel rounds differently; 1 for other kernels. *square_roots*: the address
     of MKL's function, or 0.
     """
 
@@ -87,16 +87,16 @@ def step_in_one_pass(
     Parameters
     ----------
     optimizer
-        Its options are in the groups of *parts*.
+        The optimizer; the groups of *parts* have its options.
     state_format, layout, buffer
         As for `StateFormat.unpack`; on the CPU.
     parts
         The parameters that have gradients. The rest of the bucket does not change.
     seed
-        As for `StateFormat.pack`. Not for a step in which `widening.looks_at` the states: the
-        extension does not look.
+        As for `StateFormat.pack`. Do not call this for a step at which `widening.looks_at` is true:
+        the extension does not check the states.
     begin
-        Called before anything is changed.
+        A function that is called before anything is changed.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def is_packed_adam(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
 
 
 def has_packed_moments(layout: Layout) -> bool:
-    """Whether the extension updates what *layout* holds: fp32 masters and Adam's two moments."""
+    """Whether the extension can update *layout*: it holds fp32 masters and Adam's two moments."""
     import torch
 
     return (
@@ -279,8 +279,8 @@ def _elements() -> dict[torch.dtype, Any]:
 
 @functools.cache
 def _arithmetic(kind: Any, fused: bool, decoupled: bool) -> _Arithmetic | None:
-    """How the class *kind* rounds in its steps, found by updating a sample; None if the extension
-    gives other bits.
+    """How the class *kind* rounds in its steps, determined by updating a sample. None if the
+    extension gives different bits.
     """
     tried = (
         [_Arithmetic(vector, 0) for vector in (1, *VECTORS)]
@@ -355,7 +355,7 @@ def _gives_same_bits(arithmetic: _Arithmetic, kind: Any, fused: bool, decoupled:
 
 
 def _sample(seed: int) -> torch.Tensor:
-    """Numbers of many magnitudes, and all kinds of special ones."""
+    """Numbers of many magnitudes, and all kinds of special values."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -375,7 +375,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _mkl_square_roots() -> int:
-    """The address of the function of MKL that computes torch's square roots; 0 without one."""
+    """The address of the MKL function that computes torch's square roots; 0 if there is none."""
     import torch
 
     try:

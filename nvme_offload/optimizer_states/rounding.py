@@ -1,5 +1,5 @@
 """The random numbers of stochastic rounding: a small table, multiplied and shifted by a hash of the
-seed and the block's name. So they are the same on every device, and need no memory of their own.
+seed and the block's name. They are the same on every device, and need no separate memory.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Values that share a hash, and in 8 bits an exponent. Does not change the values of codes, so not
-# the errors: over real gradients 64 and 4096 gave the same.
+# Number of values that share a hash and, in 8 bits, an exponent. It does not change the values of
+# codes, and therefore not the errors: on real gradients, 64 and 4096 gave the same errors.
 BLOCK = 256
 
-# Odd, with about half of the bits set and no pattern.
+# An odd number with about half of the bits set, in no pattern.
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 MULTIPLIERS = (0x6A5D39EAE12657A9, 0x2C1B3C6D9E3779BB)
 
 
 def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Names of the blocks of *numel* elements from element *start* of what is trained: by position,
-    so that they do not depend on buckets or sub-groups.
+    """Names of the blocks of *numel* elements from element *start* of all trained elements. Names
+    are positions, so they do not depend on buckets or sub-groups.
     """
     import torch
 
@@ -47,7 +47,7 @@ def random_keys(
     count: int, seed: tuple[int, ...], device: torch.device, blocks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor and the summand for the random table of each block of *count* values, int32: a
-    hash of *seed* and the block's name. They are numbered without *blocks*.
+    hash of *seed* and the block's name. Without *blocks*, blocks are numbered.
     """
     import torch
 

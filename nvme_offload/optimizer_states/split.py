@@ -1,22 +1,23 @@
-"""Splits an fp32 master into a bfloat16 working weight and the 16 bits that it lacks. Lossless.
+"""Splits an fp32 master into a bfloat16 working weight and the 16 bits that the weight lacks.
+Lossless.
 
 A bfloat16 is the upper half of an fp32 bit pattern. Rounding to nearest gives the working weight
-W = (bits + 0x8000) >> 16: one more than the upper half where the lower half L is 0x8000 or more. So
+W = (bits + 0x8000) >> 16: one more than the upper half if the lower half L is 0x8000 or more. So
 the upper half is W - (L >= 0x8000), and with L read as a signed number
 
     bits = (W << 16) + L
 
-Ties round away from zero, because patterns are sign and magnitude. torch rounds ties to even; then
-an even W with L = 0x8000 could come from either side, and 16 bits do not tell which. The largest
-finite values overflow to infinity, as in torch, and are restored from there.
+Ties round away from zero, because patterns are sign and magnitude. torch rounds ties to even. An
+even W with L = 0x8000 could then come from either side, and 16 bits cannot distinguish them. The
+largest finite values overflow to infinity, as in torch, and `join` restores them from infinity.
 
 Infinities and NaN are not rounded: 0x7fff8000 would become minus zero. A NaN keeps its upper half.
 There are 2 * (2**23 - 1) NaN patterns, but only 2 * 127 * 2**16 pairs whose W is NaN. The 2 * 65535
 patterns without a pair have the upper half of an infinity; they become quiet NaN. Arithmetic does
 not produce them.
 
-On the CPU the extension does all of this in one pass over memory (aio/codec.h), and on GPUs so does
-Triton where it is there (`by_triton`); elsewhere torch operations do it, with the same bits.
+On the CPU the extension does this in one pass over memory (aio/codec.h). On GPUs Triton
+does, if it is installed (`by_triton`). Otherwise torch operations do it, with the same bits.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from .on_gpu import kernels
 if TYPE_CHECKING:
     import torch
 
-# Elements that torch operations work on at once: enough to keep a GPU busy, few enough that
+# Elements that torch operations process at a time: enough to keep a GPU busy, and few enough that
 # temporaries stay small.
 CHUNK = 1 << 24
 
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
-    """Round *master* into *working*, and put the bits that it lacks into *low*.
+    """Round *master* into *working*, and write the bits that *working* lacks into *low*.
 
-    Shapes: flat, contiguous, of one size; float32, bfloat16, int16, or int8 for a
-    master whose low 8 bits are zero.
+    Shapes: flat, contiguous, of one size. Dtypes: *master* float32, *working* bfloat16, *low*
+    int16, or int8 for a master whose low 8 bits are zero.
     """
     import torch
 
@@ -51,7 +52,9 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
-    """Write into *master* what *working* and *low* were split from. Shapes: as for `split`."""
+    """Restore into *master* the values that were split into *working* and *low*. Shapes: as for
+    `split`.
+    """
     import torch
 
     if not master.is_cpu:

@@ -1,14 +1,14 @@
-"""`examine`: which states an optimizer keeps for a parameter, and whether parameters, and elements
-of one, can be updated separately.
+"""`examine` finds out which states an optimizer keeps for a parameter, and whether parameters, and
+elements of one parameter, can be updated separately.
 
-`NVMeOptimizer` and ZeRO-3 both ask here. The classes of torch and DeepSpeed are known. Any other is
-tried: the same steps are made with all parameters together, one by one, and in parts as the buckets
-of `NVMeOptimizer` are. Only what is equal bit for bit at every step is done separately.
+`NVMeOptimizer` and ZeRO-3 both call it. The classes of torch and DeepSpeed are known. Any other
+class is tried: the same steps are made with all parameters together, one by one, and in parts like
+the buckets of `NVMeOptimizer`. Only divisions with equal bits at every step are used.
 
 The trial uses the user's own arguments and a varying learning rate. Its gradients descend a slope,
 are random, orthogonal to the weights and along them, of several scales, and sometimes missing. It
 runs longer than the usual warm-ups, and its samples are larger than the usual minimum sizes. Random
-numbers are the same each time, so optimizers that draw some are judged like any other.
+numbers are the same each time, so optimizers that draw random numbers are judged like any other.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ import torch
 from ..errors import UnsupportedError
 from .tree import Key, content, is_for_each, tensors, top, travelling, travels
 
-# Elements. Parameters are cut at multiples of it, in the trial and in training, because vectorized
-# code rounds the last elements of a tensor differently.
+# Elements. Parameters are cut at multiples of this, in the trial and in training, because
+# vectorized code rounds the last elements of a tensor differently.
 UNIT = 1024
 
 # Longer than RAdam's warm-up, the periods of Lookahead and SOAP, and AdaShift's history.
 _STEPS = 40
 # The first steps descend a slope: optimizers that estimate the distance (D-Adaptation, Prodigy)
-# react only to that. The others vary.
+# react only to a slope. Later steps vary.
 _DESCENT = 16
-_FEWEST_STEPS = 12  # of a trial that ends early at weights that are not finite
-_KNOWN_STEPS = 3  # of a known class: for its states only
+_FEWEST_STEPS = 12  # minimum for a trial that ends early because weights are not finite
+_KNOWN_STEPS = 3  # steps of a known class, only to learn its states
 _RATE = 1e-3  # replaces a learning rate of zero, which would show nothing
 _RATES = (1.0, 0.5, 2.0, 1.0, 0.1)
 _SCALES = (1.0, 1e-3, 10.0, 1e-6, 0.1)
 
-# Classes whose source was read, by where they are defined: whether each element is updated
-# independently of the others.
+# Classes whose source was read, by the place of their definition: whether each element is updated
+# independently of other elements.
 _KNOWN = {
     "torch.optim.adadelta.Adadelta": True,
     "torch.optim.adagrad.Adagrad": True,
@@ -72,9 +72,9 @@ _Part = tuple[int, int, int]  # sample, start, stop
 
 
 class Form(NamedTuple):
-    """What a state is like. *sizes*: for each of its dimensions, the dimensions of the parameter
-    that may have its size, and the least size that it can have. None where the sizes follow nothing
-    that is known: then it has a *share* of the parameter's elements.
+    """The form of a state. *sizes*: for each of its dimensions, the dimensions of the parameter
+    that may determine its size, and the least size that it can have. *sizes* is None if the sizes
+    follow no known rule: then the state has a *share* of the parameter's elements.
     """
 
     dtype: torch.dtype
@@ -94,7 +94,7 @@ class Form(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What `examine` found.
+    """The results of `examine`.
 
     Attributes
     ----------
@@ -105,16 +105,16 @@ class Traits(NamedTuple):
     separable
         Whether no parameter's update depends on another parameter.
     elementwise
-        Whether, besides, no element's update depends on another element.
+        Whether, in addition, no element's update depends on another element.
     why
-        How that is known, for messages: "known", "declared" or "tried".
+        How these results were obtained, for messages: "known", "declared" or "tried".
     rest
         Bytes for each element of the states that are not elementwise: a lower bound, 0.0 for none.
     undoable
-        Whether parameters, states and options are all that a step changes, as far as the trial has
-        seen: whoever puts these back has undone it.
+        Whether, as far as the trial has shown, a step changes only parameters, states and options,
+        so that restoring these undoes the step.
     forms
-        What all states are like, by key, for each number of dimensions that a parameter may have.
+        The forms of all states, by key, for each number of dimensions that a parameter may have.
     """
 
     states: Mapping[Key, torch.dtype]
@@ -127,11 +127,11 @@ class Traits(NamedTuple):
     forms: Mapping[int, Mapping[Key, Form]] = MappingProxyType({})
 
     def foreseen(self, shape: torch.Size) -> dict[Key, torch.Tensor]:
-        """The states that a parameter of this *shape* will have and that travel with it, without
-        their contents.
+        """The states that a parameter of this *shape* will have and that are offloaded with it,
+        without their contents.
         """
         sizes = shape or torch.Size([1])
-        # of a part of a parameter, which the trial does not have
+        # The form for a part of a parameter, which the trial does not cover.
         unknown = {"rest": Form(torch.uint8, None, self.rest)}
         made = {key: form.of(sizes) for key, form in self.forms.get(len(sizes), unknown).items()}
         return {key: value for key, value in made.items() if travels(key, value, shape)}
@@ -160,20 +160,20 @@ def examine(
     Parameters
     ----------
     name
-        The optimizer's, for messages.
+        The name of the optimizer, for messages.
     make
-        Makes an optimizer over given parameters.
+        A function that makes an optimizer over given parameters.
     dimensions
         The numbers of dimensions that the user's parameters have.
     dtype, device
-        Of the samples.
+        The dtype and the device of the samples.
     declared
-        The caller asserts that the optimizer is elementwise.
+        Whether the caller asserts that the optimizer is elementwise.
 
     Raises
     ------
     UnsupportedError
-        It cannot step from gradients alone, or keeps states that cannot be offloaded.
+        The optimizer cannot step from gradients alone, or keeps states that cannot be offloaded.
     """
     large = [shape for count in dimensions for shape in _shapes(count, moderate=False)]
     moderate = [shape for count in dimensions for shape in _shapes(count, moderate=True)]
@@ -221,7 +221,7 @@ def examine(
     separable = together.same(
         [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
     )
-    # States of another shape could not be put together in a checkpoint.
+    # A checkpoint could not assemble states of other shapes.
     elementwise = (
         separable
         and not together.rest
@@ -249,8 +249,8 @@ def examine(
 def lasting_keys(
     make: Make, dimensions: int, dtype: torch.dtype, device: torch.device
 ) -> frozenset[Key]:
-    """The keys that the state of a parameter has after the first steps: an optimizer cannot go on
-    without them. Empty for classes that are unknown, which may choose the keys by the size.
+    """The keys that the state of a parameter has after the first steps. An optimizer cannot
+    continue without them. Empty for unknown classes, which may choose the keys by the size.
     """
     found: list[set[Key]] = []
     samples = [_sample(shape, dtype, device, 0) for shape in _shapes(dimensions, moderate=True)]
@@ -266,8 +266,8 @@ def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
     """A factory of optimizers like *optimizer*, which has made no step: with its attributes, and
     the options of *group*.
 
-    Where it has states already, or parameters or large tensors among its attributes, its class is
-    called with those options that its constructor accepts.
+    If *optimizer* already has states, or has parameters or large tensors among its attributes, its
+    class is called with the options that its constructor accepts.
     """
     kind: Any = type(optimizer)
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -298,8 +298,8 @@ def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """`step` of *optimizer* without the hooks that torch adds to every optimizer's: these are for
-    the user's steps.
+    """`step` of *optimizer* without the hooks that torch adds to every optimizer: they are for the
+    user's steps.
     """
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
@@ -323,8 +323,8 @@ def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int
 
 
 class _Trial:
-    """*steps* steps over *samples*: recorded with one optimizer for all of them, then repeated with
-    several and compared.
+    """*steps* steps over *samples*: recorded with one optimizer for all samples, then repeated with
+    several optimizers and compared.
 
     *with_missing*: in some steps a sample has no gradient.
     """
@@ -341,12 +341,12 @@ class _Trial:
         self._dtypes: dict[Key, torch.dtype] = {}
         self._not_elementwise: set[Key] = set()
         self._rest_bytes: dict[int, float] = {}  # bytes for each element, by sample
-        # the largest that each state has been, by sample
+        # The largest size that each state has had, by sample.
         self._largest: dict[Key, dict[int, tuple[torch.Size, torch.dtype]]] = {}
         self.shared: str = ""  # a key of the state that is not a parameter
-        self.outside: str = ""  # what the optimizer keeps outside of its state
-        self.changes_outside = False  # anything there, however small
-        # large tensors there: their ids and versions at the last step; and all that is there
+        self.outside: str = ""  # describes tensors that the optimizer keeps outside of its state
+        self.changes_outside = False  # whether a step changes any value outside, however small
+        # Values outside of the state at the last step: ids and versions of large tensors, and all.
         self._own: dict[Key, tuple[int, int]] = {}
         self._outside: dict[Key, Any] | None = None
 
@@ -368,14 +368,14 @@ class _Trial:
 
     @property
     def rest(self) -> float:
-        """Bytes for each element of the states that are not elementwise: the least of the samples
-        that have such states.
+        """Bytes for each element of the states that are not elementwise: the minimum over samples
+        that have these states.
         """
         return min(filter(None, self._rest_bytes.values()), default=0.0)
 
     @property
     def forms(self) -> dict[int, dict[Key, Form]]:
-        """Of all states, by the samples' numbers of dimensions and by key."""
+        """The forms of all states, by the samples' numbers of dimensions and by key."""
         found: dict[int, dict[Key, Form]] = {sample.dim(): {} for sample in self._samples}
         for key, largest in self._largest.items():
             for dimensions, forms in found.items():
@@ -389,7 +389,7 @@ class _Trial:
         return found
 
     def same(self, buckets: Sequence[Sequence[_Part]]) -> bool:
-        """Whether the result is the same where each of *buckets* has its own optimizer."""
+        """Whether the result is the same if each of *buckets* has a separate optimizer."""
         if len(self._weights) < _FEWEST_STEPS:
             return False
         with _same_random_numbers(self._samples[0].device):
@@ -398,7 +398,7 @@ class _Trial:
                     all(map(_same_bits, weights, expected))
                     for weights, expected in zip(self._train(buckets), self._weights, strict=False)
                 )
-            except Exception:  # for example from one that takes only matrices
+            except Exception:  # for example from an optimizer that accepts only matrices
                 return False
 
     def _train(self, buckets: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
@@ -424,7 +424,7 @@ class _Trial:
             else None
         )
         for number in range(self._steps):
-            # schedule-free optimizers keep other weights for evaluation
+            # Schedule-free optimizers keep separate weights for evaluation.
             if number == self._steps // 2:
                 for optimizer in optimizers:
                     _switch(optimizer, "eval")
@@ -471,8 +471,8 @@ class _Trial:
             self._rest_bytes[index] = max(rest, self._rest_bytes.get(index, 0.0))
 
     def _find_outside_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find what *optimizer* keeps outside of its state, such as a wrapped optimizer. Tensors
-        that never change, and views of weights, do not count.
+        """Find values that *optimizer* keeps outside of its state, such as a wrapped optimizer.
+        Tensors that never change, and views of weights, do not count.
         """
         weights = {
             parameter.untyped_storage().data_ptr()
@@ -527,7 +527,7 @@ class _Trial:
                 gradients.append((own + 0.1 * direction).to(weight.dtype))
                 continue
             match (number + index) % 4:
-                case 1:  # orthogonal to the weights, by row and in all, as after a normalization
+                case 1:  # orthogonal to the weights, by row and in total, as after a normalization
                     for shape in ((len(own), -1), (1, -1)):
                         rows, along = own.reshape(shape), direction.reshape(shape)
                         share = (along * rows.conj()).sum(1, keepdim=True) / (
@@ -547,8 +547,8 @@ class _Trial:
 
 
 def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:
-    """The form of a state. Each of *cases*: the shape of a parameter, and the shape and the dtype
-    that the state has for it.
+    """The form of a state. Each of *cases* has the shape of a parameter, and the shape and the
+    dtype of its state.
     """
     dtype = max((dtype for _, _, dtype in cases), key=lambda dtype: dtype.itemsize)
     share = max(state.numel() / parameter.numel() for parameter, state, _ in cases)
@@ -566,7 +566,7 @@ def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:
             return Form(dtype, None, share)
         if place in same:
             sizes.append(([place], 0))
-        else:  # a size that all samples have may be fixed, too
+        else:  # a size that all samples have in common may be fixed, too
             sizes.append((same, min(numbers) if len(numbers) == 1 else 0))
     return Form(dtype, tuple(sizes), share)
 
@@ -597,8 +597,8 @@ class _same_random_numbers:
 
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
-    """The shapes of two samples: one above the minimum sizes from which optimizers factor matrices
-    or pack states, one below. Neither is a multiple of `UNIT`.
+    """The shapes of two samples. One is above the minimum sizes from which optimizers factor
+    matrices or pack states, the second is below. Neither is a multiple of `UNIT`.
 
     *moderate*: small enough for an optimizer that keeps a matrix for each side and computes its
     root.
@@ -617,7 +617,9 @@ def _whole_units(dimensions: int) -> tuple[int, ...]:
 def _first_states(
     make: Make, samples: Sequence[torch.Tensor], steps: int = 1
 ) -> dict[torch.Tensor, Any]:
-    """The states after the first *steps* over *samples*. Empty where that fails: the trial will report it."""
+    """The states after the first *steps* over *samples*. Empty if a step fails: the trial will
+    report the failure.
+    """
     with _same_random_numbers(samples[0].device):
         try:
             parameters = [torch.nn.Parameter(sample) for sample in samples]
@@ -632,8 +634,8 @@ def _first_states(
 
 
 def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
-    """Whether some of *states* are not elementwise. Then parameters will not be cut, so samples
-    need not be large.
+    """Whether some of *states* are not elementwise. In this case parameters will not be cut, so
+    samples need not be large.
     """
     found = {
         parameter: travelling(state, parameter.shape, parameter)
@@ -655,14 +657,14 @@ def _parts(index: int, size: int) -> list[_Part]:
 def _sample(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, number: int
 ) -> torch.Tensor:
-    """Weights as they are initialized."""
+    """Weights with the values of a usual initialization."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     return (drawn / math.sqrt(shape[-1])).to(dtype).to(device)
 
 
 def _view(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of *whole* as it is in a bucket: flat, unless it is the whole. A leaf, as parameters
-    are.
+    """A part of *whole* as in a bucket: flat, unless it is the whole. It is a leaf, like
+    parameters.
     """
     return whole.detach() if stop - start == whole.numel() else whole.view(-1)[start:stop].detach()
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
-# Stay in memory whatever their shapes: step is a counter, master is not the optimizer's.
+# These stay in memory, regardless of shape: step is a counter, master is not the optimizer's.
 _IN_MEMORY = ("step", "master")
 
 Key = Any  # a tensor's key in the state, or the tuple of keys that leads to it
 
 
 def tensors(state: Mapping[Any, Any]) -> dict[Key, torch.Tensor]:
-    """All tensors, by key. It does not look inside tensor subclasses."""
+    """All tensors, by key. Tensors inside tensor subclasses are not found."""
     return {
         path[0] if len(path) == 1 else path: value
         for path, value in content(state)
@@ -28,7 +28,7 @@ def tensors(state: Mapping[Any, Any]) -> dict[Key, torch.Tensor]:
 
 
 def content(state: Mapping[Any, Any]) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves, which are no containers, each with the path of keys that leads to it."""
+    """The leaves, which are not containers, each with the path of keys that leads to it."""
     found: list[tuple[tuple[Any, ...], Any]] = []
     _gather(state.items(), (), (id(state),), found)
     return found
@@ -37,8 +37,8 @@ def content(state: Mapping[Any, Any]) -> list[tuple[tuple[Any, ...], Any]]:
 def travelling(
     state: Mapping[Any, Any], shape: torch.Size, parameter: torch.Tensor
 ) -> dict[Key, torch.Tensor]:
-    """The tensors that are offloaded with *parameter*, whose shape in memory is *shape*: all but
-    single numbers.
+    """The tensors that are offloaded with *parameter*, whose shape in memory is *shape*: all
+    tensors except single numbers.
     """
     return {
         key: value
@@ -67,8 +67,8 @@ def is_for_each(value: Any, shape: torch.Size) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between
-    its elements, and no two in one place.
+    """The strides that `torch.empty_like` gives: the strides of *tensor* if its elements have no
+    gaps and do not overlap.
     """
     if tensor.is_contiguous():
         return tensor.stride()
@@ -76,7 +76,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def drop_memory(held: Iterable[torch.Tensor]) -> None:
-    """Leave the tensors *held* empty, so that what they were views of can be used for others."""
+    """Empty the tensors *held*, so that other tensors can use the memory of which they were views."""
     empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
     for tensor in held:
         kind = tensor.dtype, tensor.device
@@ -113,7 +113,7 @@ def _gather(
     found: list[tuple[tuple[Any, ...], Any]],
 ) -> None:
     for key, value in inner:
-        # Most leaves are plain, and every step looks at all of them.
+        # Most leaves are plain, and every step examines all leaves.
         below = None if type(value) in _PLAIN or id(value) in above else _inside(value)
         if below is None:
             found.append(((*path, key), value))
@@ -122,7 +122,7 @@ def _gather(
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The content of a container, by key; None for a leaf."""
+    """The contents of a container, by key; None for a leaf."""
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""When 8 bits are too few for a state: "compact" then keeps it in 16 ("wide").
+"""Decides when 8 bits are too few for a state: "compact" then keeps the state in 16 ("wide").
 
-Either the optimizer's options say so before the first step (`wide_enough`), or the states do
-(`far_blocks`). The thresholds were measured: reports/compact-quality-cpu.md.
+Either the optimizer's options show it before the first step (`wide_enough`), or the states show it
+later (`far_blocks`). The thresholds were measured: reports/compact-quality-cpu.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
 _LEAST_EPS = 1e-12
-_CHECK_INTERVAL = 64  # steps; the powers of two are checked too
-_RANGE = 2.0**-30  # the least code of an unsigned state over its block's maximum
+_CHECK_INTERVAL = 64  # steps; steps that are powers of two are checked, too
+_RANGE = 2.0**-30  # ratio of the least code of an unsigned state to its block's maximum
 # exp_avg below 1/64 of the denominator moves a weight by less than 1/64 of the learning rate
 _NEGLIGIBLE_RATIO = 64.0
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 def wide_enough(
     format: StateFormat, optimizer: str, groups: Iterable[Mapping[str, Any]]
 ) -> StateFormat:
-    """*format*, or its wide form where the options of *groups* need it; that is logged.
+    """*format*, or its wide form if the options of *groups* need it; the change is logged.
 
     A large beta1 or momentum accumulates rounding errors in the first moment. With a small eps the
     step depends on second moments far below the block's maximum, which 8 bits cannot hold.
@@ -60,19 +60,19 @@ def wide_enough(
 
 
 def widened(format: StateFormat, optimizer: str) -> StateFormat:
-    """The wide form of *format*, for states that have `far_blocks`; that is logged."""
+    """The wide form of *format*, for states that have `far_blocks`; the change is logged."""
     return _widened(format, optimizer, "second moments of one block are more than 30 octaves apart")
 
 
 def looks_at(format: StateFormat, step: int) -> bool:
-    """Whether to look for `far_blocks` at *step*, counted from 1: at the first, before anything is
-    rounded, at the powers of two, and at every 64th.
+    """Whether to look for `far_blocks` at *step*, counted from 1: at the first step, before any
+    value is rounded, at powers of two, and at every 64th step.
     """
     return format.eight_bit and (step & (step - 1) == 0 or step % _CHECK_INTERVAL == 0)
 
 
 def least_eps(groups: Iterable[Mapping[str, Any]]) -> float:
-    """The smallest eps of *groups*, 0.0 where none has one: `far_blocks` depends on it."""
+    """The smallest eps of *groups*, 0.0 if no group has one: `far_blocks` depends on it."""
     return min(
         (eps for group in groups if isinstance(eps := group.get("eps"), int | float)), default=0.0
     )
@@ -81,13 +81,13 @@ def least_eps(groups: Iterable[Mapping[str, Any]]) -> float:
 def far_blocks(
     layout: Layout, states: Mapping[str, torch.Tensor], eps: float
 ) -> torch.Tensor | None:
-    """A bool for each block: whether 8 bits are too few for its second moments. None where they are
+    """A bool for each block: whether 8 bits are too few for its second moments. None if 8 bits are
     enough for all blocks.
 
-    They are too few where more than a sixteenth of the block's values are nonzero, below the least
-    code, and matter. A value does not matter where *eps* exceeds the root of the least code, nor
-    where exp_avg is far below the denominator, so that the weight hardly moves: weights that no
-    longer get gradients, or get only noise, such as the key biases of attention.
+    They are too few if more than a sixteenth of the block's values are nonzero, below the least
+    code, and matter. A value does not matter if *eps* exceeds the root of the least code, or if
+    exp_avg is far below the denominator, so that the weight hardly moves. Examples are weights that
+    no longer get gradients, or get only noise, such as the key biases of attention.
     """
     import torch
 
@@ -117,8 +117,8 @@ def _mark_far(
 def mark_far_by_torch(
     values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
 ) -> None:
-    """Set *far* of each block of second moments, *values*, that has too many which matter; *first*
-    moments are theirs.
+    """Set *far* for each block of the second moments *values* in which too many values matter.
+    *first*: the first moments of the same elements.
     """
     for start in range(0, values.numel(), CHUNK):
         part = _in_blocks(values[start : start + CHUNK])
@@ -142,8 +142,8 @@ def round_near(
 ) -> None:
     """Round *states* to 8 bits in place, as `StateFormat.pack` does, except the *far* blocks.
 
-    Buckets packed before a far block was found in another are already rounded: so the bits do not
-    depend on the order of the buckets.
+    Buckets that were packed before a far block was found in another bucket are already rounded.
+    With this function, the bits do not depend on the order of the buckets.
     """
     import torch
 
@@ -177,7 +177,7 @@ def _widened(format: StateFormat, optimizer: str, reason: str) -> StateFormat:
 
 
 def _chunk_elements(values: torch.Tensor) -> int:
-    """Elements per iteration: few enough on the CPU that temporaries stay small beside
+    """Elements per iteration: on the CPU, few enough that temporaries are small compared with
     host_memory.
     """
     return 1 << 18 if values.is_cpu else CHUNK
