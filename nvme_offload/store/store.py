@@ -43,7 +43,7 @@ class StoreStats:
     bytes_read, bytes_written : int
         Bytes requested in reads from the drives, and in writes to them.
     bytes_written_by_step : tuple of int
-        Bytes written between calls of `TensorStore.end_step`, for the last 1000 calls.
+        Bytes written between calls of `TensorStore.end_step`, for the last 1000 steps.
     """
 
     puts: int
@@ -216,7 +216,7 @@ class TensorStore(Closing):
         Parameters
         ----------
         transfer : Transfer
-            A planned transfer that was not started.
+            A planned transfer that has not started.
         memory : torch.Tensor
             As in `put` and `get`.
 
@@ -581,9 +581,7 @@ class TensorStore(Closing):
         return f"<TensorStore {', '.join(self.paths)}: {state}>"
 
     def _begin(self, transfer: Transfer, buffer: Any, ordered: bool = False) -> Transfer:
-        """Start *transfer*. Unless it is *ordered*, wait for conflicting transfers of its name
-        first.
-        """
+        """Start *transfer*: after conflicting transfers of its name, unless it is *ordered*."""
         while True:
             with self._locked(), self._changing:
                 blockers = [] if ordered else self._catalog.conflicts(transfer)

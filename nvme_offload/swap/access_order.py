@@ -179,7 +179,7 @@ class AccessOrder:
             record = [use._replace(created=use.created and use.dropped) for use in record]
         if record == known:
             self._had_extras = False
-            adopt = foretold  # for when uses end
+            adopt = foretold  # the record has the actual ends of uses
         else:
             extras = len(record) > len(known) > 0 and _holds(record, known)
             adopt = not extras or self._had_extras

@@ -40,7 +40,7 @@ class Live:
         self._tier = weakref.ref(tier)
         self._disks = Disks(tier.paths)
         self._lock = threading.RLock()  # see `Catalog.lock`
-        # Samples of the last whole step, from its begin: (bytes moved, seconds).
+        # Samples of the last whole step, from its start: (bytes moved, seconds).
         self._last: list[tuple[int, float]] = []
         self._begin(tier.counters(), self._disks.counters())
 

@@ -389,7 +389,7 @@ class Schedule:
             if nbytes <= 0:
                 break
             self._blocks.operations += 1
-            # The contents of a reclaimable block may be overwritten any time.
+            # The contents of a reclaimable block may be overwritten at any time.
             lost = value.block is None or value.block.reclaimable
             if value.state in states and not (lost or value.keeps_copy or value.name in but):
                 spared.append(value)

@@ -476,7 +476,7 @@ def memory_size(value: object) -> int | Literal["auto"]:
 
 def _check_directory(path: str) -> None:
     """Check that *path* exists. It is not created: if a drive is not mounted, or the path has a
-    typing error, the new directory would be on another drive.
+    typo, the new directory would be on another drive.
     """
     if not path.strip():
         raise UsageError(

@@ -134,7 +134,7 @@ def _be_quiet() -> None:
 
 
 def stats(engine: Any) -> StepStats:
-    """What the last step of an engine took.
+    """The time and the drive transfers of an engine's last step.
 
     Parameters
     ----------

@@ -53,7 +53,7 @@ def all_or_none(action: Callable[[], None], group: Any = None) -> None:
 
 
 def share_cores() -> None:
-    """Limit this rank's updates to its share of the cores that it has in common with other ranks.
+    """Make this rank's updates compute on its share of the cores, which other ranks may use, too.
 
     Without OMP_NUM_THREADS, torch starts a thread for every core, in each rank. OpenMP's threads
     spin while they wait, so ranks with more threads than cores take the cores from each other, and

@@ -580,7 +580,7 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
 
     optimizer, original = engine.optimizer, engine.checkpoint_engine
     rank = dist.get_rank(group=optimizer.dp_process_group)
-    engine._get_all_ckpt_names(load_dir, tag)  # raises where there is none
+    engine._get_all_ckpt_names(load_dir, tag)  # raises if there is no such checkpoint
     in_memory: Callable[[str], Any]
     in_file: Callable[[str], Any]
     if original is None or compat.writes_archives(original):  # None: the engine has no optimizer

@@ -352,8 +352,8 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.ops.op_builder": "FusedAdamBuilder",
 }
 
-# Methods that DeepSpeed calls on its swappers but ours do not need, because an override upstream
-# replaces the call. The key is the attribute that holds the swapper.
+# Methods that DeepSpeed calls on its swappers and that ours do not need, because `Stage3` does not
+# reach these calls. The key is the attribute that holds the swapper.
 _SWAPPERS = {
     "nvme_swapper": {"get_path", "release_reserved_buffers", "reserve_available_buffers"},
     "optimizer_swapper": {

@@ -1,5 +1,5 @@
-"""`Inference`: replaces the optimizer of a ZeRO-3 engine that has none. Parameters stream from a
-drive through forward passes.
+"""`Inference` takes the place of the optimizer in a ZeRO-3 engine without one. Parameters stream
+from a drive through forward passes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         self.forward_hooks.append(module.register_forward_hook(self._end_pass, always_call=True))
 
     def destroy(self) -> None:
-        """Release everything, as the base class does, which also drops its hooks."""
+        """Drop the hooks, as the base class does, and DeepSpeed's references to the module."""
         super().destroy()
         compat.let_go_of(self.module)
 

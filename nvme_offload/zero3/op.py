@@ -66,7 +66,7 @@ class aio_handle:
     overlap_events
         Refill the queue before it is empty.
     intra_op_parallelism
-        Worker threads: thread_count elsewhere in this package.
+        Number of worker threads; the rest of this package calls it thread_count.
 
     Raises
     ------

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class OpenFile:
-    """An open file with its path and identity. *file* is None where the engine cannot open it."""
+    """An open file with its path and identity. *file* is None if the engine cannot open it."""
 
     __slots__ = ("file", "identity", "path")
 

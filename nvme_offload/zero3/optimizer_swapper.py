@@ -376,8 +376,8 @@ class OptimizerSwapper:
     # Internal.
 
     def _take(self, parameter: torch.Tensor) -> SubGroup:
-        """The sub-group of *parameter*. It is recorded as in use before it is, so that an exception
-        in between leaves no use unrecorded.
+        """The sub-group of *parameter*. It is marked as in use before the use begins, so that an
+        exception in between leaves no unrecorded use.
         """
         self.give_back()
         self._taken = parameter

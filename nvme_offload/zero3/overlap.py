@@ -165,7 +165,9 @@ class Overlap:
         return self._has_noted
 
     def begin_load(self) -> None:
-        """Prepare for a load of states: complete the pending updates, and forget failed ones."""
+        """Prepare for a load of states: complete the updates that can be made, and forget failed
+        ones.
+        """
         error = self.updates.abandon()
         if error is not None:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)

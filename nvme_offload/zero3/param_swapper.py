@@ -246,8 +246,8 @@ class ParameterSwapper:
             return use()
 
     def _take(self, param: Any) -> str:
-        """The name of *param*. It is recorded as in use before it is, so that an exception in
-        between leaves no use unrecorded.
+        """The name of *param*. It is marked as in use before the use begins, so that an exception
+        in between leaves no unrecorded use.
         """
         self._give_back()
         name = _name(param)

@@ -19,7 +19,7 @@ _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]],
     weakref.WeakValueDictionary()
 )
 _lock = threading.RLock()
-# Tiers that a training in progress uses.
+# Tiers whose steps belong to a training in progress.
 trained: weakref.WeakSet[Tier] = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 It differs from its base class as follows. Sub-groups are cut to sizes that host memory can
 prefetch. `Gradients` keeps gradients in the dtype in which they are reduced until the optimizer
 needs them. Offloaded states go through `OptimizerSwapper`. With `"overlap_step"`, updates are made
-after `step`: see `Overlap`. Updates run on the device that `update_device` chooses. If they run on
-the CPU, results equal a run with `"device": "cpu"` bit for bit; if they run on a GPU, they equal a
-run without offload. To this end, norms are summed over the sub-groups that the user configured.
+after `step`: see `Overlap`. Updates run on the device that `update_device` chooses. Results equal,
+bit for bit, a run with `"device": "cpu"` if updates run on the CPU, and a run without offload if
+they run on a GPU. To this end, norms are summed over the sub-groups that the user configured.
 """
 
 from __future__ import annotations

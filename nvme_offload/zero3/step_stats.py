@@ -92,7 +92,7 @@ class StepClock:
         """Start the step now, instead of at the end of the previous one."""
         self._meter.begin()
         self._began = time.monotonic()
-        # The begin of the optimizer step, and the seconds waited by then.
+        # The start of the optimizer step, and the seconds waited by then.
         self._update: tuple[float, float] | None = None
 
     def begin_update(self) -> None:
