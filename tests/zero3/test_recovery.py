@@ -50,7 +50,7 @@ CASES = {
     ),
 }
 # of a step's hundreds of calls one in so many
-STRIDES = {"states": 5, "both": 7, "split": 11, "parameters": 5, "last": 31}
+STRIDES = {"states": 3, "both": 7, "split": 11, "parameters": 5, "last": 31}
 
 
 def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
