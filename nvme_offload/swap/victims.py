@@ -197,7 +197,7 @@ class Victims:
         return priority if priority > beyond else None
 
     def _evict_range(self, size: int, start: int) -> int | None:
-        """Evict all values in *size* bytes from *start*; none of them may be in use. Returns
+        """Evict all values in *size* bytes from *start*; no value may be in use. Returns
         *start*, or None while transfers must end first.
         """
         need = self._need

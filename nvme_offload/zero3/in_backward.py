@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from .overlap import left_out_since, needs_order, tell_left_out
+from .overlap import STEPS, left_out_since, needs_order, tell_left_out
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
-
-# The methods that DeepSpeed's `step` calls for each sub-group.
-_STEPS = (
-    "_prepare_sub_group",
-    "unscale_and_clip_grads",
-    "_optimizer_step",
-    "_reassign_or_swap_out_partitioned_parameters",
-    "_release_sub_group",
-)
 
 
 class InBackward:
@@ -39,9 +30,10 @@ class InBackward:
         self.updating = False
         self._stage3 = stage3
         self._reduced: dict[int, set[int]] = {}  # sub-group -> ids of parameters
+        self._reason: str | None = None  # why this pass updates nothing, "" if it does, once known
         self._told: set[str] = set()
         self._methods: dict[str, Callable[..., None]] = {}
-        for name in _STEPS:
+        for name in STEPS:
             self._methods[name] = getattr(stage3, name)
             setattr(stage3, name, functools.partial(self._unless_updated, self._methods[name]))
 
@@ -66,15 +58,22 @@ class InBackward:
             param.requires_grad and id(param) not in reduced for param in stage3.fp16_groups[index]
         ):
             return
-        reason = left_out_since(stage3)
-        if not reason and needs_order(stage3):
-            reason = "updates depend on the order of sub-groups"
-        if not reason and (stage3.clip_grad > 0 or stage3.loss_scale != 1):
-            reason = "gradients are clipped or scaled"
-        if reason:
-            tell_left_out(self._told, reason, "step_in_backward")
+        if self._reason is None:  # once in a pass: it looks at all sub-groups
+            self._reason = self._left_out_since()
+        if self._reason:
+            tell_left_out(self._told, self._reason, "step_in_backward")
             return
         self._update(index)
+
+    def _left_out_since(self) -> str:
+        stage3 = self._stage3
+        if reason := left_out_since(stage3):
+            return reason
+        if needs_order(stage3):
+            return "updates depend on the order of sub-groups"
+        if stage3.clip_grad > 0 or stage3.loss_scale != 1:
+            return "gradients are clipped or scaled"
+        return ""
 
     @torch.no_grad()
     def _update(self, index: int) -> None:
@@ -95,6 +94,7 @@ class InBackward:
     def end(self) -> None:
         """Reset after the end of a step, or after its backward pass was abandoned."""
         self._reduced.clear()
+        self._reason = None
         self.updated.clear()
         self.updating = False
 

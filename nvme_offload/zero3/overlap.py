@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .stage3 import Stage3
 
 # The methods that DeepSpeed's `step` calls for each sub-group.
-_NOTED = (
+STEPS = (
     "_prepare_sub_group",
     "unscale_and_clip_grads",
     "_optimizer_step",
@@ -64,7 +64,7 @@ class Overlap:
         self._order: list[int] = []  # the order in which the last step's sub-groups are updated
         self._places: dict[int, int] = {}  # sub-group -> place in this order
         self._wanted: list[int] = []  # the order of the last forward pass
-        for name in _NOTED:
+        for name in STEPS:
             setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
 
     @property

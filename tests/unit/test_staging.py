@@ -96,6 +96,6 @@ def test_a_host_stager_releases_what_it_holds(tier):
     stager.cancel()  # nothing is in use
     stager.give_back(changed=True)
     stager.renew("value", 4096).fill_(2)
-    stager.renew("value", 8192).fill_(3)  # in place of the one that it holds
+    stager.renew("value", 8192).fill_(3)  # replaces the value that it holds
     stager.give_back(changed=True)
     assert tier.swapper.swap_in("value").unique().tolist() == [3]

@@ -56,7 +56,7 @@ class Room:
 
 @pytest.fixture(params=["host", "device", "partly"])
 def anywhere(request, make):
-    """As *make*, with gradients in the tier, on a device, or as far as the device has room."""
+    """As *make*, with gradients in the tier, on a device, or on the device as far as they fit."""
 
     def of(nbytes, kind=Gradients):
         tier, gradients = make(nbytes, kind=kind)
