@@ -215,9 +215,9 @@ class ParameterSwapper:
 
     def _swap_in(self, param: Any) -> None:
         param.ds_tensor.data = self._read(param, get_accelerator().current_device_name())
-        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
         if _may_be_shared(param):
             param.nvme_value.read = fingerprint(param.ds_tensor.data)
+        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def _store(self, param: Any, source: torch.Tensor) -> None:
         target = self._create(param, source.numel())
@@ -316,9 +316,10 @@ def _name(param: Any) -> str:
 
 
 def _drop_copy(param: Any) -> None:
+    # The status first: an exception before the last line leaves a copy that nobody uses.
+    param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
     param.nvme_value.read = None
     param.ds_tensor.data = _placeholder(param)
-    param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
 
 def _may_be_shared(param: Any) -> bool:
