@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from nvme_offload.hardware.profile import PHASES, Setting
 
-from .space import coarse, cost, neighbours, spread
+from .space import coarse, neighbours, preference, spread
 from .steady import jumped
 from .verdict import Ask, Evidence, Observation, Result
 
@@ -38,8 +38,8 @@ class Search:
 
     `asks()` yields them and is sent their results. It tries a coarse grid in short trials; then twice
     replaces the worse half with neighbours of the better half; then runs the finalists and the
-    control, interleaved. Cheap settings are kept along with the fastest if noise may hide that they
-    are as fast.
+    control, interleaved. Settings that `preference` puts first are kept along with the fastest if
+    noise may hide that they are as fast.
 
     settings: candidates; seconds: the time from the first ask on; clock: returns seconds;
     ceiling_bytes_per_second: a limit on the speed of each direction, if known.
@@ -97,7 +97,9 @@ class Search:
             if self._affordable(end) >= 3 * len(self._settings)
             else coarse(self._settings)
         )
-        first = spread(first, max(3, self._affordable(end)))
+        preferred = min(first, key=preference)
+        first = [*spread(first, max(3, self._affordable(end))), preferred]
+        first = list(dict.fromkeys(first))
         alone = spread(first, len(first) // 3)
         yield from self._stage(
             "screen",
@@ -209,7 +211,7 @@ class Search:
         self.evidence.observations.append(seen)
 
     def _survivors(self, keep: int) -> list[Setting]:
-        """*keep* settings: alternately the best, and the cheapest whose distance to the best may be
+        """*keep* settings: alternately the best, and the preferred whose distance to the best may be
         noise.
         """
         costs = {
@@ -221,16 +223,16 @@ class Search:
         if not by_speed:
             return []
         tolerance = min(0.15, max(0.03, 1.5 * self.evidence.noise("mixed")))
-        by_cost = sorted(
+        by_preference = sorted(
             (
                 setting
                 for setting in by_speed
                 if costs[setting] <= costs[by_speed[0]] * (1 + tolerance)
             ),
-            key=cost,
+            key=preference,
         )
         kept: list[Setting] = []
-        for pair in zip(by_speed, by_cost + by_speed, strict=False):
+        for pair in zip(by_speed, by_preference + by_speed, strict=False):
             kept += [setting for setting in dict.fromkeys(pair) if setting not in kept]
         return kept[:keep]
 

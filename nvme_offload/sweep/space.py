@@ -16,6 +16,13 @@ MOST_RANKS = MAX_BYTES_IN_FLIGHT // DEEPSPEED_DEFAULTS.bytes_in_flight  # each c
 # Deeper queues than the drive serves in this time only make requests wait.
 USEFUL_QUEUE_SECONDS = 0.1
 
+# Preferred among settings that are equally fast. DeepSpeed keeps every tensor under
+# max(1 MiB, block_size) in RAM (optimizer_utils.py), and smaller blocks take more system calls. The
+# bytes in flight are four times as many as the defaults have: a drive that is slower to answer than
+# during the sweep still has a full queue.
+PREFERRED_BLOCK_SIZE = 1 << 20
+PREFERRED_BYTES_IN_FLIGHT = 32 << 20
+
 _COARSE_BLOCK_SIZES = frozenset(BLOCK_SIZES[1::2])
 _COARSE_QUEUE_DEPTHS = frozenset(QUEUE_DEPTHS[1::2])
 _COARSE_THREAD_COUNTS = frozenset(THREAD_COUNTS[::2])
@@ -82,19 +89,34 @@ def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
     return [other for other in settings if _steps(setting, other) == 1]
 
 
-def cost(setting: Setting) -> tuple[int, int, bool, int]:
-    """The sort key from cheap to dear: bytes in flight, threads, then the block size.
+def cost(setting: Setting) -> tuple[int, int, tuple[bool, int]]:
+    """The sort key from cheap to dear: bytes in flight, then threads, then the preferred block size."""
+    return setting.bytes_in_flight, setting.thread_count, _block_preference(setting)
 
-    Blocks over 1 MiB are last, because DeepSpeed keeps every tensor under max(1 MiB, block_size) in
-    RAM (optimizer_utils.py). Of smaller blocks the one nearest to 1 MiB is first, because it needs
-    the fewest system calls.
+
+def preference(setting: Setting) -> tuple[int, int, tuple[int, int, tuple[bool, int]]]:
+    """The sort key of settings that are equally fast, the preferred first.
+
+    First the block size nearest to 1 MiB, then the fewest doublings away from 32 MiB in flight and
+    one thread.
     """
+    block_doublings = _doublings(setting.block_size, PREFERRED_BLOCK_SIZE)
+    doublings = _doublings(setting.bytes_in_flight, PREFERRED_BYTES_IN_FLIGHT)
+    doublings += _doublings(setting.thread_count, 1)
+    return block_doublings, doublings, cost(setting)
+
+
+def _block_preference(setting: Setting) -> tuple[bool, int]:
+    """Blocks over 1 MiB are last, of the others the one nearest to 1 MiB is first."""
     return (
-        setting.bytes_in_flight,
-        setting.thread_count,
-        setting.block_size > 1 << 20,
-        abs(setting.block_size.bit_length() - 21),
+        setting.block_size > PREFERRED_BLOCK_SIZE,
+        _doublings(setting.block_size, PREFERRED_BLOCK_SIZE),
     )
+
+
+def _doublings(one: int, other: int) -> int:
+    """The number of doublings or halvings between two numbers."""
+    return abs(one.bit_length() - other.bit_length())
 
 
 def spread(items: Sequence[_Item], count: int) -> list[_Item]:
@@ -108,6 +130,6 @@ def spread(items: Sequence[_Item], count: int) -> list[_Item]:
 
 def _steps(one: Setting, other: Setting) -> int:
     return sum(
-        abs(getattr(one, name).bit_length() - getattr(other, name).bit_length())
+        _doublings(getattr(one, name), getattr(other, name))
         for name in ("block_size", "queue_depth", "thread_count")
     )

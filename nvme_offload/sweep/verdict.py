@@ -16,7 +16,7 @@ from nvme_offload.planning.traffic import GRADIENTS, PARAMETERS, STATES, floor
 from nvme_offload.units import format_bytes
 
 from . import steady
-from .space import cost
+from .space import PREFERRED_BLOCK_SIZE, PREFERRED_BYTES_IN_FLIGHT, preference
 
 # Bytes of a training step for each parameter, by load: the optimizer reads and writes at the same
 # time, the passes before it read.
@@ -184,8 +184,11 @@ class Verdict:
 
 
 def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
-    """Judge the finals: choose the cheapest setting that is not significantly slower than the best.
-    Each of *ranks* runs it.
+    """Judge the finals, in which each of *ranks* ran the setting.
+
+    Of the settings whose training step cannot be distinguished from the fastest, those stay that are
+    under no load measurably slower than the defaults or than 98 % of the best. The first of these by
+    `preference` is chosen.
 
     Raises: UnsupportedError when the results cannot come from the drive.
     """
@@ -222,7 +225,11 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
     ]
     fastest = min(gaining, key=lambda setting: costs[setting].value)
     alike = [setting for setting in gaining if _alike(costs[setting], costs[fastest])]
-    chosen = min(alike, key=cost)
+    slower = {setting: _measurably_slower(setting, gains, evidence.control) for setting in alike}
+    # only if each is measurably slower under some load, the number is above 0
+    least = min(slower.values())
+    remaining = [setting for setting in alike if slower[setting] == least]
+    chosen = min(remaining, key=preference)
     series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
     steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
     # every candidate ran under every load of the finals
@@ -241,7 +248,7 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         },
         performance={phase: found[chosen] for phase, found in finals.items()},
         finals={phase: tuple(found.values()) for phase, found in finals.items()},
-        reasons=tuple(_reasons(evidence, chosen, fastest, len(alike), costs, ranks)),
+        reasons=tuple(_reasons(evidence, chosen, len(costs), len(remaining), least, ranks)),
         steady=all(state.steady for state in steadiness.values()),
         warnings=tuple(_warnings(evidence, steadiness)),
     )
@@ -328,6 +335,22 @@ def _alike(one: _Estimate, best: _Estimate) -> bool:
     return gap <= math.log1p(ALIKE) or (gap <= _reach(one, best) and gap <= math.log1p(DOUBTFUL))
 
 
+def _measurably_slower(
+    setting: Setting, gains: dict[str, dict[Setting, _Estimate]], control: Setting
+) -> float:
+    """How far *setting* is measurably below the defaults, or below 98 % of the best, under the load
+    where it is furthest below: the log of a ratio, beyond the 90 % interval; 0 if it is under none.
+    """
+    furthest = 0.0
+    for found in gains.values():
+        best = max(found, key=lambda other: found[other].value)
+        for other, margin in ((control, 0.0), (best, -math.log1p(-ALIKE))):
+            if other != setting:
+                gap = found[other].value - margin - found[setting].value
+                furthest = max(furthest, gap - _reach(found[setting], found[other]))
+    return furthest
+
+
 def _best(
     setting: Setting, gains: dict[Setting, _Estimate], control: Setting, control_speed: float
 ) -> Best:
@@ -346,36 +369,32 @@ def _best(
 def _reasons(
     evidence: Evidence,
     chosen: Setting,
-    fastest: Setting,
-    alike: int,
-    costs: dict[Setting, _Estimate],
+    finalists: int,
+    remaining: int,
+    slower: float,
     ranks: int,
 ) -> list[str]:
-    each = f" for each of {ranks} ranks" if ranks > 1 else ""
     tried = len({seen.ask.setting for seen in evidence.observations})
-    why = "this one has the shortest step"
-    if alike > 1:
-        why = (
-            f"{alike} of those do not differ significantly from the best, and this is the cheapest"
+    bounds = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
+    if slower:
+        rest = f"all such settings are {bounds} under some load, and this one is the least so"
+    else:
+        rest = f"it is {bounds} under no load, and " + (
+            f"of the {remaining} settings that meet both conditions it is the closest to blocks of "
+            f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
+            if remaining > 1
+            else "no other finalist meets both conditions"
         )
     reasons = [
-        f"Of {tried} settings tried, {len(costs)} went to the finals; {why}: "
-        f"{format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}{each}."
+        f"Chosen from {finalists} finalists of {tried} settings tried: its training step is not "
+        f"measurably slower than the fastest, {rest}."
     ]
-    if chosen != fastest:
-        saved = -math.expm1(costs[fastest].value - costs[chosen].value)
-        reasons.append(
-            f"The fastest, block_size {format_bytes(fastest.block_size)}, queue_depth {fastest.queue_depth}, thread_count {fastest.thread_count}, "
-            f"with {format_bytes(fastest.bytes_in_flight)} in flight{each}, would save {saved:.1%} of a step's time on the drive, which is not significant."
-        )
     if ranks > 1:
         reasons.append(
             f"{ranks} ranks, which are processes, ran each trial at the same time on separate files; speeds are sums."
         )
     if chosen == evidence.control:
-        reasons.append(
-            "These are DeepSpeed's defaults: on this drive no finalist is significantly better."
-        )
+        reasons.append("These are DeepSpeed's defaults: no finalist is measurably better.")
     reasons.append(
         "Judged by the drive's time in a training step of ZeRO-Infinity, the largest load: for each parameter, 32 bytes of optimizer state and gradient "
         "are read and written concurrently, then 4 bytes of parameters are read and 2 written."
