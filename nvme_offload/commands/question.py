@@ -100,13 +100,11 @@ def _gpu(given: Mapping[str, Any], here: Machine) -> Gpu | None:
         known = gpu_models.find(name)
         memory = memory or (known.memory_bytes(name) if known else None)
         if memory is None and known:
-            sizes = " and ".join(map(str, known.sizes))
-            raise click.UsageError(
-                f"{name} is sold with {sizes} GB of memory: give --gpu-memory {known.sizes[-1]}GB, or as it is"
-            )
+            choices = " or ".join(f'--gpu "{name} {size}GB"' for size in known.sizes)
+            raise click.UsageError(f"{name} is sold with different memory: give {choices}")
         if memory is None:
             raise click.UsageError(
-                f"the memory of a GPU {name!r} is not known here: give --gpu-memory"
+                f"the memory of a GPU {name!r} is not known here: give --gpu-memory, such as 8GB. Known are {', '.join(gpu_models.MODELS)}"
             )
         return Gpu(name, memory, known.link_bytes_per_second if known else None)
     if memory:

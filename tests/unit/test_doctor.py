@@ -372,22 +372,31 @@ def test_what_concedes_something_else_is_not_hidden_by_what_is_faster():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "memory"),
+    ("gpu", "mebibytes"),  # as nvidia-smi reports them
     [
-        ("T4", 16),
-        ("RTX A6000", 48),
-        ("RTX 5090", 32),
-        ("MI300X", 192),
-        ("L40", 48),
-        ("L4", 24),
-        ("A100 80GB", 80),
-        ("NVIDIA A100-SXM4-40GB", 40),
-        ("NVIDIA GeForce RTX 3090 Ti", 24),
+        ("H100", 81_559),
+        ("NVIDIA H100 80GB HBM3", 81_559),
+        ("H200", 143_771),
+        ("B200", 183_359),
+        ("T4", 15_360),
+        ("RTX A6000", 49_140),
+        ("RTX 4090", 24_564),
+        ("RTX4090", 24_564),
+        ("RTX 5090", 32_607),
+        ("MI300X", 196_592),
+        ("MI250X", 65_520),
+        ("L40", 46_068),
+        ("L4", 23_034),
+        ("A100 80GB", 81_920),
+        ("NVIDIA A100-SXM4-40GB", 40_960),
+        ("A100 80G", 81_920),
+        ("NVIDIA GeForce RTX 3090 Ti", 24_564),
+        ("RTX 3090Ti", 24_564),
     ],
 )
-def test_a_gpu_is_known_by_its_name(gpu, memory):
+def test_a_gpu_is_known_by_its_name(gpu, mebibytes):
     told = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
-    assert told["machine"]["gpu"]["memory_bytes"] == memory * 10**9
+    assert told["machine"]["gpu"]["memory_bytes"] == mebibytes << 20
     assert told["machine"]["gpu"]["link_bytes_per_second"] > 10e9
 
 
@@ -428,12 +437,13 @@ def test_what_would_help_is_told_where_nothing_fits(tmp_path):
         (["plan", "--params", "-1"], "'-1' is not a number of parameters"),
         (
             ["plan", "--params", "7B", "--gpus", "1", "--gpu", "A100"],
-            "A100 is sold with 40 and 80 GB of memory: give --gpu-memory 80GB",
+            'A100 is sold with different memory: give --gpu "A100 40GB" or --gpu "A100 80GB"',
         ),
         (
             ["plan", "--params", "7B", "--gpu", "Abacus"],
             "the memory of a GPU 'Abacus' is not known",
         ),
+        (["plan", "--params", "7B", "--gpu", "RTX 4070 Laptop"], "Known are B200, GH200, H200,"),
         (["plan", "--params", "7B", "--gpus", "0", "--gpu", "L4"], "trains without GPUs"),
         (["plan", "--params", "7B", "--gpus", "2"], "no GPU is visible here: give --gpu"),
         (["plan", "--params", "7B", "--drive-read", "3GB"], "both --drive-read and --drive-write"),
