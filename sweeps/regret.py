@@ -28,9 +28,9 @@ import click
 import pandas as pd
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
-from nvme_offload.sweep import fio, space
-from nvme_offload.sweep.progress import describe
-from nvme_offload.sweep.trial import Rig
+from nvme_offload.tune import fio, space
+from nvme_offload.tune.progress import describe
+from nvme_offload.tune.trial import Rig
 
 from .command import option
 from .machine import facts
@@ -199,7 +199,7 @@ def _sweep(directory: Path, seconds: float) -> tuple[Profile, float]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as reports:
         options = ["--seconds", str(seconds), "--report-dir", reports, "--json"]
-        command = [sys.executable, "-m", "nvme_offload.sweep", str(directory), *options]
+        command = [sys.executable, "-m", "nvme_offload.tune", str(directory), *options]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         sys.exit(ran.stderr.splitlines()[-1])

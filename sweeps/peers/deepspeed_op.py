@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.sweep.deepspeed_op import standard_output_to_error
+from nvme_offload.tune.deepspeed_op import standard_output_to_error
 
 from .buffers import Bytes, Place, failed, memory_of, require_read, spoil
 from .job import Job

@@ -42,8 +42,8 @@ def optimizer(fill):
         made.save(place / "saved")
 
 def report():
-    from nvme_offload.sweep import results
-    from nvme_offload.sweep.progress import Progress
+    from nvme_offload.tune import results
+    from nvme_offload.tune.progress import Progress
     results.write_report(profile, "drive", place / "reports", Progress(None))
 """
 

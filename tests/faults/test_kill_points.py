@@ -19,7 +19,7 @@ from scenes import SCENES, script
 KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
 
-# which tests/sweep/test_commit.py kills
+# which tests/tune/test_commit.py kills
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "report"])
 def test_a_kill_leaves_the_old_or_the_new(
     name: str, tmp_path: Path, kill_points: KillPoints

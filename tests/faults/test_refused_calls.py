@@ -141,7 +141,7 @@ def transfer(config):
 
 def sweep(config):
     import pathlib
-    from nvme_offload.sweep.trial import Rig
+    from nvme_offload.tune.trial import Rig
     with Rig(pathlib.Path("."), 64 << 20, config.direct):
         return "right"
 

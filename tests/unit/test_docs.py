@@ -28,7 +28,7 @@ from nvme_offload.commands.cli import command as nvme_offload_command
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import Profile
-from nvme_offload.sweep import cli as sweep_cli
+from nvme_offload.tune import cli as sweep_cli
 from nvme_offload.zero3.settings import Settings
 
 if sys.version_info >= (3, 11):

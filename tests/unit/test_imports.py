@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "device": MOVING | {"optimizer_states"},
     "zero3": MOVING | {"device", "ds_config", "optimizer_states", "planning"},
     "report": HOST | {"ds_config", "planning"},
-    "sweep": HOST | {"ds_config", "io", "planning", "report"},
+    "sweep": {"tune"},
+    "tune": HOST | {"ds_config", "io", "planning", "report"},
     "commands": HOST | {"ds_config", "io", "optimizer_states", "planning", "zero3"},
 }
 # What needs the standard library alone, but for this package.
@@ -111,7 +112,7 @@ class Import:
 
 
 def imports_of(source: str, module: str) -> Iterator[Import]:
-    """Every import in *source*, the text of *module* ("nvme_offload.sweep.cli"), except those made
+    """Every import in *source*, the text of *module* ("nvme_offload.tune.cli"), except those made
     for type checkers only.
     """
     package = module.split(".")[:-1]
@@ -235,7 +236,7 @@ def test_a_pure_module_needs_only_the_standard_library(path):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in MODULES if part_of(path) == "sweep"], ids=lambda path: path.name
+    "path", [path for path in MODULES if part_of(path) == "tune"], ids=lambda path: path.name
 )
 def test_the_sweep_never_needs_torch(path):
     # Nodes talk by torch's store, under a launcher that torch or DeepSpeed brought.
@@ -250,7 +251,7 @@ def test_the_sweep_never_needs_torch(path):
         "nvme_offload",
         "nvme_offload.commands.cli",
         "nvme_offload.planning.plan",
-        "nvme_offload.sweep.cli",
+        "nvme_offload.tune.cli",
     ],
 )
 def test_loading_stays_light(module):
@@ -274,11 +275,11 @@ if TYPE_CHECKING:
 def draw():
     import matplotlib.pyplot
 """
-    found = [(item.name, item.when_loaded) for item in imports_of(source, "nvme_offload.sweep.cli")]
+    found = [(item.name, item.when_loaded) for item in imports_of(source, "nvme_offload.tune.cli")]
     assert found == [
         ("torch.nn", True),
         ("typing.TYPE_CHECKING", True),
-        ("nvme_offload.sweep.space", True),
+        ("nvme_offload.tune.space", True),
         ("nvme_offload.engine.Engine", True),
         ("nvme_offload.__version__", True),
         ("nvme_offload.drive", True),

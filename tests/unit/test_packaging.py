@@ -168,7 +168,7 @@ except UnsupportedError as error:
     [
         "from nvme_offload import Engine",
         "from nvme_offload import NVMeOptimizer",
-        "from nvme_offload.sweep.cli import main; sys.argv[1:] = ['.']; assert main() == 1",
+        "from nvme_offload.tune.cli import main; sys.argv[1:] = ['.']; assert main() == 1",
     ],
 )
 def test_an_extension_that_does_not_load_is_one_error_with_a_remedy(program, tmp_path):
@@ -453,4 +453,4 @@ def test_the_installed_package_says_what_it_is():
     requirements = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
     assert sorted(requirements) == ["click", "jinja2", "matplotlib", "numpy", "pandas", "torch"]
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="nvme-sweep")
-    assert command.value == "nvme_offload.sweep.cli:main"
+    assert command.value == "nvme_offload.tune.cli:main"

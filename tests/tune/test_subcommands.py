@@ -21,9 +21,9 @@ from nvme_offload.errors import UsageError
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
 from nvme_offload.hardware.profile_shelf import find, keep
-from nvme_offload.sweep import check, compare
+from nvme_offload.tune import check, compare
 
-SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 
 
 def run(
@@ -77,7 +77,7 @@ def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
     disk: Path, tmp_path: Path
 ) -> None:
     """A user whom the machine does not know, as containers have them."""
-    script = "import pwd, sys\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
+    script = "import pwd, sys\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\nfrom nvme_offload.tune import cli\nsys.exit(cli.main())"
     command = [
         sys.executable,
         "-c",

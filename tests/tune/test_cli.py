@@ -26,11 +26,11 @@ from nvme_offload.hardware.config import BACKENDS
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Profile
 from nvme_offload.hardware.profile_grade import grade
-from nvme_offload.sweep.preflight import Refusal, file_bytes
+from nvme_offload.tune.preflight import Refusal, file_bytes
 from nvme_offload.units import format_speed
 
 PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
-SWEEP = [sys.executable, "-m", "nvme_offload.sweep.cli"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune.cli"]
 
 
 def _undisturbed() -> None:
@@ -208,7 +208,7 @@ def test_a_second_report_does_not_replace_the_first_nor_need_torch(
     reports, _, _ = swept
     (first,) = reports.iterdir()
     before = (first / "profile.json").read_bytes()
-    script = "import sys\nsys.modules['torch'] = None\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
+    script = "import sys\nsys.modules['torch'] = None\nfrom nvme_offload.tune import cli\nsys.exit(cli.main())"
     result = run(
         disk,
         "--report-dir",
@@ -326,7 +326,7 @@ trial.Engine = faulty
 def test_a_broken_drive_fails_with_one_line_and_changes_nothing(
     disk: Path, tmp_path: Path, patch: str, beginning: str, message: str
 ) -> None:
-    script = f"import sys\nfrom nvme_offload.sweep import cli, trial\n{patch}\nsys.exit(cli.main())"
+    script = f"import sys\nfrom nvme_offload.tune import cli, trial\n{patch}\nsys.exit(cli.main())"
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
     result = run(
@@ -536,7 +536,7 @@ def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:
         pytest.skip("becoming another user needs root")
     # The interpreter may live where another user cannot look, so the process changes user after its
     # imports.
-    script = "import os, sys\nfrom nvme_offload.sweep import cli, trial\nos.setgid(65534); os.setuid(65534)\nsys.exit(cli.main())"
+    script = "import os, sys\nfrom nvme_offload.tune import cli, trial\nos.setgid(65534); os.setuid(65534)\nsys.exit(cli.main())"
     result = run(disk, "--report-dir", tmp_path, command=[sys.executable, "-c", script])
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
@@ -566,6 +566,6 @@ def test_help_names_what_there_is_and_loads_little() -> None:
     for other in ("show [PATH] ", "compare A B ", "check PATH --config FILE "):
         assert f"  nvme-sweep {other} " in result.stdout
     assert "130 after Ctrl-C, 143 after SIGTERM" in " ".join(result.stdout.split())
-    heavy = "import sys\nfrom nvme_offload.sweep import cli\n"
+    heavy = "import sys\nfrom nvme_offload.tune import cli\n"
     heavy += "print(sorted({'torch', 'numpy', 'pandas', 'matplotlib', 'deepspeed', 'jinja2'} & set(sys.modules)))"
     assert run(command=[sys.executable, "-c", heavy]).stdout == "[]\n"

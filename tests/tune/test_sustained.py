@@ -11,7 +11,7 @@ import pytest
 
 from nvme_offload.errors import NoSpaceError
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.sweep import sustained
+from nvme_offload.tune import sustained
 
 GIB = 1 << 30
 

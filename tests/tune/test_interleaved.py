@@ -11,11 +11,11 @@ import pytest
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.sweep import fio, tune
-from nvme_offload.sweep.interleaved import interleaved, judged
-from nvme_offload.sweep.progress import Progress
-from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
-from nvme_offload.sweep.verdict import Result
+from nvme_offload.tune import fio, sweep
+from nvme_offload.tune.interleaved import interleaved, judged
+from nvme_offload.tune.progress import Progress
+from nvme_offload.tune.trial import REQUEST_BYTES, Rig
+from nvme_offload.tune.verdict import Result
 
 SETTING = Setting(1 << 20, 16, 2)
 
@@ -54,7 +54,7 @@ def test_fio_is_run_more_than_once_for_half_a_second_at_least(
     monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
     monkeypatch.setattr(fio, "version", lambda: "fio-3")
-    options = tune.Options(seconds=seconds)
+    options = sweep.Options(seconds=seconds)
     ran: list[tuple[str, float]] = []
 
     class Counting:
@@ -74,13 +74,13 @@ def test_fio_is_run_more_than_once_for_half_a_second_at_least(
         return next(speeds)
 
     monkeypatch.setattr(fio, "bytes_per_second", by_fio)
-    found = tune._beside(Counting(), SETTING, options, Progress(None))  # type: ignore[arg-type]
+    found = sweep._beside(Counting(), SETTING, options, Progress(None))  # type: ignore[arg-type]
     of_fio = [one for one in found if one.name == "fio"]
     assert [one.phase for one in of_fio] == ["read", "write", "mixed"]
     assert all(one.relative_low < one.relative_high for one in of_fio)
     assert sum(name == "fio" for name, _ in ran) >= 6
     assert {window for _, window in ran} == {0.5}
-    assert tune._seconds_after(options) < 0.5 * seconds
+    assert sweep._seconds_after(options) < 0.5 * seconds
 
 
 def test_fio_has_as_much_under_way_as_the_engine() -> None:

@@ -15,22 +15,22 @@ import pytest
 
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
-from nvme_offload.sweep import ranks, space
-from nvme_offload.sweep.ranks import Ranks, gpu_count, request_bytes
-from nvme_offload.sweep.trial import REQUEST_BYTES, Point
+from nvme_offload.tune import ranks, space
+from nvme_offload.tune.ranks import Ranks, gpu_count, request_bytes
+from nvme_offload.tune.trial import REQUEST_BYTES, Point
 
 FILE_BYTES = 2 * REQUEST_BYTES
 SETTING = Setting(block_size=1 << 20, queue_depth=4, thread_count=1)
 
 # What a rank runs before it starts. The engines that fill the files do not fail.
 EIO = """
-import errno, nvme_offload._aio as aio, nvme_offload.sweep.trial as trial
+import errno, nvme_offload._aio as aio, nvme_offload.tune.trial as trial
 def faulty(config, engine=trial.Engine):
     return engine(config, _faults=[(2, 1000, aio.FaultKind.FAIL, errno.EIO)] if config.queue_depth == 4 else [])
 trial.Engine = faulty
 """
 DAMAGE = """
-import nvme_offload.sweep.trial as trial
+import nvme_offload.tune.trial as trial
 def damaged(lane, verify=trial._Lane.verify):
     for buffer, _ in lane._last.values():
         buffer[70_000] ^= 1

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.hardware.profile import PHASES, Setting
-from nvme_offload.sweep.latency import percentiles
-from nvme_offload.sweep.ranks import Ranks
-from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
+from nvme_offload.tune.latency import percentiles
+from nvme_offload.tune.ranks import Ranks
+from nvme_offload.tune.trial import REQUEST_BYTES, Rig
 
 SETTING = Setting(block_size=1 << 20, queue_depth=8, thread_count=2)
 

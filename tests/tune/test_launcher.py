@@ -20,11 +20,11 @@ from ports import free_port
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.hardware.profile_shelf import find
-from nvme_offload.sweep.launcher import Place, place
+from nvme_offload.tune.launcher import Place, place
 
 pytestmark = pytest.mark.slow
 
-SWEEP = ["-m", "nvme_offload.sweep"]
+SWEEP = ["-m", "nvme_offload.tune"]
 
 
 @pytest.mark.parametrize(

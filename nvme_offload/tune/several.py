@@ -15,7 +15,7 @@ from nvme_offload.units import format_bytes
 from .preflight import Refusal
 from .progress import Progress
 from .ranks import Ranks
-from .tune import Options, fill
+from .sweep import Options, fill
 
 ROUNDS = 3
 SHARE = 0.15  # of the seconds of one path's sweep

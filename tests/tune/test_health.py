@@ -12,7 +12,7 @@ import pytest
 from nvme_offload.hardware import nvme_log
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import Health
-from nvme_offload.sweep import health
+from nvme_offload.tune import health
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ import pytest
 from patience import PATIENCE
 
 from nvme_offload.hardware.profile import Profile
-from nvme_offload.sweep import ranks
+from nvme_offload.tune import ranks
 
-SWEEP = [sys.executable, "-m", "nvme_offload.sweep.cli"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune.cli"]
 
 # What a rank runs before it starts: its engines with the control's queue depth find a broken drive.
 EIO = """
-import errno, nvme_offload._aio as aio, nvme_offload.sweep.trial as trial
+import errno, nvme_offload._aio as aio, nvme_offload.tune.trial as trial
 def faulty(config, engine=trial.Engine):
     return engine(config, _faults=[(9, 1000, aio.FaultKind.FAIL, errno.EIO)] if config.queue_depth == 8 else [])
 trial.Engine = faulty
@@ -148,7 +148,7 @@ def test_a_rank_that_is_killed_fails_the_sweep_with_one_line(disk: Path, tmp_pat
 
 def test_an_error_in_a_rank_fails_the_sweep_with_one_line(disk: Path, tmp_path: Path) -> None:
     start = ranks._START.replace("from nvme", f"exec({EIO!r}); from nvme")
-    script = f"import sys\nfrom nvme_offload.sweep import cli, ranks\nranks._START = {start!r}\nsys.exit(cli.main())"
+    script = f"import sys\nfrom nvme_offload.tune import cli, ranks\nranks._START = {start!r}\nsys.exit(cli.main())"
     command = [sys.executable, "-c", script, *arguments(disk, tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stdout) == (1, "")

@@ -15,11 +15,11 @@ from patience import PATIENCE
 
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Profile
-from nvme_offload.sweep import several
-from nvme_offload.sweep.preflight import Refusal
+from nvme_offload.tune import several
+from nvme_offload.tune.preflight import Refusal
 from nvme_offload.units import format_speed
 
-SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 
 
 @pytest.mark.slow

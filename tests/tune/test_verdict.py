@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
-from nvme_offload.sweep.verdict import Ask, Evidence, Observation, Result, Verdict, decide
+from nvme_offload.tune.verdict import Ask, Evidence, Observation, Result, Verdict, decide
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 4

@@ -14,9 +14,9 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.hardware.profile_grade import LEAST_TRIAL_SECONDS
 from nvme_offload.planning.traffic import STATES, floor
-from nvme_offload.sweep import space
-from nvme_offload.sweep.search import GROUP, Search, drive
-from nvme_offload.sweep.verdict import ALIKE, STEP_BYTES, Ask, Result, Verdict, decide
+from nvme_offload.tune import space
+from nvme_offload.tune.search import GROUP, Search, drive
+from nvme_offload.tune.verdict import ALIKE, STEP_BYTES, Ask, Result, Verdict, decide
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.sweep import steady
+from nvme_offload.tune import steady
 
 SPEEDS = st.floats(1e6, 1e11)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.sweep import space
+from nvme_offload.tune import space
 
 FAST = 10e9
 

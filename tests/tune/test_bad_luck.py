@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 from nvme_offload.hardware.profile import Profile
 
-SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 SHORT = ["--seconds", "1", "--size", "128MiB"]
 
 
@@ -95,7 +95,7 @@ def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: P
 
 @pytest.mark.parametrize("topic", ["latency", "beside"])
 def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, topic: str) -> None:
-    script = "import sys\nfrom nvme_offload.sweep import cli, tune\ntune.LATENCY_SECONDS = tune.BESIDE_SECONDS = 1\nsys.exit(cli.main())"
+    script = "import sys\nfrom nvme_offload.tune import cli, sweep\nsweep.LATENCY_SECONDS = sweep.BESIDE_SECONDS = 1\nsys.exit(cli.main())"
     command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path), *SHORT]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -133,3 +133,12 @@ def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
         )
         assert result.returncode == 0
         assert result.stdout.startswith("Usage: nvme-sweep")
+
+
+@pytest.mark.parametrize("module", ["nvme_offload.tune", "nvme_offload.sweep"])
+def test_launchers_can_start_it_as_a_module(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("Usage: nvme-sweep")

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.sweep import progress
-from nvme_offload.sweep.progress import Progress, describe
+from nvme_offload.tune import progress
+from nvme_offload.tune.progress import Progress, describe
 
 
 class Terminal(io.StringIO):

@@ -20,8 +20,8 @@ SCRIPT = f"""
 import sys
 from pathlib import Path
 from nvme_offload.hardware.profile import Profile
-from nvme_offload.sweep import results
-from nvme_offload.sweep.progress import Progress
+from nvme_offload.tune import results
+from nvme_offload.tune.progress import Progress
 profile = Profile.load({str(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")!r})
 results.write_report(profile, "drive", Path(sys.argv[1]), Progress(sys.stderr))
 """
@@ -74,8 +74,8 @@ from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.report import charts
-from nvme_offload.sweep import cli, results
-from nvme_offload.sweep.progress import Progress
+from nvme_offload.tune import cli, results
+from nvme_offload.tune.progress import Progress
 
 what, root, listener, step = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 profile = Profile.load({str(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")!r})

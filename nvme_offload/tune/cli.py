@@ -27,7 +27,7 @@ from nvme_offload.units import format_bytes, parse_bytes
 from . import launcher, preflight, results, space
 from .preflight import Refusal
 from .progress import Progress, describe
-from .tune import Options, fill, open_rig, tune
+from .sweep import Options, fill, open_rig, tune
 
 MOST_SECONDS = 86400
 LEAST_SUSTAINED_BYTES = 1 << 30
@@ -178,7 +178,7 @@ def command(
     nvme-sweep show [PATH]                 print the last result
     nvme-sweep compare A B                 two profiles or reports side by side
     nvme-sweep check PATH --config FILE    whether a config's settings still hold
-    deepspeed --hostfile=FILE --module nvme_offload.sweep PATH    every node's drive
+    deepspeed --hostfile=FILE --module nvme_offload.tune PATH    every node's drive
 
     Exit status: 0 tuned; 3 a config was not set because a profile with more evidence is kept; 1
     failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.

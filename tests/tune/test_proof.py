@@ -14,7 +14,7 @@ import pytest
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Setting
-from nvme_offload.sweep.proof import prove, read_by_deepspeed, setting_of
+from nvme_offload.tune.proof import prove, read_by_deepspeed, setting_of
 
 CHOSEN = Setting(2 << 20, 16, 4, single_submit=True, overlap_events=False)
 HUGGING_FACE = '{\n  "train_batch_size": "auto", // by the launcher\n  "optimizer": {"params": {"lr": "auto"}},\n}\n'
@@ -48,7 +48,7 @@ def test_without_deepspeed_this_packages_parser_reads_it(tmp_path: Path) -> None
     ds_config.apply(config, CHOSEN)
     script = (
         "import importlib.util, sys\nfind = importlib.util.find_spec\nimportlib.util.find_spec = lambda name: None if name == 'deepspeed' else find(name)\n"
-        "from pathlib import Path\nfrom nvme_offload.hardware.profile import Setting\nfrom nvme_offload.sweep.proof import prove\n"
+        "from pathlib import Path\nfrom nvme_offload.hardware.profile import Setting\nfrom nvme_offload.tune.proof import prove\n"
         "print(prove(Path(sys.argv[1]), Setting(2 << 20, 16, 4, True, False)))\nprint(prove(Path(sys.argv[1]), Setting(2 << 20, 8, 4, True, False)))"
     )
     said = subprocess.run(

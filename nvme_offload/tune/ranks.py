@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The parent's own path, before anything is imported: "-c" and "-m" would look in the working
 # directory first, which may be the drive's.
-_START = "import sys; sys.path[:] = {path!r}; from nvme_offload.sweep.ranks import main; main({descriptor})"
+_START = "import sys; sys.path[:] = {path!r}; from nvme_offload.tune.ranks import main; main({descriptor})"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -14,7 +14,7 @@ import pytest
 from patience import PATIENCE
 
 from nvme_offload.errors import IOFailure
-from nvme_offload.sweep.deepspeed_op import DeepSpeedEngine
+from nvme_offload.tune.deepspeed_op import DeepSpeedEngine
 
 
 class Handle:
@@ -111,7 +111,7 @@ def test_what_the_op_refuses_is_an_error(file: Any, tmp_path: Path) -> None:
 
 
 def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None:
-    script = "import sys\nsys.modules['deepspeed'] = None\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
+    script = "import sys\nsys.modules['deepspeed'] = None\nfrom nvme_offload.tune import cli\nsys.exit(cli.main())"
     command = [
         sys.executable,
         "-c",
@@ -133,7 +133,7 @@ def test_a_sweep_of_the_op_itself(deepspeeds_op: Path, disk: Path, tmp_path: Pat
     command = [
         sys.executable,
         "-m",
-        "nvme_offload.sweep",
+        "nvme_offload.tune",
         str(disk),
         "--engine",
         "deepspeed",

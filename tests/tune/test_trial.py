@@ -17,8 +17,8 @@ from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import PHASES, Setting
 from nvme_offload.io.engine import Engine
-from nvme_offload.sweep import trial
-from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
+from nvme_offload.tune import trial
+from nvme_offload.tune.trial import REQUEST_BYTES, Rig
 
 FILE_BYTES = 2 * REQUEST_BYTES
 

@@ -1,9 +1,0 @@
-"""`python -m nvme_offload.sweep`, which is `nvme-sweep`, for launchers that start modules."""
-
-from __future__ import annotations
-
-import sys
-
-from .cli import main
-
-sys.exit(main())
