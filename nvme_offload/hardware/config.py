@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import os
 from typing import Any, Literal
 
 from ..errors import UsageError
-from . import profile_grade, profile_shelf
+from . import profile_shelf
 from .profile import Setting
 
 BACKENDS = ("libaio", "io_uring", "posix")
@@ -17,8 +15,6 @@ MAX_QUEUE_DEPTH = 4096
 MAX_THREAD_COUNT = 128
 MAX_BLOCK_SIZE = 1 << 30
 MIN_BLOCK_SIZE = 4096
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +120,9 @@ class AioConfig:
 
         Notes
         -----
-        A profile with little evidence (`profile_grade.grade`) is used, and a warning logged once.
+        If the evidence of the profile is not good, a warning is logged once.
         """
-        profile = profile_shelf.find(os.fspath(path))
-        found = profile_grade.grade(profile)
-        if found.name != "good":
-            _warn_of_evidence(profile.drive["path"], profile.created[:10], str(found))
-        return dataclasses.replace(cls.of(profile.chosen), **changes)
+        return dataclasses.replace(cls.of(profile_shelf.chosen(path)), **changes)
 
     @property
     def bytes_in_flight(self) -> int:
@@ -141,11 +133,3 @@ class AioConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
-
-
-@functools.cache
-def _warn_of_evidence(path: str, date: str, found: str) -> None:
-    _log.warning(
-        "the profile of the drive of %s, of %s, has little evidence: %s; run nvme-sweep again",
-        *(path, date, found),
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import re
 import shlex
@@ -11,8 +13,10 @@ from pathlib import Path
 from ..errors import UnsupportedError, UsageError
 from ..files import commit
 from .drive import describe
-from .profile import Profile
+from .profile import Profile, Setting
 from .profile_grade import grade
+
+_log = logging.getLogger(__name__)
 
 
 def directory() -> Path:
@@ -65,7 +69,7 @@ def better(profile: Profile) -> Profile | None:
     return None
 
 
-def find(path: str | Path) -> Profile:
+def find(path: str | os.PathLike[str]) -> Profile:
     """The profile of the drive of *path*, measured with this package's engine. *path* need not exist.
 
     Raises: UnsupportedError when there is none, with the command that makes one; UsageError when the
@@ -87,7 +91,26 @@ def find(path: str | Path) -> Profile:
     return profile
 
 
-def swept_elsewhere(path: str | Path) -> Profile | None:
+def chosen(path: str | os.PathLike[str]) -> Setting:
+    """The setting that the sweep chose for the drive of *path*. Logs a warning once if the evidence for
+    it is not good. Raises: as `find`.
+    """
+    profile = find(path)
+    found = grade(profile)
+    if found.name != "good":
+        _warn_of_evidence(profile.drive["path"], profile.created[:10], str(found))
+    return profile.chosen
+
+
+@functools.cache
+def _warn_of_evidence(path: str, date: str, found: str) -> None:
+    _log.warning(
+        "the profile of the drive of %s, of %s, has little evidence: %s; run nvme-sweep again",
+        *(path, date, found),
+    )
+
+
+def swept_elsewhere(path: str | os.PathLike[str]) -> Profile | None:
     """The profile of a drive that was swept at *path* and is not mounted there now, or was replaced.
 
     None when the drive that *path* is on now has a profile, or when no drive was swept there.
@@ -111,7 +134,7 @@ def swept_elsewhere(path: str | Path) -> Profile | None:
     return None
 
 
-def _nearest(path: str | Path) -> Path:
+def _nearest(path: str | os.PathLike[str]) -> Path:
     """*path*, or its nearest parent directory that exists."""
     absolute = Path(path).absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nvme_offload.hardware import config, profile_shelf
+from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
@@ -183,7 +183,7 @@ def test_a_file_says_its_grade_and_is_not_believed_when_it_is_read() -> None:
 @pytest.fixture(autouse=True)
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    config._warn_of_evidence.cache_clear()
+    profile_shelf._warn_of_evidence.cache_clear()
     return tmp_path / "config/nvme-offload"
 
 
