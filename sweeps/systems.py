@@ -13,12 +13,13 @@ Source: the READMEs of DeepSpeed, FlashOptim and MegaTrain; torch.distributed.fs
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
+import math
 import os
 import runpy
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,17 +27,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import pandas as pd
 import torch
 import torch.distributed as dist
 
-from nvme_offload.errors import UsageError
+from nvme_offload.errors import OffloadError, UsageError
+from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.machine import available_bytes
+from nvme_offload.planning import traffic
 
-from . import apart, command
+from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
 from .machine import commit, facts
 from .meter import Meter
-from .report import columns, document, escaped, listed, write
+from .report import columns, document, escaped, listed, ratios, shown, write
 
 _EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
 _SETTLING = 2  # steps: the first creates states, after the second the order is learned
@@ -45,6 +49,20 @@ _DECAY = 0.1
 _SUB_GROUP = 200_000_000  # parameters; the size of DeepSpeed's float32 buffers
 
 Step = Callable[[torch.Tensor], float]
+
+
+@dataclasses.dataclass
+class Results:
+    """facts: machine and command, by name. options: of the command. parameters: of the model.
+    speeds: the drive's, in GB/s by phase; {} without a profile. systems: the runs, in order.
+    """
+
+    facts: dict[str, str]
+    options: dict[str, Any]
+    parameters: int
+    speeds: dict[str, float]
+    systems: list[dict[str, Any]]
+    notes: list[str]
 
 
 class System(NamedTuple):
@@ -352,16 +370,22 @@ def _train(job: dict[str, Any]) -> None:
     help=f"The first {_SETTLING} do not count.",
 )
 @option("--timeout", type=float, default=560, help="Of a system, in seconds.")
+@option("--rounds", type=COUNT, default=1, help="Each runs every system once.")
+@command.seconds()
 @command.output("Write OUTPUT.md and OUTPUT.json, after every system.")
+@command.note
 def main(
     directory: Path,
     systems: list[str],
     timeout: float,
+    rounds: int,
+    seconds: float | None,
     output: Path | None,
+    notes: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Train a model of billions of parameters by each system, with the drive of DIRECTORY, and
-    print a report in Markdown.
+    print a report in Markdown. Ratios are to the first system of --systems.
     """
     command.stop_at_sigterm()
     described = facts(directory, "sweeps.systems")
@@ -369,78 +393,133 @@ def main(
     described["training"] = (
         f"{options['model']} on {options['gpus']} GPU, {options['batch']} x {options['sequence']} tokens each"
     )
-    found: list[dict[str, Any]] = []
-    for name in systems:
-        before = lowest = available_bytes()
-
-        def look(_process: int) -> None:
-            nonlocal lowest
-            lowest = min(lowest, available_bytes())
-
-        with apart.place("systems", directory) as work:
-            told, error = apart.run(
-                "sweeps.systems",
-                {"system": name, "directory": str(work), **options},
-                work,
-                timeout,
-                ranks=options["gpus"],
-                environment=apart.launched(options["gpus"]),
-                hear=lambda event: say(json.dumps(event)),
-                look=look,
-            )
-        taken = before - lowest
-        found.append({"system": name, "error": error, "host_bytes": taken, "told": told})
-        write(output, render(described, found, options), {"facts": described, "systems": found})
-    click.echo(render(described, found, options))
+    results = Results(described, options, _elements(options["model"]), {}, [], list(notes))
+    _find_speeds(results, directory)
+    with turns.interruptible(described, results.notes):
+        for number in turns.rounds(rounds, seconds, results.notes):
+            for name in turns.there_and_back(systems, number):
+                results.systems.append(_run(name, number, directory, timeout, options))
+                write(output, render(results), dataclasses.asdict(results))
+    write(output, text := render(results), dataclasses.asdict(results))
+    click.echo(text)
 
 
-def render(described: dict[str, str], found: list[dict[str, Any]], options: dict[str, Any]) -> str:
+def _find_speeds(results: Results, directory: Path) -> None:
+    """Take the speeds of the drive of *directory* from its profile, if there is one."""
+    try:
+        profile = profile_shelf.find(directory)
+    except OffloadError as error:
+        results.notes.append(f"Without the drive's floor: {error}.")
+        return
+    results.speeds = traffic.chosen_speeds(profile)
+    each = ", ".join(f"{phase} {speed:.2f}" for phase, speed in results.speeds.items())
+    results.facts["drive's profile"] = f"{profile.created}: {each} GB/s"
+
+
+def _run(
+    name: str, number: int, directory: Path, timeout: float, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train by the system *name* in round *number*."""
+    before = lowest = available_bytes()
+
+    def look(_process: int) -> None:
+        nonlocal lowest
+        lowest = min(lowest, available_bytes())
+
+    with apart.place("systems", directory) as work:
+        told, error = apart.run(
+            "sweeps.systems",
+            {"system": name, "directory": str(work), **options},
+            work,
+            timeout,
+            ranks=options["gpus"],
+            environment=apart.launched(options["gpus"]),
+            hear=lambda event: say(json.dumps(event)),
+            look=look,
+        )
+    taken = before - lowest
+    return {"system": name, "round": number, "error": error, "host_bytes": taken, "told": told}
+
+
+def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
+    """The figures of a run, medians over its settled steps; "steps" is 0 if it had none."""
+    steps = apart.of(one["told"], "step")
+    settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]
+    figures = {"system": one["system"], "round": one["round"], "steps": len(settled)}
+    if not settled:
+        return figures
+    taken = pd.DataFrame(settled).median()
+    moved = taken["disk_read_bytes"], taken["disk_written_bytes"]
+    floor = traffic.transfer(*moved, speeds).seconds if speeds and any(moved) else math.nan
+    return {
+        **figures,
+        "made": apart.of(one["told"], "made")[0]["seconds"],
+        "seconds": taken["seconds"],
+        "cpu": taken["cpu_seconds"],
+        "read": moved[0] / 1e9,
+        "written": moved[1] / 1e9,
+        "floor": floor / taken["seconds"],
+        "host": one["host_bytes"] / 1e9,
+        "gpu": steps[-1]["gpu_bytes"] / 1e9,
+        "first": steps[0]["loss"],
+        "last": steps[-1]["loss"],
+    }
+
+
+def render(results: Results) -> str:
     """The report in Markdown."""
-    elements = _elements(options["model"])
-    rows: list[dict[str, Any]] = []
-    for one in found:
-        steps = apart.of(one["told"], "step")
-        settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]
-        seconds = statistics.median(taken["seconds"] for taken in settled) if settled else None
-        rows.append({**one, "steps": steps, "settled": settled, "seconds": seconds})
-
-    def known(shown: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
-        return lambda row: shown(row) if row["seconds"] else ""
-
-    def median(row: dict[str, Any], name: str) -> float:
-        return statistics.median(taken[name] for taken in row["settled"])
-
+    options, billions = results.options, results.parameters / 1e9
+    runs = pd.DataFrame([_figures(one, results.speeds) for one in results.systems])
+    names = list(dict.fromkeys(one["system"] for one in results.systems))
+    by_name = {name: runs[runs.system == name].set_index("round") for name in names}
     tokens = options["gpus"] * options["batch"] * options["sequence"]
-    cells: dict[str, Callable[[dict[str, Any]], str]] = {
-        "": lambda row: SYSTEMS[row["system"]].title,
-        "steps that count": lambda row: str(len(row["settled"])),
-        "s a step": known(lambda row: f"{row['seconds']:.2f}"),
-        "tokens a second": known(lambda row: f"{tokens / row['seconds']:,.0f}"),
-        "host memory, GB": known(lambda row: f"{row['host_bytes'] / 1e9:.1f}"),
-        "GB a billion": known(lambda row: f"{row['host_bytes'] / elements:.2f}"),
-        "GPU, GB": known(lambda row: f"{row['steps'][-1]['gpu_bytes'] / 1e9:.1f}"),
-        "drive, GB read + written": known(
-            lambda row: (
-                f"{median(row, 'disk_read_bytes') / 1e9:.1f} + {median(row, 'disk_written_bytes') / 1e9:.1f}"
-            )
-        ),
+
+    def known(cell: Callable[[pd.Series], str]) -> Callable[[str], str]:
+        def figure(name: str) -> str:
+            mine = by_name[name]
+            return cell(mine.median(numeric_only=True)) if mine.steps.sum() else ""
+
+        return figure
+
+    def ratio(name: str) -> str:
+        if not by_name[name].steps.sum() or not by_name[names[0]].steps.sum():
+            return ""
+        return shown(ratios(by_name[name].seconds, by_name[names[0]].seconds))
+
+    cells: dict[str, Callable[[str], str]] = {
+        "": lambda name: SYSTEMS[name].title,
+        "steps that count": lambda name: str(by_name[name].steps.sum()),
+        "s a step": known(lambda run: f"{run.seconds:.2f}"),
+        "over the first": ratio,
+        "tokens a second": known(lambda run: f"{tokens / run.seconds:,.0f}"),
+        "CPU s a step, of a rank": known(lambda run: f"{run.cpu:.1f}"),
+        "host memory, GB": known(lambda run: f"{run.host:.1f}"),
+        "GB a billion": known(lambda run: f"{run.host / billions:.2f}"),
+        "GPU, GB": known(lambda run: f"{run.gpu:.1f}"),
+        "drive, GB read + written": known(lambda run: f"{run.read:.1f} + {run.written:.1f}"),
+        "floor / time": known(lambda run: "" if math.isnan(run.floor) else f"{run.floor:.2f}"),
+        "s to start": known(lambda run: f"{run.made:.1f}"),
         "loss of the first step, of the last": known(
-            lambda row: f"{row['steps'][0]['loss']:.4f}, {row['steps'][-1]['loss']:.4f}"
+            lambda run: f"{run['first']:.4f}, {run['last']:.4f}"
         ),
     }
     stopped = [
-        f"- {SYSTEMS[row['system']].title}: {escaped(row['error'])}" for row in rows if row["error"]
+        f"- {SYSTEMS[one['system']].title}: {escaped(one['error'])}"
+        for one in results.systems
+        if one["error"]
     ]
     return document(
         f"# {options['model']} by each system",
-        listed(described),
-        f"{elements / 1e9:.2f} billion parameters; medians over the steps past the first {_SETTLING}.",
-        columns(rows, cells),
+        listed(results.facts),
+        f"{billions:.2f} billion parameters. Each figure is the median over the rounds of the median over a run's steps past the first {_SETTLING}; "
+        "each ratio is the median over the rounds of the ratio in one round. The floor is the least time that a drive of the profile's speeds takes "
+        "for the bytes that a step moves.",
+        columns(names, cells),
         "\n".join(stopped),
+        *results.notes,
     )
 
 
-@functools.cache
 def _elements(model: str) -> int:
     """The number of its parameters, without memory for them."""
     example = _example()

@@ -44,6 +44,7 @@ SHAPES = {
     "70b": (8192, 28672, 80, 64, 8, 128256, False),  # Llama 3.1
 }
 LOGITS = 1024  # tokens whose logits are in memory together
+NOISE = (1 << 22) + 9  # random numbers; odd, so that no two rows of a matrix are equal
 SETTLED = 4  # steps until the order of use is learned and resident states are in memory
 
 
@@ -142,13 +143,26 @@ def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
         shard(model)
     model.to_empty(device=device)
     llama.tie_weights()  # to_empty unties them without FSDP2
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=config.initializer_range)
+    seed = dist.get_rank() if ranks > 1 else 0  # each rank fills its shards
+    fill([local(weight) for weight in model.parameters()], config.initializer_range, seed)
     with device:  # to_empty left its buffers uninitialized
         llama.model.rotary_emb = type(llama.model.rotary_emb)(config)
     return model
+
+
+def fill(weights: list[torch.Tensor], std: float, seed: int) -> None:
+    """Set vectors to 1, and fill matrices with a few million random numbers, repeated.
+
+    On the CPU, torch draws random numbers on one core: for 7B, it would take more than a minute.
+    """
+    noise = std * torch.randn(NOISE, generator=torch.Generator().manual_seed(seed))
+    noise, begin = noise.to(weights[0]), 0
+    for weight in weights:
+        flat = weight.fill_(1).view(-1)[: 0 if weight.ndim == 1 else None]
+        while flat.numel():
+            part = noise[begin : begin + flat.numel()]
+            flat[: part.numel()] = part
+            flat, begin = flat[part.numel() :], (begin + part.numel()) % NOISE
 
 
 def save(directory: Path, rank: int, step: int, model: WithLoss, optimizer: NVMeOptimizer) -> None:

@@ -14,16 +14,32 @@ import pytest
 from doors import needs
 from patience import PATIENCE
 
+from nvme_offload.hardware import profile_shelf
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import Profile
+
 pytestmark = needs("transformers", "deepspeed")
 
+ROOT = Path(__file__).parents[2]
+FSDP2 = ("cpu-offload-policy", "cpu-offload-policy-compact")
 TRAINED = {
-    1: ("compact", "zero3", "zero3-overlap", "zero3-both", "zero-infinity", "cpu-offload-policy"),
-    2: ("compact", "zero3", "zero3-overlap", "cpu-offload-policy"),
+    1: ("compact", "zero3", "zero3-overlap", "zero3-both", "zero-infinity", *FSDP2),
+    2: ("compact", "zero3", "zero3-overlap", *FSDP2),
 }
 
 
+@pytest.fixture
+def profile(tmp_path, monkeypatch):
+    """The committed profile of another drive, kept as the one of the drive of the tests."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    found = Profile.load(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")
+    found.drive["identity"] = describe(tmp_path).identity
+    profile_shelf.keep(found)
+    return found
+
+
 @pytest.mark.parametrize("gpus", TRAINED)
-def test_every_system_trains_the_same_model(tmp_path, gpus, request):
+def test_every_system_trains_the_same_model(tmp_path, gpus, profile, request):
     trained = TRAINED[gpus]
     if "zero-infinity" in trained:
         request.getfixturevalue("deepspeeds_op")
@@ -38,7 +54,7 @@ def test_every_system_trains_the_same_model(tmp_path, gpus, request):
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert ran.returncode == 0, ran.stderr
@@ -63,3 +79,4 @@ def test_every_system_trains_the_same_model(tmp_path, gpus, request):
     assert len(rows) == 2 + len(trained) + 1
     assert f"tiny on {gpus} GPU" in text
     assert "\n- MegaTrain: " in text
+    assert f"drive's profile: {profile.created}: read " in text

@@ -1,0 +1,61 @@
+"""The report of `python -m sweeps.systems`, from the events of runs."""
+
+from __future__ import annotations
+
+from sweeps.systems import SYSTEMS, Results, render
+
+
+def run(system, number, seconds, moved=(0, 0), error=None):
+    """The events of a run of three steps, of which one counts."""
+    told = [{"event": "made", "seconds": 7.0}]
+    for step in range(3):
+        taken = {
+            "seconds": seconds if step == 2 else 50.0,
+            "cpu_seconds": 1.5,
+            "disk_read_bytes": moved[0],
+            "disk_written_bytes": moved[1],
+        }
+        told.append(
+            {"event": "step", "number": step, "loss": 9.0 - step, "gpu_bytes": 4e9, "taken": taken}
+        )
+    told = told[: 2 if error else None]
+    return {"system": system, "round": number, "error": error, "host_bytes": 3e9, "told": told}
+
+
+def cells(found, speeds):
+    """The cells of the report, by system and heading."""
+    options = {"model": "tiny", "gpus": 1, "batch": 2, "sequence": 1000}
+    text = render(Results({}, options, 10**9, speeds, found, ["A note."]))
+    head, _, *rows = [
+        line.strip("| ").split(" | ") for line in text.split("\n") if line.startswith("|")
+    ]
+    assert "A note." in text
+    titles = {one.title: name for name, one in SYSTEMS.items()}
+    return {titles[row[0]]: dict(zip(["", *head], row, strict=False)) for row in rows}, text
+
+
+def test_a_row_has_the_drives_floor_and_the_ratio_within_each_round():
+    found = [
+        run("zero-infinity", 0, 4.0, (4e9, 8e9)),
+        run("zero3", 0, 2.0),
+        run("zero3", 1, 3.0),
+        run("zero-infinity", 1, 12.0, (4e9, 8e9)),
+    ]
+    speeds = {"read": 4.0, "write": 4.0, "mixed": 5.0}
+    rows, _ = cells(found, speeds)
+    # 12 GB at 5 GB/s take 2.4 s, of 4 and of 12 s
+    assert rows["zero-infinity"]["floor / time"] == "0.40"
+    assert rows["zero-infinity"]["s a step"] == "8.00"
+    assert rows["zero3"]["floor / time"] == ""
+    assert rows["zero3"]["over the first"] == "0.38 [0.25 to 0.50]"
+    assert rows["zero3"]["tokens a second"] == "800"
+    assert cells(found, {})[0]["zero-infinity"]["floor / time"] == ""
+
+
+def test_a_system_that_ended_before_a_step_that_counts_has_a_reason_and_no_figures():
+    rows, text = cells([run("zero3", 0, 2.0, error="out | of memory"), run("exact", 0, 2.0)], {})
+    assert rows["zero3"]["steps that count"] == "0"
+    assert rows["exact"]["over the first"] == ""
+    assert rows["exact"]["s a step"] == "2.00"
+    assert "updates" not in text
+    assert '- ZeRO-3 with nvme_offload, "compact": out \\| of memory' in text
