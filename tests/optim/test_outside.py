@@ -1,8 +1,7 @@
 """Optimizers that treat their groups as other packages' do, and some of those themselves: the same
 bits as in memory, or refused by name.
 
-`python -m sweeps.optimizers_of_others` tries all classes of those packages;
-reports/optimizers-of-others-cpu.md has what came of it.
+reports/optimizers-of-others-cpu.md has the results of all classes of those packages.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from sweeps.formats import quality
 from sweeps.formats.__main__ import main
 from sweeps.formats.report import Results, render, smoothed, verdict
 from sweeps.formats.stress import Stressed
@@ -133,71 +130,3 @@ def test_what_cannot_be_trained_is_refused(options, message):
     called = CliRunner().invoke(main, options.split())
     assert called.exit_code == 2
     assert message in called.output
-
-
-def test_bfloat16_copies_are_trained_and_give_their_values():
-    def make(options, params):
-        return torch.optim.AdamW(params, **options)
-
-    start = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    seen, alone = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.bfloat16())
-    idle = torch.nn.Parameter(start.clone())
-    options = {"lr": 0.1}
-    optimizer, reference = quality.in_bfloat16(make, options, [seen, idle]), make(options, [alone])
-    for step in range(3):
-        assert torch.equal(seen, alone.float())
-        gradient = torch.randn(50, generator=torch.Generator().manual_seed(step + 1))
-        seen.grad, alone.grad = gradient, gradient.bfloat16()
-        optimizer.step()
-        reference.step()
-        assert seen.grad is None
-    assert torch.equal(seen, alone.float())
-    assert not torch.equal(alone, start.bfloat16())
-    assert torch.equal(idle, start.bfloat16().float())
-
-
-def test_the_quality_of_compact24_is_measured_on_bfloat16_weights(tmp_path, monkeypatch):
-    names = {"float32": set(), "bfloat16": set()}
-    made = quality.ours
-
-    def noted(name, directory, kind, options, params):
-        names[str(params[0].dtype).removeprefix("torch.")].add(name)
-        return made(name, directory, kind, options, params)
-
-    monkeypatch.setattr(quality, "ours", noted)
-    report = tmp_path / "report.md"
-    arguments = [str(tmp_path), "--bfloat16", "--only", "decay to", "--output", str(report)]
-    monkeypatch.setattr(sys, "argv", ["quality", *arguments])
-    quality.main()
-    assert names == {"float32": set(), "bfloat16": {"exact", "compact", "compact24"}}
-    head, _, row = report.read_text().splitlines()[-3:]
-    assert head == "| case | seeds | exact, loss | compact | compact24 |"
-    case, seeds, loss, *multiples = row.strip("| ").split(" | ")
-    assert (case, seeds) == ("regression, AdamW, decay to zero", "1")
-    assert 0 < float(loss) < 10
-    assert all(0.9 < float(multiple) < quality.LIMIT for multiple in multiples)
-    assert "with float32 weights compact24 equals compact" in report.read_text()
-
-
-def test_the_case_of_small_steps_tells_masters_of_24_bits_from_none(tmp_path):
-    [case] = [case for case in quality.cases() if case.name.endswith("steps of 1e-5")]
-
-    def loss(name, **more):
-        make = functools.partial(quality.ours, name, str(tmp_path), case.kind)
-
-        def of(params):
-            return quality.in_bfloat16(make, {**case.options, **more}, params)
-
-        return quality.regression(of, 0, steps=1000, near=True)
-
-    whole = loss("exact")
-    assert whole < 0.8 * loss("exact", masters=False)
-    assert loss("compact24") == pytest.approx(whole, rel=0.05)
-
-
-def test_multiples_of_exacts_loss():
-    assert quality.multiple([3.0], [2.0]) == "1.500"
-    # differences of 1 and 3, whose mean has a standard error of 1
-    assert quality.multiple([3.0, 7.0], [2.0, 4.0]) == "1.667 ± 0.333"
-    assert quality.multiple([3.0, float("nan")], [2.0, 4.0]) == "nan"
-    assert quality.multiple("UsageError", [2.0]) == "UsageError"
