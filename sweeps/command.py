@@ -29,11 +29,6 @@ note = click.option(
     multiple=True,
     help="A sentence on the circumstances, for the report; may be given again.",
 )
-width = click.option(
-    "--width",
-    type=click.IntRange(min=8),
-    help="Train the model's small-width form, which has all of its tensors.",
-)
 
 
 def seconds(default: float | None = None) -> Any:

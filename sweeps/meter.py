@@ -1,5 +1,4 @@
-"""Time, CPU, drive traffic, memory and planning time of a part of a run, from counters read before
-and after.
+"""Time, CPU, drive traffic and memory of a part of a run, from counters read before and after.
 
 Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
 """
@@ -7,20 +6,15 @@ Source: proc_pid_status(5), proc_pid_io(5), proc_pid_clear_refs(5).
 from __future__ import annotations
 
 import contextlib
-import functools
+import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nvme_offload.hardware.drive import describe
-from nvme_offload.swap.swapper import TensorSwapper
-
-from .peers.stopwatch import cpu_seconds
 
 _SECTOR_BYTES = 512  # of /proc/diskstats, independent of the drive
-_STATUS_FIELDS = ("VmRSS", "VmHWM")
-_CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "step")
 
 
 class Traffic(NamedTuple):
@@ -62,41 +56,11 @@ def parse_diskstats(text: str, names: set[str]) -> Traffic:
     return found
 
 
-class Planning:
-    """CPU seconds of the calling thread in the methods of every `TensorSwapper`, and the number of
-    uses. A nested call counts once.
-    """
-
-    def __init__(self) -> None:
-        self.seconds, self.uses, self._depth = 0.0, 0, 0
-        for name in _CALLS:
-            setattr(
-                TensorSwapper,
-                name,
-                self._counted(getattr(TensorSwapper, name), name in ("create", "swap_in")),
-            )
-
-    def _counted(self, method: Callable[..., Any], is_use: bool) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.uses += is_use
-            self._depth += 1
-            began = time.thread_time()
-            try:
-                return method(*arguments, **options)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self.seconds += time.thread_time() - began
-
-        return counted
-
-
 class Meter:
     """Counters of this process and of the drives under *directory*."""
 
     def __init__(self, directory: Path) -> None:
-        self._disk, self._planning = Disk(directory), Planning()
+        self._disk = Disk(directory)
 
     @contextlib.contextmanager
     def stretch(self) -> Iterator[dict[str, float]]:
@@ -121,39 +85,8 @@ class Meter:
             "disk_read_bytes": disk.read,
             "disk_written_bytes": disk.written,
             "busy_seconds": disk.busy_seconds,
-            "planning_seconds": self._planning.seconds,
-            "uses": self._planning.uses,
             "cpu_seconds": cpu_seconds(),
         }
-
-
-class Memory(NamedTuple):
-    """Resident bytes of a process, now and at the peak."""
-
-    resident: int
-    peak: int
-
-
-def parse_status(text: str) -> Memory | None:
-    """What /proc/PID/status says; None of a process that has ended."""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    if "VmRSS" not in fields:
-        return None
-    return Memory(*(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in _STATUS_FIELDS))
-
-
-def parse_io(text: str) -> tuple[int, int]:
-    """Bytes from and to drives, as /proc/PID/io says."""
-    fields = dict(line.split(":") for line in text.splitlines())
-    return int(fields["read_bytes"]), int(fields["write_bytes"])
-
-
-def memory_of(process: int | str) -> Memory | None:
-    """Of a process by its number, or "self"; None when it has ended."""
-    try:
-        return parse_status(Path(f"/proc/{process}/status").read_text())
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def traffic() -> tuple[int, int]:
@@ -164,7 +97,32 @@ def traffic() -> tuple[int, int]:
         return 0, 0
 
 
-def restart_peak() -> None:
-    """Reset the peak to the current resident size, where the kernel supports it."""
-    with contextlib.suppress(OSError):
+def parse_io(text: str) -> tuple[int, int]:
+    """Bytes from and to drives, as /proc/PID/io says."""
+    fields = dict(line.split(":") for line in text.splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process so far, all threads, user and system."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def status() -> dict[str, int]:
+    """The sizes of /proc/self/status, in bytes: "VmRSS", resident, and "VmHWM", its peak."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            found[name] = int(value[:-3]) << 10
+    return found
+
+
+def restart_peak() -> bool:
+    """Reset the peak to the current resident size; whether the kernel supports it."""
+    try:
         Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -42,17 +42,6 @@ def shown(values: Iterable[float], digits: int = 2) -> str:
     return spread(found).text(digits) if len(found) else ""
 
 
-def verdict(found: Spread, least: float | None = None, most: float | None = None) -> str:
-    """Whether the median meets the target, with a question mark if the spread includes the target.
-    Empty without a target.
-    """
-    target = least if least is not None else most
-    if target is None:
-        return ""
-    met = found.median >= target if least is not None else found.median <= target
-    return ("met" if met else "missed") + ("?" if found.low < target < found.high else "")
-
-
 def ratios(mine: pd.Series, others: pd.Series) -> pd.Series:
     """*mine* over *others* in each round that has both; both are indexed by round."""
     return (mine / others[others != 0]).dropna()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-_STATUS = Path("/proc/self/status")
-_RESET_PEAK = "5"  # proc(5), clear_refs
+from ..meter import cpu_seconds, restart_peak, status
 
 
 class Measurement(NamedTuple):
@@ -35,7 +31,7 @@ class Stopwatch:
     """
 
     def __enter__(self) -> Stopwatch:
-        self._resident_bytes = _reset_peak()
+        self._resident_bytes = status()["VmRSS"] if restart_peak() else 0
         self._cpu = cpu_seconds()
         self._began = time.perf_counter()
         return self
@@ -48,36 +44,12 @@ class Stopwatch:
     ) -> None:
         self._seconds = time.perf_counter() - self._began
         self._cpu = cpu_seconds() - self._cpu
-        status = _status()
+        after = status()
         self._extra_bytes = (
-            max(0, status.get("VmHWM", 0) - self._resident_bytes) if self._resident_bytes else 0
+            max(0, after["VmHWM"] - self._resident_bytes) if self._resident_bytes else 0
         )
-        self._locked_bytes = status.get("VmLck", 0) + status.get("VmPin", 0)
+        self._locked_bytes = after.get("VmLck", 0) + after.get("VmPin", 0)
 
     def measurement(self, nbytes: int) -> Measurement:
         """The figures for *nbytes* moved."""
         return Measurement(nbytes, self._seconds, self._cpu, self._extra_bytes, self._locked_bytes)
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process so far, all threads, user and system."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _reset_peak() -> int:
-    """Reset the peak and return the bytes resident now; 0 where the kernel refuses."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-        return _status().get("VmRSS", 0)
-    return 0
-
-
-def _status() -> dict[str, int]:
-    """The sizes of proc(5), status, in bytes."""
-    found = {}
-    for line in _STATUS.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            found[name] = int(value[:-3]) << 10
-    return found

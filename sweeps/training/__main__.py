@@ -14,10 +14,9 @@ from .. import apart, command
 from ..command import COUNT, option, say
 from ..floor import Floor, Speeds, floor, mean
 from ..machine import commit, facts
-from ..models import CONFIGS
 from ..report import write
 from ..turns import interruptible, rounds, there_and_back
-from .plan import Model, Variant, read_plan
+from .plan import Variant, read_plan
 from .report import Results, as_json, render
 from .runs import Run, assemble
 
@@ -28,10 +27,6 @@ _NUMBER = "Instead of the plan's number."
 @click.command()
 @command.directory
 @option("--plan", "plan_path", type=command.FILE, default=_DEFAULT_PLAN)
-@option("--model", help=f"Instead of the plan's: {', '.join(CONFIGS)}, or a path of a config.json.")
-@command.width
-@option("--batch", type=COUNT, default=1, help="Rows of tokens, of that model.")
-@option("--tokens", type=click.IntRange(min=2), default=128, help="In each row.")
 @option("--ranks", type=COUNT, default=1, help="Processes; FSDP2 or ZeRO-3 shards the model.")
 @command.rounds
 @option("--steps", type=COUNT, help=_NUMBER)
@@ -42,10 +37,6 @@ _NUMBER = "Instead of the plan's number."
 def main(
     directory: Path,
     plan_path: Path,
-    model: str | None,
-    width: int | None,
-    batch: int,
-    tokens: int,
     only: list[str] | None,
     ranks: int,
     seconds: float | None,
@@ -57,10 +48,7 @@ def main(
     a report in Markdown.
     """
     command.stop_at_sigterm()
-    if width and not model:
-        raise click.UsageError("give --width with --model")
-    other = Model(name=model, width=width, batch=batch, tokens=tokens) if model else None
-    plan = read_plan(plan_path).narrowed(only, other, **numbers)
+    plan = read_plan(plan_path).narrowed(only, **numbers)
     described = facts(directory, "sweeps.training") | {"versions": commit()}
     results = Results(described, plan, [], [], list(notes))
     with (
@@ -113,8 +101,7 @@ def train(results: Results, variant: Variant, number: int, directory: Path, rank
             "offload": str(work / "offload"),
             "ds_config": variant.ds_config_at(str(work / "offload")),
             "directory": str(directory),
-            "model": plan.model.config,
-            **{key: getattr(plan.model, key) for key in ("hidden", "blocks", "tokens", "batch")},
+            **dataclasses.asdict(plan.model),
             "steps": plan.steps,
         }
         environment = apart.launched(ranks)

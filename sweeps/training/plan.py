@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,8 @@ from nvme_offload.errors import UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.units import parse_bytes
 
-from ..models import Tensor, config_of, tensors
 from ..plan import made, read, require_known
 
-# Measures of targets and ratios, with their titles in the report.
-MEASURES = {
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "update": "backward + optimizer",
-    "step": "step",
-    "peak": "peak memory",
-    "settled_peak": "peak memory past the first steps",
-}
-# Measures of one variant compared with the drive.
-SHARES = {
-    "optimizer_floor": "optimizer phase: floor / time",
-    "step_floor": "step: floor / time",
-    "forward_floor": "forward: floor / time",
-}
 _DIRECTORY_KEYS = ("offload_optimizer", "offload_param")
 
 
@@ -39,53 +21,16 @@ _DIRECTORY_KEYS = ("offload_optimizer", "offload_param")
 class Model:
     """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, with *tokens* input rows
     of *hidden*.
-
-    Or, with a *name*, the language model of `sweeps.models`, in its narrow form with *width*,
-    trained on *batch* rows of *tokens*.
     """
 
-    hidden: int = 0
-    blocks: int = 0
+    hidden: int
+    blocks: int
     tokens: int = 16
-    name: str | None = None
-    width: int | None = None
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        if bool(self.name) == bool(self.hidden and self.blocks):
-            raise ValueError("the model needs either hidden and blocks, or a name")
-        if self.width is not None and self.name is None:
-            raise ValueError("only a model with a name has a narrow form")
 
     @property
-    def config(self) -> dict[str, Any] | None:
-        """The Hugging Face configuration of the language model; None for blocks. Raises: UsageError
-        for an unknown name.
-        """
-        return config_of(self.name, self.width) if self.name is not None else None
-
-    @functools.cached_property
     def parameters(self) -> int:
         """The number of elements."""
-        return (
-            self.blocks * (8 * self.hidden**2 + 7 * self.hidden)
-            if self.name is None
-            else sum(tensor.elements for tensor in self._tensors)
-        )
-
-    @property
-    def title(self) -> str:
-        """A description for the report."""
-        if self.name is None:
-            return f"{self.blocks} blocks of {self.hidden}"
-        width = "" if self.width is None else f" at width {self.width}"
-        return f"the {len(self._tensors)} tensors of {self.name}{width}, a batch of {self.batch} x {self.tokens} tokens"
-
-    @functools.cached_property
-    def _tensors(self) -> list[Tensor]:
-        config = self.config
-        assert config is not None
-        return tensors(config)
+        return self.blocks * (8 * self.hidden**2 + 7 * self.hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,24 +67,6 @@ class Variant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """The target of a variant: the ratio of a measure to the variant *against*, or a share of the
-    floor (*against* None).
-    """
-
-    variant: str
-    measure: str
-    against: str | None = None
-    most: float | None = None
-    least: float | None = None
-
-    def __post_init__(self) -> None:
-        require_known([self.measure], MEASURES if self.against is not None else SHARES)
-        if (self.most is None) == (self.least is None):
-            raise ValueError(f"the target for {self.variant} needs either most or least")
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """settling_steps: the first of *steps*, not counted. baseline: the variant that ratios refer to.
     fio_bytes: of each of fio's two files; 0: no fio.
@@ -153,7 +80,6 @@ class Plan:
     timeout_seconds: float
     baseline: str
     variants: tuple[Variant, ...]
-    targets: tuple[Target, ...]
 
     def __post_init__(self) -> None:
         names = [variant.name for variant in self.variants]
@@ -163,31 +89,23 @@ class Plan:
             settling = self.settling_steps
             raise ValueError(f"of {self.steps} steps, {settling} cannot be for settling")
         require_known([self.baseline], names)
-        judged = {name for target in self.targets for name in (target.variant, target.against)}
-        require_known(judged - {None}, names)
 
-    def narrowed(
-        self, only: Collection[str] | None, model: Model | None = None, **numbers: int | None
-    ) -> Plan:
-        """This plan with *only* some of its variants, with another model, or with other *numbers*
-        of rounds and steps, where they are not None. Raises: UsageError.
+    def narrowed(self, only: Collection[str] | None, **numbers: int | None) -> Plan:
+        """This plan with *only* some of its variants, or with other *numbers* of rounds and steps,
+        where they are not None. Raises: UsageError.
         """
         names = [variant.name for variant in self.variants]
         if only is not None and (unknown := sorted(set(only) - set(names))):
             raise UsageError(f"{unknown[0]!r} is none of the plan's variants: {', '.join(names)}")
         kept = tuple(variant for variant in self.variants if only is None or variant.name in only)
-        known = {variant.name for variant in kept} | {None}
+        known = {variant.name for variant in kept}
         other = {key: number for key, number in numbers.items() if number is not None}
         return dataclasses.replace(
             self,
-            model=model or self.model,
             **other,
             settling_steps=min(self.settling_steps, other.get("steps", self.steps) - 1),
             baseline=self.baseline if self.baseline in known else kept[0].name,
             variants=kept,
-            targets=tuple(
-                target for target in self.targets if {target.variant, target.against} <= known
-            ),
         )
 
     def named(self, name: str) -> Variant:
@@ -223,7 +141,6 @@ def _plan(document: dict[str, Any]) -> Plan:
         document,
         model=Model(**document["model"]),
         fio_bytes=parse_bytes(document["fio_bytes"]),
-        targets=tuple(made(Target, entry) for entry in document.pop("target", [])),
         variants=variants,
     )
 

@@ -12,10 +12,17 @@ import pandas as pd
 from nvme_offload.units import format_bytes
 
 from .. import floor
-from ..report import Spread, columns, document, escaped, listed, shown, spread, table, verdict
+from ..report import columns, document, escaped, listed, shown, table
 from ..report import ratios as of_rounds
-from .plan import MEASURES, SHARES, Plan, Target, Variant
+from .plan import Plan, Variant
 from .runs import PHASES, Run, Speeds
+
+# Shares of the floor, with their titles.
+_SHARES = {
+    "optimizer_floor": "optimizer phase: floor / time",
+    "step_floor": "step: floor / time",
+    "forward_floor": "forward: floor / time",
+}
 
 
 @dataclasses.dataclass
@@ -63,17 +70,6 @@ class Figures:
         return of_rounds(self.of(variant, name, whole), self.of(to, name, False))
 
 
-def reached(results: Results, target: Target) -> Spread | None:
-    """The measurement of a target, or None."""
-    settling = results.plan.settling_steps
-    if target.against is None:
-        found = Figures(results.runs, settling).of(target.variant, target.measure, False).dropna()
-    else:
-        figures = Figures(results.runs, settling)
-        found = figures.ratios(target.variant, target.against, target.measure, False)
-    return spread(found) if len(found) else None
-
-
 def unequal(results: Results) -> list[str]:
     """The variants whose losses or weights differ from the first complete run with the same word
     in `Variant.bits`.
@@ -94,7 +90,6 @@ def render(results: Results) -> str:
     there = [variant for variant in results.plan.variants if results.of(variant.name)]
     return document(
         "# Training steps with offload",
-        *_targets(results),
         *_equality(results, there),
         *_circumstances(results),
         *_times(results, figures, there),
@@ -120,29 +115,8 @@ def _run_as_json(run: Run, settling: int) -> dict[str, Any]:
         **{field.name: getattr(run, field.name) for field in dataclasses.fields(run)},
         "phases": [phase._asdict() for phase in run.phases],
         "drive": run.drive and run.drive._asdict(),
-        "measures": {name: run.measure(name, settling) for name in MEASURES},
-        "shares": {name: run.measure(name, settling) for name in SHARES},
+        "figures": {name: float(one) for name, one in run.figures(settling).items() if one == one},
     }
-
-
-def _targets(results: Results) -> Iterator[str]:
-    def judged(target: Target) -> str:
-        found = reached(results, target)
-        return verdict(found, target.least, target.most) if found else "not measured"
-
-    cells = {
-        "variant": lambda one: _title(results, one.variant),
-        "what": lambda one: MEASURES.get(one.measure) or SHARES[one.measure],
-        "": lambda one: (
-            f"over {_title(results, one.against)}" if one.against else "compared with fio"
-        ),
-        "target": lambda one: f"<= {one.most:g}" if one.most is not None else f">= {one.least:g}",
-        "median [spread]": lambda one: reached(results, one) or "",
-        " ": judged,
-    }
-    if results.plan.targets:
-        yield "A ratio is of times or of bytes: less is better. A share of the floor should be near 1."
-        yield columns(results.plan.targets, cells)
 
 
 def _equality(results: Results, there: Sequence[Variant]) -> Iterator[str]:
@@ -171,11 +145,11 @@ def _circumstances(results: Results) -> Iterator[str]:
     yield listed(results.facts)
     yield from results.notes
     yield (
-        f"The model: {model.title}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
+        f"The model: {model.blocks} blocks of {model.hidden}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
         f"{plan.settling_steps} count for the peak of memory alone. {rounds} rounds; each has every variant once, and the next has them in reverse order. "
-        f"A figure is the median over the rounds of a run's median; a ratio is the median over the rounds of the ratio within one round, to "
-        f"{_title(results, plan.baseline)} unless stated otherwise; in brackets all rounds, or the middle 80 % of ten or more. A question mark says that "
-        "the spread holds both answers. Bytes are the kernel's counts of the process's drive traffic."
+        "A figure is the median over the rounds of a run's median; a ratio is the median over the rounds of the ratio within one round, to "
+        f"{_title(results, plan.baseline)}; in brackets all rounds, or the middle 80 % of ten or more. "
+        "Bytes are the kernel's counts of the process's drive traffic."
     )
 
 
@@ -230,37 +204,25 @@ def _drive(results: Results, figures: Figures, there: Sequence[Variant]) -> Iter
         "optimizer: floor, s": lambda one: _number(figures.median(one.name, "optimizer floor")),
         **{
             title: lambda one, name=name: shown(figures.of(one.name, name))
-            for name, title in SHARES.items()
+            for name, title in _SHARES.items()
         },
     }
     yield columns(there, cells)
 
     def phase(key: tuple[Variant, str]) -> list[str]:
         variant, name = key
-        seconds, busy, planning, uses = (
-            figures.median(variant.name, f"{name} {field}")
-            for field in ("seconds", "busy_seconds", "planning_seconds", "uses")
+        seconds, busy = (
+            figures.median(variant.name, f"{name} {field}") for field in ("seconds", "busy_seconds")
         )
         nbytes = moved(variant.name, name)
         speed = f"{sum(nbytes) / seconds / 1e9:.2f}"
         floors = figures.of(variant.name, f"{name} floor")
         share = shown(floors / figures.of(variant.name, name)) if sum(nbytes) else ""
-        a_use = f"{planning / uses * 1e6:.0f}" if uses else ""
         busy_share = f"{min(busy / seconds, 1):.2f}"
-        cells = [variant.title, name, _number(seconds), busy_share, speed]
-        return [*cells, share, f"{planning:.3f}", a_use]
+        return [variant.title, name, _number(seconds), busy_share, speed, share]
 
-    yield "For each phase: the share of its time in which the drive had requests in flight, of any process, and the CPU seconds of the swapper's calls."
-    head = [
-        "variant",
-        "phase",
-        "s",
-        "drive busy",
-        "GB/s",
-        "floor / time",
-        "planning CPU s",
-        "us a use",
-    ]
+    yield "For each phase: the share of its time in which the drive had requests in flight, of any process."
+    head = ["variant", "phase", "s", "drive busy", "GB/s", "floor / time"]
     yield table(head, [phase((variant, name)) for variant in there for name in PHASES])
 
 

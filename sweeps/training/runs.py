@@ -16,9 +16,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Phase(NamedTuple):
-    """A part of a run. step: None before the first step. busy_seconds: of the drive. uses: of
-    values of the swapper.
-    """
+    """A part of a run. step: None before the first step. busy_seconds: of the drive."""
 
     name: str
     step: int | None
@@ -30,8 +28,6 @@ class Phase(NamedTuple):
     peak_bytes: int
     after_bytes: int
     busy_seconds: float
-    planning_seconds: float
-    uses: int
 
 
 @dataclasses.dataclass
@@ -52,8 +48,9 @@ class Run:
     def figures(self, settling_steps: int) -> dict[str, float]:
         """All figures by name, in seconds and bytes; NaN where the run ended before.
 
-        The keys of `plan.MEASURES` and `plan.SHARES`; "PHASE FIELD", the median of that field over
-        the steps; and "PHASE peak", including the first steps.
+        "step", "update" (backward and optimizer), and each phase: seconds; "NAME floor" and
+        "NAME_floor": seconds of the floor, and its share; "PHASE FIELD": the median of that field
+        over the steps; "PHASE peak": including the first steps.
         """
         phases = pd.DataFrame(self.phases, columns=Phase._fields)
         phases["seconds"] = phases.ended - phases.began
@@ -80,11 +77,6 @@ class Run:
             figures[f"{name} floor"] = floor
             figures[f"{name}_floor"] = floor / figures[name] if floor else math.nan
         return figures
-
-    def measure(self, name: str, settling_steps: int) -> float | None:
-        """One of `figures`, or None where the run ended before."""
-        found = float(self.figures(settling_steps)[name])
-        return None if math.isnan(found) else found
 
     def peak_bytes(self, *names: str) -> float:
         """The peak resident size of all phases or of the named ones, including settling steps."""

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from .. import meter
 from ..apart import teller
-from ..models import build, tensors
 from .runs import Phase
 
 _SUMMED = ("cpu_seconds", "read_bytes", "written_bytes", "peak_bytes", "after_bytes")
@@ -63,9 +62,8 @@ class _Reporter:
         meter.restart_peak()
         with self._meter.stretch() as took:
             yield
-        memory = meter.memory_of("self")
-        took["peak_bytes"] = memory.peak if memory else 0
-        took["after_bytes"] = memory.resident if memory else 0
+        memory = meter.status()
+        took |= {"peak_bytes": memory["VmHWM"], "after_bytes": memory["VmRSS"]}
         every = gathered({key: took[key] for key in _SUMMED})
         took |= {key: sum(one[key] for one in every) for key in _SUMMED}
         fields = {key: value for key, value in took.items() if key in Phase._fields}
@@ -98,10 +96,6 @@ def _train(job: dict[str, Any], reporter: _Reporter) -> None:
 
                 zero3.enable()
     with reporter.phase("init"):
-        if job["model"] is not None:
-            # transformers imports modules lazily, which fails under zero.Init, where torch.empty
-            # and similar functions are replaced: import them now
-            tensors(job["model"])
         torch.manual_seed(0)
         trainer = (_plain if plain else _deepspeed)(job)
         synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -141,22 +135,10 @@ def _train(job: dict[str, Any], reporter: _Reporter) -> None:
     reporter.tell("weights", digest=_digest_of_ranks(digest) if plain else digest)
 
 
-def _model(job: dict[str, Any]) -> Any:
-    return _stack(job["hidden"], job["blocks"]) if job["model"] is None else build(job["model"])
-
-
-def _input(job: dict[str, Any], device: Any) -> dict[str, Any]:
+def _input(job: dict[str, Any], device: Any) -> Any:
     import torch
 
-    if job["model"] is None:
-        x = torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16)
-        return {"x": x.to(device)}
-    tokens = torch.randint(0, job["model"]["vocab_size"], (job["batch"], job["tokens"])).to(device)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _loss(out: Any, job: dict[str, Any]) -> Any:
-    return out if job["model"] is None else out.loss
+    return torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(device)
 
 
 def _deepspeed(job: dict[str, Any]) -> Trainer:
@@ -164,7 +146,7 @@ def _deepspeed(job: dict[str, Any]) -> Trainer:
     import deepspeed
 
     with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
-        model = _model(job)
+        model = _stack(job["hidden"], job["blocks"])
     engine, *_ = deepspeed.initialize(
         model=model, config=job["ds_config"], model_parameters=model.parameters()
     )
@@ -176,7 +158,7 @@ def _deepspeed(job: dict[str, Any]) -> Trainer:
                 yield parameter
 
     return Trainer(
-        lambda: _loss(engine(**given), job),
+        lambda: engine(given),
         engine.backward,
         engine.step,
         lambda: _stats(engine) if job["ours"] else None,
@@ -200,10 +182,10 @@ def _plain(job: dict[str, Any]) -> Trainer:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    model = _model(job).to(device, torch.bfloat16)
+    model = _stack(job["hidden"], job["blocks"]).to(device, torch.bfloat16)
     if job["ranks"] > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        for layer in model.blocks if job["model"] is None else model.model.layers:
+        for layer in model.blocks:
             fully_shard(layer)
         fully_shard(model)
     parameters = list(model.parameters())
@@ -227,7 +209,7 @@ def _plain(job: dict[str, Any]) -> Trainer:
         model.zero_grad()
 
     return Trainer(
-        lambda: _loss(model(**given), job),
+        lambda: model(given),
         lambda loss: loss.backward(),
         step,
         stats,
