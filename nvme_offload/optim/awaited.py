@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..update.queue import Pending, UpdateQueue, wait_for_all
 from .buckets import is_distributed
 
 if TYPE_CHECKING:
     from .buckets import Weight
-    from .update_queue import Step, UpdateQueue
+    from .update_queue import Step
 
 _KEY = "_nvme_offload_awaited"  # key in the __dict__ of a tensor
 
 
-class Awaited:
+class Awaited(Pending):
     """The update of *weight* in *step*; the updates of its buckets are in *queue*.
 
-    Attributes: *values*, of the gradient, None if there is none; *left*, the number of buckets that
-    are not updated yet; *event*, of a CUDA device, which records the end of the update there;
-    *home*, the stream that was current in `step`. All but *values* change under the queue's lock.
+    Attributes: *values*, of the gradient, None if there is none; *home*, the stream that was
+    current in `step`. *home* changes under the queue's lock.
     """
 
     def __init__(self, queue: UpdateQueue, step: Step, weight: Weight) -> None:
+        super().__init__()
         gradient = weight.parameter.grad
         self.queue = queue
         self.step = step
         self.weight = weight
         self.values = None if gradient is None else gradient.detach()
-        self.left = 0
-        self.event: Any = None
         self.home: Any = None
         self._guards: list[Any] = []
 
     def hold(self) -> None:
         """From now on, every use of the parameter and of its gradient waits."""
+        self.weight.awaited = self
         for tensor in self._tensors():
             if type(tensor) in _WAITING:
                 # A gradient must not keep this object alive, since the garbage collector does not
@@ -54,10 +54,28 @@ class Awaited:
                 # tensor.
                 self._guards.append(weakref.ref(tensor))
 
+    def drop_gradient(self) -> None:
+        """The updates are made: drop the values of the gradient."""
+        self.values = None
+        self.weight.awaited = None
+
+    def order(self) -> None:
+        """See `Pending`."""
+        if self.event is None:
+            return
+        if is_distributed(self.weight.parameter):
+            self.event.synchronize()  # FSDP2 gathers on separate streams
+            return
+        now = torch.cuda.current_stream(self.weight.parameter.device)
+        for stream in {now, self.home}:
+            stream.wait_event(self.event)
+
     def restore(self) -> None:
         """Restore the original classes of both tensors. A gradient that `.grad` no longer holds
         gets its class back when it is used.
         """
+        if self.weight.awaited is self:
+            self.weight.awaited = None
         self._guards.clear()
         for tensor in self._tensors():
             if _awaited(tensor) is self:
@@ -84,8 +102,6 @@ class Waits:
         for one in found:
             use(one)
         if not found:  # the tensor is in a container of another kind
-            from .update_queue import wait_for_all
-
             wait_for_all()
         return function(*args, **kwargs)
 

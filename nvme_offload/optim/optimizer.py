@@ -47,7 +47,7 @@ from .shown_state import ShownState, ShownStates
 from .stats import UpdateClock, UpdateStats
 from .update import MASTER, Options, Updater
 from .update_device import UpdateDevice
-from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
+from .update_queue import BucketUpdates, Step, anything_is_compiled
 
 _log = logging.getLogger(__name__)
 _serials = itertools.count()
@@ -194,7 +194,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._provisional: ProvisionalUpdates | None = None
         self._sums: GradientSums | None = None
         self._overlap = bool(overlap_step)
-        self._queue: UpdateQueue | None = None
+        self._queue: BucketUpdates | None = None
         self._open_step: Step | None = None  # the present step, if some of its updates are queued
         self._gradient_hooks = (
             GradientHooks(self) if step_in_backward or accumulate is not None else None
@@ -283,7 +283,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if step_in_backward == "provisional":
                 self._provisional = ProvisionalUpdates(self._tier, self, self._overlap)
             if self._overlap:
-                self._queue = UpdateQueue(self._source)
+                self._queue = BucketUpdates(self._source)
             if may_be_replaced(self.param_groups):
                 for index, group in enumerate(self.param_groups):
                     self._bucketing.try_out(group["params"], self._options.of(index, group))
@@ -393,7 +393,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         OffloadError
             The drive failed. It may be called again, and continues with the remaining updates.
         """
-        queue: UpdateQueue | None = self.__dict__.get("_queue")
+        queue: BucketUpdates | None = self.__dict__.get("_queue")
         if queue is None:
             return
         queue.wait()
@@ -1328,10 +1328,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         them.
         """
         if self._queue is not None:
-            self._queue.quiesce()
             self._queue.abandon()
-            if self._queue.is_dead:
-                self._queue = UpdateQueue(self._source)
         for weight in self._weights:
             weight.awaited = None  # it has the gradient of a step that was not made
         self._updater.reset(self._buckets)
@@ -1830,14 +1827,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._open_step, self._backward_begins = None, True
             self._progress.changing = False
 
-    def run_job(self, job: Job) -> None:
+    def run_job(self, step: Step, bucket: Bucket | None, options: Options) -> None:
         """Make a queued update, in the thread of the queue. No other thread uses the swapper
         meanwhile.
 
         Parameters
         ----------
-        job : Job
-            The update. Without a bucket, it ends a step.
+        step : Step
+            The step of the update.
+        bucket : Bucket or None
+            The bucket to update. None ends the step.
+        options : mapping
+            The options of the groups of *bucket*, by index of the group.
 
         Raises
         ------
@@ -1847,16 +1848,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._job_progress.running:
             self._recover_job()
         self._job_progress.running = True
-        step = job.step
         if step.hints:
             self._tier.swapper.prefetch(step.hints)
             step.hints = []
         with self._clock.running():
-            if job.bucket is not None:
-                step.left.update(
-                    self._update(job.bucket, job.options, step.number - 1, self._job_progress)
-                )
-                if job.bucket.visits_device:
+            if bucket is not None:
+                step.left.update(self._update(bucket, options, step.number - 1, self._job_progress))
+                if bucket.visits_device:
                     self._updater.drain()  # the CPU uses the parameters next
                 return
             self._updater.drain()

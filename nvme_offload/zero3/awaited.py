@@ -41,7 +41,7 @@ class _Partition:
         del param.__dict__[_NAME]
 
 
-def hold(param: torch.nn.Parameter, wait: Callable[[], None]) -> None:
+def hold(param: torch.nn.Parameter, wait: Callable[[], Any]) -> None:
     """Make every read of the partition of *param* call *wait* first, until `let_go`."""
     global _awaited
     with _lock:

@@ -22,9 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from ..device.staging import CPU
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
+from ..update.queue import quiesce_all
 from . import ahead, compat
 from .once_per_step import has_hooks, replaces_step
-from .updates import Update, Updates, quiesce_all
+from .updates import Update, Updates
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -56,6 +57,7 @@ class Overlap:
         gathered = ahead.bound(stage3.parameter_offload.get_param_coordinator())
         self.updates = Updates(stage3.tier, lambda: gathered.fetches)
         self.scaling = Scaling(1.0, 0.0)
+        self._drive_seconds = 0.0  # that updates have waited for the drive
         self._noted: list[list[Callable[[], None]]] | None = None  # the step's calls, by sub-group
         self._has_noted = False  # whether the last step that has begun deferred calls
         self._has_states = False  # whether a step has made states since the last load, if any
@@ -70,7 +72,7 @@ class Overlap:
     @property
     def holds_gradients(self) -> bool:
         """Whether updates that need the gradients of a step are pending, or have failed."""
-        return any(self._noted or ()) or self.updates.pending
+        return any(self._noted or ()) or self.updates.has_jobs
 
     @property
     def notes(self) -> bool:
@@ -173,6 +175,15 @@ class Overlap:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)
         self._noted, self._has_states = None, False
 
+    def take_waits(self) -> tuple[float, float]:
+        """Seconds since the last call that the program waited for updates, and that updates waited
+        for the drive.
+        """
+        with self.updates.lock:
+            waits = self.updates.waited_seconds, self._drive_seconds
+            self.updates.waited_seconds = self._drive_seconds = 0.0
+            return waits
+
     def following(self, index: int, count: int) -> Sequence[int]:
         """At most *count* sub-groups in the last step's order of updates, from *index* on. Empty if
         *index* was not among them.
@@ -208,10 +219,13 @@ class Overlap:
 
     def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> Any:
         stage3 = self._stage3
+        swapper = stage3.tier.swapper
+        before = swapper.stats().waited_seconds
         try:
             with like():
                 for action in actions:
                     action()
+                self._drive_seconds += swapper.stats().waited_seconds - before
                 if stage3.update_device != CPU:
                     return torch.cuda.current_stream().record_event()
                 return None

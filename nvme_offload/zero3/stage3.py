@@ -421,7 +421,10 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
             if self.overlap is None or not self.overlap.updates.afterwards(self._drop):
                 self._drop()
             return
-        error = self.overlap.updates.abandon() if self.overlap is not None else None
+        error = None
+        if self.overlap is not None:
+            error = self.overlap.updates.abandon()
+            self.overlap.updates.stop(finish=False)
         self._drop()
         if self.swaps_natively:
             quiesce(self.tier)
@@ -792,12 +795,8 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         )
 
     def _update_waits(self) -> tuple[float, float]:
-        """Seconds since the last call that the program waited for updates, and that updates waited
-        for the drive.
-        """
-        if self.overlap is None:
-            return 0.0, 0.0
-        return self.overlap.updates.take_waits()
+        """See `Overlap.take_waits`."""
+        return (0.0, 0.0) if self.overlap is None else self.overlap.take_waits()
 
     def finish_updates(self) -> None:
         """Wait until no update is pending, of this engine or of another that shares the memory.

@@ -45,7 +45,7 @@ from nvme_offload.io.engine import Engine
 from nvme_offload.io.waits import wait_for
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
-from nvme_offload.optim.update_queue import UpdateQueue
+from nvme_offload.update.queue import UpdateQueue
 
 pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 

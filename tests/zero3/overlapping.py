@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from launch import Case
-from training import Training, Watch, begin, only_when_awaited
+from training import Training, Watch, begin, update_late
 
 FIRST = 2  # steps that are over before anything is looked at
 
@@ -51,7 +51,7 @@ def main(request: dict[str, Any]) -> None:
     watch = Watch()
     watch.enable([])
     if request["what"] not in ("beside", "reads", "broken"):
-        only_when_awaited()
+        update_late()
     made = Made()
     made.watch()
     training = Training(Case(**request["case"]), request["directory"], True, watch)
@@ -252,7 +252,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     # each wait lets one update go, so that it can be counted how many are over then
     inside, waited, go = threading.Event(), threading.Event(), threading.Semaphore(0)
     step_optimizer, swap_in = Overlap.step_optimizer, TensorSwapper.swap_in
-    start, wait_for = Updates.start, Updates._wait_for
+    start, block = Updates.start, Updates._block
     full = False
 
     def stepping(overlap: Any, index: int) -> None:
@@ -271,7 +271,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     def waiting(updates: Any, is_true: Any) -> None:
         waited.set()
         go.release()
-        wait_for(updates, is_true)
+        block(updates, is_true)
 
     def swapping_in(swapper: Any, name: str, **named: Any) -> Any:
         if full and not waited.is_set() and threading.current_thread() is threading.main_thread():
@@ -281,7 +281,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     engine = trained(training, made)
     engine.optimizer.finish_updates()
     Overlap.step_optimizer = stepping  # type: ignore[method-assign]
-    Updates.start, Updates._wait_for = starting, waiting  # type: ignore[method-assign]
+    Updates.start, Updates._block = starting, waiting  # type: ignore[method-assign]
     TensorSwapper.swap_in = swapping_in  # type: ignore[method-assign]
     param = next(param for param in engine.module.parameters() if not param.requires_grad)
     before = param.nvme_swapper.partition(param)

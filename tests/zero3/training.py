@@ -22,7 +22,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -52,6 +51,7 @@ SCALES = {
     },
 }
 TOO_LARGE = 1e6
+_to_the_end = contextlib.ExitStack()  # contexts that end with the process
 
 
 def main(request: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def main(request: dict[str, Any]) -> None:
         faulty = request.get("faulty_rank") in (None, int(os.environ["RANK"]))
         watch.enable(request.get("faults", []) if faulty else [])
         if request.get("late"):
-            only_when_awaited()
+            update_late()
     for number, fields in enumerate(request["cases"]):
         # so that no case finds the tier of another
         place = str(Path(request["directory"], str(number)))
@@ -178,46 +178,11 @@ class Watch:
         return make
 
 
-def only_when_awaited() -> None:
-    """Have no update made before somebody waits for one: who looks without waiting sees what was
-    before.
-    """
-    from nvme_offload.zero3.updates import Updates
+def update_late() -> None:
+    """Make no queued update of this process before a thread waits for it."""
+    from late import only_when_awaited
 
-    changed = threading.Condition()
-    awaited: list[Any] = []  # by those that wait: whether they need to no longer
-    ending = False
-    start, wait_for, stop = Updates.start, Updates._wait_for, Updates.stop
-
-    def late(make: Any) -> Any:
-        def made() -> None:
-            with changed:
-                changed.wait_for(lambda: ending or not all(is_true() for is_true in awaited))
-            make()
-
-        return made
-
-    def starting(updates: Any, step: int, every: Any, last: Any) -> None:
-        start(updates, step, [one._replace(make=late(one.make)) for one in every], late(last))
-
-    def waiting(updates: Any, is_true: Any) -> None:
-        with changed:
-            awaited.append(is_true)
-            changed.notify_all()
-        try:
-            wait_for(updates, is_true)
-        finally:
-            with changed:
-                awaited.remove(is_true)
-
-    def stopping(updates: Any) -> None:
-        nonlocal ending
-        with changed:
-            ending = True
-            changed.notify_all()
-        stop(updates)
-
-    Updates.start, Updates._wait_for, Updates.stop = starting, waiting, stopping  # type: ignore[method-assign]
+    _to_the_end.enter_context(only_when_awaited())
 
 
 class Training:
