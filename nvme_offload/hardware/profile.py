@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import UsageError
 from ..files import sealed
@@ -450,7 +451,7 @@ class Profile:
                 f"{source} was damaged or edited after it was written; run nvme-sweep again"
             )
         try:
-            return _require_schema(cls(**_decoded(data)))
+            return _profile(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{source} is not a complete drive profile: {error!r}") from None
 
@@ -478,52 +479,6 @@ class Profile:
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 
-_T = TypeVar("_T")
-
-
-def _require_schema(value: _T) -> _T:
-    """Return *value*, a dataclass, if its fields match their declared types at every depth: whole
-    numbers are not negative, other numbers are finite. Raises: TypeError with the wrong field.
-    """
-    _require(type(value), value, "")
-    return value
-
-
-def _require(kind: Any, value: Any, place: str) -> None:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return
-    if origin in (Union, types.UnionType):
-        if value is not None or type(None) not in arguments:
-            _require(next(one for one in arguments if one is not type(None)), value, place)
-    elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        _require_instance(kind, value, place)
-        for name, inner in get_type_hints(kind).items():
-            _require(inner, getattr(value, name), f"{place}.{name}".lstrip("."))
-    elif origin is tuple:
-        _require_instance(tuple, value, place)
-        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
-        if len(kinds) != len(value):
-            raise TypeError(f"{place} has {len(value)} values rather than {len(kinds)}")
-        for number, (inner, each) in enumerate(zip(kinds, value, strict=True)):
-            _require(inner, each, f"{place}[{number}]")
-    elif origin is dict:
-        _require_instance(dict, value, place)
-        for key, each in value.items():
-            _require(arguments[1], each, f"{place}.{key}")
-    elif kind is bool or not isinstance(value, bool):
-        _require_instance((int, float) if kind is float else kind, value, place)
-        if (kind is int and value < 0) or (kind is float and not math.isfinite(value)):
-            raise TypeError(f"{place} cannot be {value}")
-    else:
-        raise TypeError(f"{place} cannot be {value}")
-
-
-def _require_instance(kind: Any, value: Any, place: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{place} cannot be {value!r:.80}")
-
-
 # Schema 1 stored the flaw of a trial as its stage; 3 added the checksum; 4 added the finalists, and
 # speeds at one level of the drive (see `Best`).
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
@@ -531,43 +486,67 @@ _SEALED_SINCE = 3
 _FLAWS = ("drifted", "impossible")
 
 
-def _decoded(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Profile` from parsed JSON, which has neither tuples nor dataclasses.
-    Raises: KeyError, TypeError, ValueError, AttributeError.
-    """
+def _profile(data: dict[str, Any]) -> Profile:
+    """The profile from its parsed file. Raises: TypeError, ValueError, KeyError, AttributeError."""
     if data["schema_version"] == 1:
         data["trials"] = [
             {**trial, "flaw": trial["stage"] if trial["stage"] in _FLAWS else ""}
             for trial in data["trials"]
         ]
-    data["schema_version"] = SCHEMA_VERSION
     data.pop("grade", None)
-    data["finals"] = {
-        phase: tuple(Best(**each) for each in data["finals"][phase])
-        for phase in data.get("finals", ())
-    }
-    data["trials"] = tuple(
-        Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"]
-    )
-    for group in ("best", "performance"):
-        data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}
-    data["chosen"] = Setting(**data["chosen"])
+    found: Profile = _decoded(Profile, {**data, "schema_version": SCHEMA_VERSION}, "")
     for key in ("path", "model", "filesystem", "device"):
-        _require(str, data["drive"][key], f"drive.{key}")
-    for name in ("reasons", "warnings"):
-        _require_instance(list, data[name], name)
-        data[name] = tuple(data[name])
-    for name, kind in (("latencies", Latency), ("stripe", StripePath)):
-        data[name] = tuple(
-            kind(**{**each, "setting": Setting(**each["setting"])}) for each in data.get(name, ())
+        _decoded(str, found.drive[key], f"drive.{key}")
+    for group in (found.best, found.performance):
+        if set(group) != set(PHASES):
+            raise ValueError(f"speeds of {', '.join(group)} are not those of {', '.join(PHASES)}")
+    return found
+
+
+def _decoded(kind: Any, value: Any, place: str) -> Any:
+    """Parsed JSON, which has neither tuples nor dataclasses, as the type *kind*: whole numbers are not
+    negative, other numbers are finite. Raises: TypeError with the wrong field.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any or (value is None and type(None) in arguments):
+        return value
+    if origin in (Union, types.UnionType):
+        (kind,) = (one for one in arguments if one is not type(None))
+        return _decoded(kind, value, place)
+    made: Any = kind
+    if dataclasses.is_dataclass(kind):
+        hints = _types_of(made)
+        _require_instance(dict, value, place)
+        fields = {
+            name: _decoded(hints.get(name, Any), each, f"{place}.{name}".lstrip("."))
+            for name, each in value.items()
+        }
+        return made(**fields)
+    if origin is tuple:
+        _require_instance(list, value, place)
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(value):
+            raise TypeError(f"{place} has {len(value)} values rather than {len(kinds)}")
+        return tuple(
+            _decoded(inner, each, f"{place}[{number}]")
+            for number, (inner, each) in enumerate(zip(kinds, value, strict=True))
         )
-    data["beside"] = tuple(Beside(**each) for each in data.get("beside", ()))
-    if sustained := data.get("sustained"):
-        data["sustained"] = Sustained(**{**sustained, "samples": _pairs(sustained["samples"])})
-    for name in ("health_before", "health_after"):
-        data[name] = Health(**data[name]) if data.get(name) else None
-    return data
+    if origin is dict:
+        _require_instance(dict, value, place)
+        return {key: _decoded(arguments[1], each, f"{place}.{key}") for key, each in value.items()}
+    _require_instance((int, float) if kind is float else kind, value, place)
+    if (
+        (isinstance(value, bool) and kind is not bool)
+        or (kind is int and value < 0)
+        or (kind is float and not math.isfinite(value))
+    ):
+        raise TypeError(f"{place} cannot be {value}")
+    return value
 
 
-def _pairs(samples: list[list[Any]]) -> tuple[tuple[float, int], ...]:
-    return tuple((seconds, count) for seconds, count in samples)
+_types_of = functools.cache(get_type_hints)
+
+
+def _require_instance(kind: Any, value: Any, place: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{place} cannot be {value!r:.80}")

@@ -28,7 +28,6 @@ from nvme_offload.hardware.profile import (
     StripePath,
     Sustained,
     Trial,
-    _require_schema,
 )
 
 SETTING = Setting(
@@ -325,7 +324,7 @@ def test_no_value_of_another_type_is_read() -> None:
                 said = str(error)
                 tried += said.startswith("odd.json") and "\n" not in said
             else:
-                assert _require_schema(found) is found
+                assert Profile.from_json(found.to_json()) == found
                 again, given = json.loads(found.to_json()), json.loads(_sealed(data))
                 assert {**again, "grade": 0, "sha256": 0} == {
                     **given, "grade": 0, "sha256": 0
