@@ -499,7 +499,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         _decoded(str, found.drive[key], f"drive.{key}")
     for group in (found.best, found.performance):
         if set(group) != set(PHASES):
-            raise ValueError(f"speeds of {', '.join(group)} are not those of {', '.join(PHASES)}")
+            raise TypeError(f"{set(group)} cannot be the phases")
     return found
 
 

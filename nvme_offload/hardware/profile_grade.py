@@ -70,8 +70,8 @@ def grade(profile: Profile) -> Grade:
                 f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%" if found < 10 else "tenfold or more"
             )
             (weak if found <= MOST_SPREAD else poor).append(
-                f"{phase}: the speed is known within {within}, "
-                f"at most \N{PLUS-MINUS SIGN}{GOOD_SPREAD:.0%} is good"
+                f"{phase}: the speed is known within {within} instead of "
+                f"\N{PLUS-MINUS SIGN}{GOOD_SPREAD:.0%}"
             )
     name = "poor" if poor else "weak" if weak else "good"
     return Grade(name, (*poor, *weak))

@@ -16,7 +16,7 @@ from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.planning import traffic
 from nvme_offload.units import format_ratio
 
-from . import charts, palette, summary, tables, training, wording
+from . import charts, palette, summary, tables, wording
 from .charts.canvas import Chart
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def page_parts(environment: jinja2.Environment) -> dict[str, Any]:
 def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
     chosen, drive = profile.chosen, profile.drive
     path = str(drive["path"])
+    speeds, life = traffic.chosen_speeds(profile), tables.LIFE_BYTES / traffic.STATES.step_write
     sweep = f"nvme-sweep {shlex.quote(path)}"
     return {
         "profile": profile,
@@ -131,7 +132,6 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
             ),
             "",
         ),
-        "backends_judgement": _backends_judgement(profile),
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
         "ds_config": zero_infinity(profile, path).rstrip("\n"),
         "drive_facts": [
@@ -142,16 +142,16 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "grade": grade(profile),
         "charts": _absent_are_none(drawn),
         "tables": _absent_are_none(tables.of(profile)),
-        "default_load": training.LOAD,
-        "speeds": traffic.chosen_speeds(profile),
+        "speeds": speeds,
         "step_write_bytes": traffic.STEP_BYTES_7B,
-        "life_seconds": training.life_seconds(profile),
+        "life_seconds": traffic.floor(traffic.STATES, life, speeds).seconds if speeds else None,
         "rated_bytes": traffic.rated_bytes(profile),
         "last_stage": summary.last_stage(profile.trials),
         "settings_tried": len({trial.setting for trial in profile.trials}),
         "seconds_measured": sum(trial.seconds for trial in profile.trials),
         "bytes_moved": sum(trial.bytes for trial in profile.trials),
         "path_literal": json.dumps(path),
+        "path_quoted": shlex.quote(path),
         "sweep": sweep,
         "sweep_command": f"{sweep} --config ds_config.json",
     }
@@ -194,29 +194,3 @@ def _judgement(best: Best, chosen: Setting) -> str:
     if best.relative_low > 1:
         return "faster"
     return "slower" if best.relative_high < 1 else "alike"
-
-
-def _backends_judgement(profile: Profile) -> str:
-    """The result of the comparison of kernel interfaces, in a sentence; "" without one."""
-    other = next(
-        (
-            other
-            for other in profile.beside
-            if other.name != "fio" and other.phase == "mixed" and other.relative_low > 0
-        ),
-        None,
-    )
-    if other is None:
-        return ""
-    chosen = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"
-    if other.relative_low > 1:
-        verdict = (
-            f"At reading and writing together {other.name} was faster than {chosen}, in these runs"
-        )
-    elif other.relative_high < 1:
-        verdict = (
-            f"At reading and writing together {other.name} was slower than {chosen}, in these runs"
-        )
-    else:
-        verdict = f"At reading and writing together {other.name} does not differ significantly from {chosen}"
-    return f"{verdict}. DeepSpeed's own op supports libaio only."

@@ -12,7 +12,6 @@ from nvme_offload.hardware.profile import (
     DEEPSPEED_DEFAULTS,
     PHASES,
     Beside,
-    Best,
     Latency,
     Profile,
     Setting,
@@ -96,10 +95,10 @@ def control_gb_per_s(profile: Profile, phase: str) -> float | None:
     return statistics.median(runs) if runs else None
 
 
-def interval_gb_per_s(best: Best) -> tuple[float, float]:
-    """The 90 % interval of the ratio, as a speed."""
-    control = best.gb_per_s / best.relative if best.relative else 0.0
-    return control * best.relative_low, control * best.relative_high
+def control_speeds(profile: Profile) -> dict[str, float]:
+    """GB/s of the control by phase; {} unless all phases were measured."""
+    speeds = {phase: speed for phase in PHASES if (speed := control_gb_per_s(profile, phase))}
+    return speeds if set(speeds) >= set(PHASES) else {}
 
 
 def control_runs(profile: Profile, phase: str) -> list[tuple[float, float]]:

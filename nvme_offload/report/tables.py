@@ -14,9 +14,11 @@ from nvme_offload.hardware.profile import (
 )
 from nvme_offload.planning import traffic
 
-from . import summary, training, wording
+from . import summary, wording
 from .wording import NONE, PHASE_NAMES, SPACE, TIMES
 
+MODELS = (7e9, 13e9, 70e9)
+LIFE_BYTES = 100e12  # for drives that do not report their rated life
 NOT_REPORTED = "not reported by this drive"
 
 
@@ -38,113 +40,44 @@ class Table:
 
 def of(profile: Profile) -> dict[str, Table]:
     """The tables that *profile* has numbers for, by name."""
-    every = (
-        *(steps, loads, wear, limits, latency, backends),
-        *(finalists, stripe, health),
-    )
+    every = (training, limits, latency, finalists, stripe, health)
     found = (make(profile) for make in every)
     return {table.name: table for table in found if table.rows}
 
 
-def steps(profile: Profile) -> Table:
-    """The time of an optimizer step, by model, GPUs and drives."""
+def training(profile: Profile) -> Table:
+    """The drive's time in an optimizer step by model, and the number of steps in the drive's life."""
+    chosen, together = traffic.chosen_speeds(profile), traffic.stripe_speeds(profile)
+    defaults = summary.control_speeds(profile)
+    life_bytes = traffic.rated_bytes(profile) or LIFE_BYTES
     rows = []
-    for step in training.steps(profile):
-        gpus = wording.plural(step.gpus, "GPU")
-        drives = wording.plural(step.drives, "drive")
-        saved = step.default_seconds - step.seconds
-        times = (
-            wording.duration(step.seconds),
-            wording.duration(step.default_seconds),
-            _signed(saved),
-        )
-        moved = (wording.decimal_bytes(step.rank_bytes), wording.decimal_bytes(step.drive_bytes))
-        rows.append((f"{wording.model(step.parameters)}, {gpus}, {drives}", *times, *moved))
-        stripe_speeds = traffic.stripe_speeds(profile)
-        if stripe_speeds and step.gpus > 1 and step.drives == 1:
-            paths = len(profile.stripe)
-            seconds = traffic.floor(training.LOAD, step.parameters, stripe_speeds).seconds
-            who = f"{wording.model(step.parameters)}, {gpus}, these {paths}{SPACE}paths"
-            rows.append(
-                (who, wording.duration(seconds), NONE, NONE, moved[0], f"{moved[1]} in all")
-            )
-    columns = (
-        "Parameters, GPUs, drives",
-        "With this\nsetting",
-        "With the\ndefaults",
-        "Saved\na step",
-        "Each rank\nmoves",
-        "Each drive\nmoves",
-    )
-    caption = f"The drive's time in one optimizer step: {_lower(training.LOAD.name)}"
-    return Table("steps", caption, columns, tuple(rows))
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _signed(seconds: float) -> str:
-    return (
-        NONE
-        if seconds == 0
-        else wording.duration(seconds)
-        if seconds > 0
-        else f"\N{MINUS SIGN}{wording.duration(-seconds)}"
-    )
-
-
-def loads(profile: Profile) -> Table:
-    """The time of a step by load, with the bytes of each parameter."""
-    speeds = traffic.chosen_speeds(profile)
-    rows = []
-    for load in traffic.LOADS if speeds else ():
-        floors = [traffic.floor(load, parameters, speeds) for parameters in training.MODELS]
-        reads = f"{load.step_read:.3g}" + (f" + {load.passes_read:.3g}" if load.passes_read else "")
+    for parameters in MODELS if chosen and defaults else ():
+        seconds = [
+            traffic.floor(traffic.STATES, parameters, speeds).seconds
+            for speeds in filter(None, (chosen, defaults, together))
+        ]
+        seconds.append(seconds[0] / 8)
+        written_bytes = traffic.STATES.step_write * parameters
         rows.append(
             (
-                load.name,
-                reads,
-                f"{load.step_write:.3g}",
-                PHASE_NAMES[floors[0].bound],
-                *(wording.duration(each.seconds) for each in floors),
+                wording.model(parameters),
+                wording.decimal_bytes(traffic.STATES.step_read * parameters + written_bytes),
+                *map(wording.duration, seconds),
+                wording.decimal_bytes(written_bytes),
+                f"{life_bytes / written_bytes:,.0f}",
             )
         )
     columns = (
-        "On the drive",
-        "Read,\nbytes/param.",
-        "Written,\nbytes/param.",
-        "Bound by",
-        *(wording.model(parameters) for parameters in training.MODELS),
+        "Parameters",
+        "Read and written\na step",
+        "With this\nsetting",
+        "With the\ndefaults",
+        *([f"On these\n{len(profile.stripe)} paths"] if together else []),
+        "On 8 such\ndrives",
+        "Written\na step",
+        f"Steps in\n{wording.decimal_bytes(life_bytes)}",
     )
-    return Table(
-        "loads",
-        "The time depends on the data on the drive",
-        columns,
-        tuple(rows),
-        words=frozenset({0, 3}),
-    )
-
-
-def wear(profile: Profile) -> Table:
-    """Bytes written in each step, and the number of steps in a drive's life."""
-    rated = traffic.rated_bytes(profile)
-    rows = []
-    for each in training.wear():
-        row = [
-            wording.model(each.parameters),
-            wording.decimal_bytes(each.written_bytes),
-            f"{each.steps:,.0f}",
-        ]
-        if rated is not None:
-            row.append(f"{rated / each.written_bytes:,.0f}")
-        rows.append(tuple(row))
-    life = wording.decimal_bytes(training.LIFE_BYTES)
-    columns = ["Parameters", "Written\na step", f"Steps in\n{life}"]
-    if rated is not None:
-        columns.append(f"Steps in its rated\n{wording.decimal_bytes(rated)}")
-    caption = f"What training writes to one drive: {_lower(training.LOAD.name)}"
-    return Table("wear", caption, tuple(columns), tuple(rows))
+    return Table("training", "The drive's time in one optimizer step", columns, tuple(rows))
 
 
 def limits(profile: Profile) -> Table:
@@ -205,29 +138,6 @@ def latency(profile: Profile) -> Table:
         f"IOPS, and the latency of a block of {size} with full queues",
         ("Load", "IOPS", "p50", "p95", "p99", "p99.9", "Longest", "Blocks\ntimed"),
         tuple(rows),
-    )
-
-
-def backends(profile: Profile) -> Table:
-    """The other kernel interface at the chosen setting, interleaved with the swept one."""
-    rows = []
-    names = dict.fromkeys(other.name for other in profile.beside if other.name != "fio")
-    for name in names:
-        for phase, other in summary.beside(profile, name).items():
-            spread = NONE if other.relative_low == other.relative_high else wording.interval(other)
-            rows.append(
-                (
-                    PHASE_NAMES[phase],
-                    wording.speed(profile.performance[phase].gb_per_s),
-                    wording.speed(profile.beside_gb_per_s(other)),
-                    wording.ratio(other.relative),
-                    spread,
-                )
-            )
-    ours, others = profile.chosen.backend, " or ".join(names)
-    columns = ("Load", f"{ours},\nGB/s", f"{others},\nGB/s", f"{others} over\n{ours}", "Range")
-    return Table(
-        "backends", f"{ours} and {others}, interleaved at this setting", columns, tuple(rows)
     )
 
 

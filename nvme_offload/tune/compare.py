@@ -13,7 +13,7 @@ from nvme_offload.hardware.profile_grade import final_trials, grade, quantile
 from nvme_offload.hardware.profile_shelf import find
 from nvme_offload.units import format_change, format_speed
 
-from .progress import describe
+from .progress import change, describe
 
 SLIM = 0.02  # the least relative spread that is assumed for few runs
 
@@ -97,22 +97,19 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     return said
 
 
-def line(change: Change) -> str:
+def line(found: Change) -> str:
     """A line for one load: speeds, the change with its interval, and a verdict."""
     sure = (
         "too little evidence"
-        if not change.trusted
+        if not found.trusted
         else "no significant difference"
-        if change.low <= 1 <= change.high
+        if found.low <= 1 <= found.high
         else "faster"
-        if change.ratio > 1
+        if found.ratio > 1
         else "slower"
     )
-    low, high = (format_change(value).removesuffix(" %") for value in (change.low, change.high))
-    return (
-        f"{change.phase:6}  {format_speed(change.first_gb_per_s)} -> {format_speed(change.second_gb_per_s)} GB/s, "
-        f"{format_change(change.ratio)} ({low} to {high} %): {sure}"
-    )
+    speeds = f"{format_speed(found.first_gb_per_s)} -> {format_speed(found.second_gb_per_s)} GB/s"
+    return f"{found.phase:6}  {speeds}, {change(found.ratio, found.low, found.high)}: {sure}"
 
 
 def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:

@@ -9,7 +9,7 @@ import time
 from typing import TextIO
 
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.units import format_bytes
+from nvme_offload.units import format_bytes, format_change
 
 PLAIN_SECONDS = 5.0  # between two lines that do not go to a terminal
 _ERASE = "\r\x1b[K"
@@ -63,3 +63,9 @@ def describe(setting: Setting) -> str:
     """*setting* in few words: "1 MiB x 32, 2 threads"."""
     threads = f", {setting.thread_count} threads" if setting.thread_count > 1 else ""
     return f"{format_bytes(setting.block_size)} x {setting.queue_depth}{threads}"
+
+
+def change(relative: float, low: float, high: float) -> str:
+    """A ratio of two speeds and its interval as a change: "+12 % (+9 to +15 %)"."""
+    said = [format_change(value) for value in (relative, low, high)]
+    return said[0] + (f" ({said[1].removesuffix(' %')} to {said[2]})" if low != high else "")

@@ -16,12 +16,12 @@ from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
 from nvme_offload.files import commit
 from nvme_offload.hardware import profile_shelf
-from nvme_offload.hardware.profile import PHASES, Beside, Best, Profile, StripePath
+from nvme_offload.hardware.profile import PHASES, Beside, Profile, StripePath
 from nvme_offload.hardware.profile_grade import grade
-from nvme_offload.units import format_bytes, format_change, format_milliseconds, format_speed
+from nvme_offload.units import format_bytes, format_milliseconds, format_speed
 
 from .preflight import Failure
-from .progress import Progress, describe
+from .progress import Progress, change, describe
 from .proof import prove
 
 LONGER = "Sweep longer for more (--seconds), while no other process uses the drive."
@@ -148,14 +148,13 @@ def summary(profile: Profile) -> list[str]:
     ]
     for phase in PHASES:
         reached, best = profile.performance[phase], profile.best[phase]
+        gain = change(reached.relative, reached.relative_low, reached.relative_high)
         other = (
             "the same"
             if best.setting == chosen
             else f"{format_speed(best.gb_per_s)} with {describe(best.setting)}"
         )
-        lines.append(
-            f"  {phase:6}  {format_speed(reached.gb_per_s):>5}   {_gain(reached):40}   {other}"
-        )
+        lines.append(f"  {phase:6}  {format_speed(reached.gb_per_s):>5}   {gain:40}   {other}")
     lines += ["", f"Evidence: {grade(profile)}."]
     fio = {one.phase: one for one in profile.beside if one.name == "fio"}
     if fio:
@@ -274,8 +273,3 @@ def print_out(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`; all files are written by now
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _gain(best: Best) -> str:
-    middle, low, high = map(format_change, (best.relative, best.relative_low, best.relative_high))
-    return middle + (f" ({low.removesuffix(' %')} to {high})" if low != high else "")

@@ -31,12 +31,12 @@ from nvme_offload.hardware.profile import (
     Setting,
     Sustained,
 )
-from nvme_offload.units import format_bytes, format_change
+from nvme_offload.units import format_bytes
 
 from . import fio, health, space
 from .interleaved import interleaved, judged
 from .preflight import Refusal
-from .progress import Progress, describe
+from .progress import Progress, change, describe
 from .search import Search, drive
 from .verdict import Ask, Result, Verdict, decide
 
@@ -355,7 +355,10 @@ def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
     if not found:
         return []
     mixed = found["mixed"]
-    speeds = ", ".join(f"{phase} {format_change(one.relative)}" for phase, one in found.items())
+    speeds = ", ".join(
+        f"{phase} {change(one.relative, one.relative_low, one.relative_high)}"
+        for phase, one in found.items()
+    )
     said = f"The speed of {mixed.name} with the same settings, compared with {options.backend}: {speeds}. "
     if mixed.relative_low < WORTH:
         return [said + f"{options.backend} is as good."]

@@ -186,9 +186,9 @@ class Verdict:
 def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
     """Judge the finals, in which each of *ranks* ran the setting.
 
-    Of the settings whose training step cannot be distinguished from the fastest, those stay that are
-    under no load measurably slower than the defaults or than 98 % of the best. The first of these by
-    `preference` is chosen.
+    Of the settings whose training step cannot be distinguished from the fastest, see `_alike`, those
+    stay that are under no load measurably slower than the defaults or than 98 % of the best. The first
+    of these by `preference` is chosen.
 
     Raises: UnsupportedError when the results cannot come from the drive.
     """
@@ -386,8 +386,8 @@ def _reasons(
             else "no other finalist meets both conditions"
         )
     reasons = [
-        f"Chosen from {finalists} finalists of {tried} settings tried: its training step is not "
-        f"measurably slower than the fastest, {rest}."
+        f"Chosen from {finalists} finalists of {tried} settings tried: its training step takes at most "
+        f"{DOUBTFUL:.0%} longer than the fastest, {rest}."
     ]
     if ranks > 1:
         reasons.append(
@@ -396,7 +396,7 @@ def _reasons(
     if chosen == evidence.control:
         reasons.append("These are DeepSpeed's defaults: no finalist is measurably better.")
     reasons.append(
-        "Judged by the drive's time in a training step of ZeRO-Infinity, the largest load: for each parameter, 32 bytes of optimizer state and gradient "
+        "A training step is the largest load, of ZeRO-Infinity: for each parameter 32 bytes of optimizer state and gradient "
         "are read and written concurrently, then 4 bytes of parameters are read and 2 written."
     )
     if chosen.block_size > 1 << 20:
@@ -413,7 +413,7 @@ def _warnings(evidence: Evidence, steadiness: dict[str, steady.Steadiness]) -> l
         spans = ", ".join(f"{phase} {100 * state.range:.0f} %" for phase, state in unsteady.items())
         warnings.append(
             f"The drive did not become steady: over its last runs the control setting ranged over this share of its mean: {spans} "
-            "(at most 20 %, with a slope of at most 10 %, counts as steady). Results are relative to the control; a longer run (--seconds) is more reliable."
+            "(at most 20 %, with a slope of at most 10 %, counts as steady). Results are relative to the control."
         )
     impossible = sum(seen.flaw == "impossible" for seen in evidence.observations)
     if impossible:

@@ -8,10 +8,10 @@ import pytest
 
 from nvme_offload.hardware.profile import PHASES
 from nvme_offload.report import charts, summary
-from nvme_offload.report.charts import canvas, grid, over_time, speeds
+from nvme_offload.report.charts import canvas, grid, over_time
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-ALWAYS = ["comparison", "heat-map", "trials"]
+ALWAYS = ["heat-map", "trials"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def drawn(made_up) -> dict[str, canvas.Chart]:
         ("everything", [*ALWAYS, "sustained"]),
         ("latencies", ALWAYS),
         ("no trials", []),
-        ("aborted", ["heat-map", "trials"]),
+        ("aborted", ALWAYS),
         ("one thread count", ALWAYS),
         ("ten seconds, not steady", ALWAYS),
         ("one phase", ALWAYS),
@@ -113,16 +113,6 @@ def test_every_trial_is_a_dot(made_up):
     drawing = over_time.trials(profile).svg()
     ticks = drawing.count("<use") - len(profile.trials)
     assert 0 < ticks < 60  # ticks are drawn with the same element
-
-
-def test_the_comparison_has_the_speeds_of_the_profile(made_up):
-    chart = speeds.comparison(made_up.shapes["fio and io_uring"]())
-    for phase, name in (("read", "read"), ("write", "write"), ("mixed", "mixed")):
-        best = made_up.best(made_up.chosen, phase)
-        rows = {row[1]: row[2] for row in chart.rows if row[0].replace("\xa0", " ") == name}
-        assert rows["chosen"] == f"{best.gb_per_s:#.3g}"
-        assert rows["defaults"] == f"{made_up.control_speed[phase]:#.3g}"
-        assert rows["fio"] == f"{1.02 * best.gb_per_s:#.3g}"
 
 
 def test_the_noise_is_that_of_the_trials(made_up):

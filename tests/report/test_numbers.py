@@ -8,7 +8,7 @@ import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile
 from nvme_offload.planning import traffic
-from nvme_offload.report import html, summary, tables, training, wording
+from nvme_offload.report import html, summary, tables, wording
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -30,70 +30,56 @@ def test_a_step_takes_as_long_as_its_tightest_bound():
     assert traffic.floor(traffic.PARAMETERS, 1e9, speeds) == (18.0 + 4 / 4.0, "write")
 
 
-def test_steps_are_for_one_and_eight_gpus(made_up):
-    steps = training.steps(made_up.profile())
-    seconds = 7e9 * 24 / (made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9)
-    before = 7e9 * 24 / (made_up.control_speed["mixed"] * 1e9)
-    assert [(step.parameters, step.gpus, step.drives) for step in steps[:3]] == [
-        (7e9, 1, 1),
-        (7e9, 8, 1),
-        (7e9, 8, 8),
-    ]
-    assert [(step.rank_bytes, step.drive_bytes) for step in steps[:3]] == [
-        (168e9, 168e9),
-        (21e9, 168e9),
-        (21e9, 21e9),
-    ]
-    assert [step.seconds for step in steps[:3]] == [
-        pytest.approx(value) for value in (seconds, seconds, seconds / 8)
-    ]
-    assert [step.default_seconds for step in steps[:3]] == [
-        pytest.approx(value) for value in (before, before, before / 8)
-    ]
-    assert [step.parameters for step in steps[::3]] == [7e9, 13e9, 70e9]
-
-
 def test_the_page_has_the_steps(made_up):
     page = made_up.page_of("one path")
-    steps = training.steps(made_up.profile())
-    for step, row in zip(steps, tables.steps(made_up.profile()).rows, strict=True):
-        assert plain(row[1:3]) == plain(
-            [wording.duration(step.seconds), wording.duration(step.default_seconds)]
-        )
+    table = tables.training(made_up.profile())
+    seconds = 7e9 * 24 / (made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9)
+    before = 7e9 * 24 / (made_up.control_speed["mixed"] * 1e9)
+    assert plain(table.rows[0]) == plain(
+        [
+            "7 B",
+            "168 GB",
+            *map(wording.duration, (seconds, before, seconds / 8)),
+            "84 GB",
+            "1,190",
+        ]
+    )
+    assert [plain(row)[0] for row in table.rows] == ["7 B", "13 B", "70 B"]
+    for row in table.rows:
         assert " ".join(" ".join(row).split()) in page.words
     assert "estimated" in page.words
     assert "Every parameter costs 12 bytes read and 12 written" in page.words
-    assert "16-bit gradients in host memory" in page.words
-    assert "optimizer states; gradients stay in host memory" in page.words
+    assert "gradients stay in host memory" in page.words
+    assert "nvme-offload plan --params 7B --path" in page.words
 
 
 def test_several_paths_share_a_step(made_up):
     profile = made_up.shapes["several paths"]()
     together = {phase: sum(path.together[phase] for path in profile.stripe) for phase in PHASES}
     assert traffic.stripe_speeds(profile) == together
-    rows = {plain(row)[0]: plain(row) for row in tables.steps(profile).rows}
-    assert rows["7 B, 8 GPUs, these 2 paths"][1] == wording.duration(
-        7e9 * 24 / together["mixed"] / 1e9
-    ).replace("\xa0", " ")
+    table = tables.training(profile)
+    column = plain(table.columns).index("On these\n2 paths")
+    assert table.rows[0][column] == wording.duration(7e9 * 24 / together["mixed"] / 1e9)
     assert plain(tables.stripe(profile).rows[-1])[-3:] == [
         f"{together[phase]:#.3g}" for phase in PHASES
     ]
 
 
 def test_wear_is_bytes_over_bytes(made_up):
-    assert [(each.written_bytes, round(each.steps, 1)) for each in training.wear()] == [
-        (84e9, 1190.5),
-        (156e9, 641.0),
-        (840e9, 119.0),
+    assert plain(row[-1] for row in tables.training(made_up.profile()).rows) == [
+        "1,190",
+        "641",
+        "119",
     ]
     worn = made_up.shapes["worn"]()
     assert traffic.rated_bytes(worn) == pytest.approx(1.2e15)
-    assert [row[-1] for row in tables.wear(worn).rows] == ["14,286", "7,692", "1,429"]
+    assert [row[-1] for row in tables.training(worn).rows] == ["14,286", "7,692", "1,429"]
     # whole per cents say nothing there
     assert traffic.rated_bytes(made_up.shapes["hardly worn"]()) is None
     assert traffic.rated_bytes(made_up.profile()) is None
     mixed = made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9
-    assert training.life_seconds(made_up.profile()) == pytest.approx(2 * 100e12 / mixed)
+    life = wording.duration(2 * 100e12 / mixed)
+    assert f"writes 100 TB in {plain([life])[0]}" in made_up.page_of("one path").words
 
 
 def test_the_share_of_the_limit(made_up):
@@ -145,7 +131,6 @@ def test_a_setting_has_one_ratio_and_one_speed_wherever_it_is_shown(made_up):
             )
     mixed = profile.performance["mixed"]
     assert plain(tables.limits(profile).rows[2])[1] == f"{mixed.gb_per_s:#.3g}"
-    assert plain(tables.backends(profile).rows[2])[1] == f"{mixed.gb_per_s:#.3g}"
     # what is shown of fio is the speed that is shown of the setting, times their ratio
     fio = summary.beside(profile, "fio")["mixed"]
     assert plain(tables.limits(profile).rows[2])[2] == f"{mixed.gb_per_s * fio.relative:#.3g}"

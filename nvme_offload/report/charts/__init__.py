@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from nvme_offload.hardware.profile import Profile
 
-from . import grid, over_time, speeds
+from . import grid, over_time
 from .canvas import Chart
 
 _ALL = (
-    speeds.comparison,
     grid.heat_map,
     over_time.trials,
     over_time.sustained,

@@ -112,14 +112,6 @@ def note(
     )
 
 
-def frameless(axes: Axes) -> None:
-    """Vertical grid lines only, for rows with names."""
-    axes.grid(False)
-    axes.grid(True, axis="x")
-    axes.spines["bottom"].set_visible(False)
-    axes.tick_params(length=0)
-
-
 def few_ticks(axes: Axes) -> None:
     """Few numbers on the vertical axis: for panels."""
     from matplotlib.ticker import MaxNLocator

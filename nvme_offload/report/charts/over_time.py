@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.planning import traffic
 
-from .. import summary, training, wording
+from .. import summary, wording
 from ..palette import Palette
 from .canvas import DASHED, DOTTED, SMALL, Chart, few_ticks, note, panels, plot
 
@@ -176,7 +176,7 @@ def sustained(profile: Profile) -> Chart | None:
         "sustained",
         "Writing without a pause",
         finding,
-        f"The chosen setting, on one file again and again. One step of a {wording.model(training.MODELS[0])} model writes {wording.decimal_bytes(step_bytes)}.",
+        f"The chosen setting, on one file again and again. One step of a 7{wording.SPACE}B model writes {wording.decimal_bytes(step_bytes)}.",
         ("What", "Value"),
         (
             ("Written", wording.decimal_bytes(run.bytes)),
