@@ -148,10 +148,8 @@ def admit(own: type, waiting: type) -> None:
     _WAITING[own], _OWN[waiting] = waiting, own
 
 
-def can_be_awaited(tensor: torch.Tensor) -> bool:
+def has_waiting_class(tensor: torch.Tensor) -> bool:
     """Whether the class of *tensor* has a counterpart whose uses wait."""
-    if is_distributed(tensor):
-        from . import awaited_dtensor  # noqa: F401  # slow to import, and often not needed
     return type(tensor) in _WAITING or isinstance(tensor, Waits)
 
 

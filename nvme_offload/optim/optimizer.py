@@ -29,7 +29,6 @@ from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier, engine_config, memory_size
 from . import parts, resharding, saved
 from .accumulation import GradientSums
-from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy
 from .binding import Binding, Plan, check_resized, may_be_replaced, parameters_of
 from .bucketing import Bucketing
@@ -47,7 +46,7 @@ from .shown_state import ShownState, ShownStates
 from .stats import UpdateClock, UpdateStats
 from .update import MASTER, Options, Updater
 from .update_device import UpdateDevice
-from .update_queue import BucketUpdates, Step, anything_is_compiled
+from .update_queue import BucketUpdates, Step, anything_is_compiled, can_be_awaited
 
 _log = logging.getLogger(__name__)
 _serials = itertools.count()

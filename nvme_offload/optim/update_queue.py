@@ -14,8 +14,8 @@ import torch
 
 from ..optimizer_states import compiling
 from ..update.queue import Job, Pending, UpdateQueue, queues
-from .awaited import Awaited, use_module, watch_entrances
-from .buckets import Bucket, Weight, local
+from .awaited import Awaited, has_waiting_class, use_module, watch_entrances
+from .buckets import Bucket, Weight, is_distributed, local
 from .modes import Modes, fixed_modes, sure_stack
 
 _compiled = False  # whether torch.compile was used in this process
@@ -163,6 +163,13 @@ class BucketUpdates(UpdateQueue):
 
 def _note(step: Step) -> str:
     return f"in the updates of step {step.number} of NVMeOptimizer"
+
+
+def can_be_awaited(tensor: torch.Tensor) -> bool:
+    """Whether uses of *tensor* can be made to wait."""
+    if is_distributed(tensor):
+        from . import awaited_dtensor  # noqa: F401  # slow to import, and often not needed
+    return has_waiting_class(tensor)
 
 
 def wait_for_all() -> None:

@@ -1,6 +1,6 @@
 """The formats' kernels for GPUs. Each makes one pass over memory, where torch's operations make ten
-to fifty. Names, shapes and bits are the same as in `eight_bit` and `split`, which explain the
-arithmetic; `on_gpu` chooses the kernels.
+to fifty. Names, shapes and bits are the same as in `by_torch`; `eight_bit` and `split` explain
+the arithmetic, and `on_gpu` chooses the kernels.
 
 A program processes several rows of `BLOCK` values. Bits are int32 throughout, and every cast to
 fewer bits drops the upper ones.
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .eight_bit import (
+from .by_torch import (
     CODE_ZERO,
     DROPPED,
     INFINITY,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .rounding import BLOCK
@@ -23,15 +22,17 @@ def kernels(device: torch.device) -> Any:
     the module `by_triton` if it can be used on the device. Otherwise torch's operations, in some
     170 passes over memory instead of seven.
     """
+    from . import by_torch
+
     if device.type != "cuda":
-        return by_torch()
+        return by_torch
     why = fault(device)
     if why is not None:
         _log.warning(
             "states on %s are packed by torch's operations, which take several times as long: %s",
             *(device, why),
         )
-        return by_torch()
+        return by_torch
     from . import by_triton
 
     return by_triton
@@ -42,19 +43,6 @@ def packs_in_one_pass(device: torch.device) -> bool:
     not.
     """
     return device.type == "cuda" and fault(device) is None
-
-
-def by_torch() -> Any:
-    """The kernels of `by_triton`, implemented by torch's operations, on any device."""
-    from . import eight_bit, split
-
-    return SimpleNamespace(
-        encode=eight_bit.encode_by_torch,
-        decode=eight_bit.decode_by_torch,
-        round_to_24=eight_bit.round_to_24_by_torch,
-        split=split.split_by_torch,
-        join=split.join_by_torch,
-    )
 
 
 @functools.cache
@@ -82,8 +70,10 @@ def _differing(by: Any, device: torch.device) -> list[str]:
     """The names of results for which the kernels *by* differ from torch's operations on *device*."""
     import torch
 
+    from . import by_torch
+
     values = _of_all_kinds().to(device)
-    ours, theirs = _made(by, values), _made(by_torch(), values)
+    ours, theirs = _made(by, values), _made(by_torch, values)
     return [name for name, made in ours.items() if not torch.equal(made, theirs[name])]
 
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 # Number of values that share a hash and, in 8 bits, an exponent. It does not change the values of
 # codes, and therefore not the errors: on real gradients, 64 and 4096 gave the same errors.
 BLOCK = 256
+# Elements that torch operations process at a time: enough to keep a GPU busy, and few enough that
+# temporaries stay small.
+CHUNK = 1 << 24
 
 # An odd number with about half of the bits set, in no pattern.
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
@@ -73,3 +76,16 @@ def _mixed(number: int) -> int:
     for multiplier in MULTIPLIERS:
         number = ((number ^ (number >> 29)) * multiplier) % (1 << 64)
     return number ^ (number >> 32)
+
+
+def randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
+    """Fill *out*, int32 of whole blocks, with random bits. *factors* and *summands* are from
+    `random_keys`.
+    """
+    import torch
+
+    count = out.numel() // BLOCK
+    torch.mul(random_table(out.device), factors[:count, None], out=out.view(count, BLOCK)).add_(
+        summands[:count, None]
+    )
+    return out

@@ -30,10 +30,6 @@ from .on_gpu import kernels
 if TYPE_CHECKING:
     import torch
 
-# Elements that torch operations process at a time: enough to keep a GPU busy, and few enough that
-# temporaries stay small.
-CHUNK = 1 << 24
-
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
     """Round *master* into *working*, and write the bits that *working* lacks into *low*.
@@ -63,38 +59,3 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
     by_extension = _aio.join if low.dtype == torch.int16 else _aio.join_short
     places = working.data_ptr(), low.data_ptr(), master.data_ptr()
     by_extension(*places, master.numel(), torch.get_num_threads())
-
-
-def split_by_torch(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
-    """`split`, on any device."""
-    import torch
-
-    scratch = torch.empty(min(CHUNK, master.numel()), dtype=torch.int32, device=master.device)
-    for start in range(0, master.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        bits = master[part].view(torch.int32)
-        high = torch.add(bits, 0x8000, out=scratch[: bits.numel()])
-        high.bitwise_right_shift_(16)
-        upper = bits >> 16
-        quiet = torch.where((upper & 0x7F) == 0, upper | 0x40, upper)
-        torch.where(master[part].isnan(), quiet, high, out=high)
-        working[part].view(torch.int16).copy_(high)
-        low[part].copy_(bits if low.dtype == torch.int16 else bits >> 8)
-
-
-def join_by_torch(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
-    """`join`, on any device."""
-    import torch
-
-    scratch = torch.empty(min(CHUNK, master.numel()), dtype=torch.int32, device=master.device)
-    for start in range(0, master.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        bits = master[part].view(torch.int32)
-        bits.copy_(working[part].view(torch.int16))
-        bits.bitwise_left_shift_(16)
-        lacking = scratch[: bits.numel()].copy_(low[part])
-        if low.dtype == torch.int8:
-            lacking.bitwise_left_shift_(8)
-        bits.add_(lacking)
-        upper = working[part].view(torch.int16).to(torch.int32) << 16
-        torch.where(working[part].isnan(), upper | (lacking & 0xFFFF), bits, out=bits)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
-from .rounding import BLOCK, block_names
-from .split import CHUNK
+from .rounding import BLOCK, CHUNK, block_names
 
 if TYPE_CHECKING:
     import torch

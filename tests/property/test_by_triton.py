@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,15 +21,8 @@ from bit_patterns import SPECIAL, numbers, patterns
 
 from nvme_offload import optimizer_states
 from nvme_offload.commands import checks
-from nvme_offload.optimizer_states import block_names, on_gpu
-from nvme_offload.optimizer_states.eight_bit import (
-    BLOCK,
-    decode_by_torch,
-    encode_by_torch,
-    round_to_24_by_torch,
-)
-from nvme_offload.optimizer_states.rounding import random_keys, random_table
-from nvme_offload.optimizer_states.split import join_by_torch, split_by_torch
+from nvme_offload.optimizer_states import block_names, by_torch, on_gpu
+from nvme_offload.optimizer_states.rounding import BLOCK, random_keys, random_table
 
 # of numpy, with which the interpreter computes
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -67,7 +61,7 @@ def check_codes(by_triton, values, *, signed, seed=0, first=0):
     found = []
     for encode, decode in (
         (by_triton.encode, by_triton.decode),
-        (encode_by_torch, decode_by_torch),
+        (by_torch.encode, by_torch.decode),
     ):
         codes, back = empty(values, torch.uint8), empty(values, torch.float32)
         exponents = empty(values, torch.uint8, blocks)
@@ -82,11 +76,11 @@ def check_masters(by_triton, bits, seed=0):
     master = bits.to(DEVICE).view(torch.float32)
     rounded = [master.clone(), master.clone()]
     by_triton.round_to_24(rounded[0], seed=(seed,))
-    round_to_24_by_torch(rounded[1], seed=(seed,))
+    by_torch.round_to_24(rounded[1], seed=(seed,))
     assert torch.equal(rounded[0].view(torch.int32), rounded[1].view(torch.int32))
     for of, dtype in ((master, torch.int16), (rounded[1], torch.int8)):
         found = []
-        for split, join in ((by_triton.split, by_triton.join), (split_by_torch, join_by_torch)):
+        for split, join in ((by_triton.split, by_triton.join), (by_torch.split, by_torch.join)):
             working, low = empty(of, torch.bfloat16), empty(of, dtype)
             back = empty(of, torch.float32)
             split(of, working[:-1], low[:-1])
@@ -158,7 +152,7 @@ def test_every_code_in_a_block_of_every_exponent(by_triton, signed):
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     ours, reference = (torch.empty(1 << 16, device=DEVICE) for _ in range(2))
     by_triton.decode(codes, exponents, ours, signed=signed)
-    decode_by_torch(codes, exponents, reference, signed=signed)
+    by_torch.decode(codes, exponents, reference, signed=signed)
     assert same(ours, reference)
 
 
@@ -181,7 +175,7 @@ def test_weights_that_were_changed_are_joined_alike(by_triton):
             rests = torch.full((1 << 16,), low >> (8 if dtype == torch.int8 else 0)).to(dtype)
             ours, reference = (torch.empty(1 << 16, device=DEVICE) for _ in range(2))
             by_triton.join(weights, rests.to(DEVICE), ours)
-            join_by_torch(weights, rests.to(DEVICE), reference)
+            by_torch.join(weights, rests.to(DEVICE), reference)
             assert torch.equal(ours.view(torch.int32), reference.view(torch.int32))
 
 
@@ -227,7 +221,7 @@ def test_one_bit_that_differs_is_found(kernel, made):
     """Wherever a compiler makes another one: the last value of what the kernel writes."""
     place = {"codes": 1, "exponents": 2, "values": 2, "masters of 24 bits": 0}
     place |= {"weights": 1, "rests": 2, "masters": 2}
-    by = on_gpu.by_torch()
+    by = SimpleNamespace(**vars(by_torch))
     right = getattr(by, kernel)
 
     def wrong(*tensors, **options):
@@ -249,26 +243,26 @@ def not_loaded(monkeypatch):
 
 
 def test_what_gives_other_bits_is_not_used(monkeypatch, caplog, not_loaded):
-    monkeypatch.setattr(optimizer_states, "by_triton", on_gpu.by_torch(), raising=False)
+    monkeypatch.setattr(optimizer_states, "by_triton", by_torch, raising=False)
     monkeypatch.setattr(on_gpu, "_differing", lambda by, device: ["codes, signed=True"])
     with caplog.at_level(logging.INFO):
-        assert on_gpu.kernels(torch.device("cuda", 0)) == on_gpu.by_torch()
+        assert on_gpu.kernels(torch.device("cuda", 0)) == by_torch
     assert "Triton gives other bits in codes, signed=True" in caplog.text
 
 
 def test_without_triton_torchs_operations_pack(monkeypatch, caplog, not_loaded):
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.INFO):
-        assert on_gpu.kernels(torch.device("cuda", 0)) == on_gpu.by_torch()
+        assert on_gpu.kernels(torch.device("cuda", 0)) == by_torch
     assert "Triton cannot be used" in caplog.text
-    assert on_gpu.kernels(torch.device("cpu")) == on_gpu.by_torch()
+    assert on_gpu.kernels(torch.device("cpu")) == by_torch
 
 
 def test_a_full_gpu_is_no_fault_of_triton(monkeypatch, not_loaded):
     def full(by, device):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(optimizer_states, "by_triton", on_gpu.by_torch(), raising=False)
+    monkeypatch.setattr(optimizer_states, "by_triton", by_torch, raising=False)
     monkeypatch.setattr(on_gpu, "_differing", full)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         on_gpu.kernels(torch.device("cuda", 0))

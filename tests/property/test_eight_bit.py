@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parent))
 from bit_patterns import SPECIAL, numbers, patterns
 
+from nvme_offload.optimizer_states import by_torch
 from nvme_offload.optimizer_states.eight_bit import (
     BLOCK,
     decode,
-    decode_by_torch,
     encode,
-    encode_by_torch,
 )
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -35,7 +34,7 @@ def check(values: torch.Tensor, *, signed: bool, seed: int = 0) -> None:
     """Both make the same of *values*, and the same of what they made."""
     blocks = -(-values.numel() // BLOCK)
     found = []
-    for there, back in ((encode, decode), (encode_by_torch, decode_by_torch)):
+    for there, back in ((encode, decode), (by_torch.encode, by_torch.decode)):
         codes = torch.full((values.numel() + 1,), 0xA5, dtype=torch.uint8)
         exponents = torch.full((blocks + 1,), 0xA5, dtype=torch.uint8)
         again = torch.full((values.numel() + 1,), 0.5)
@@ -83,7 +82,7 @@ def test_every_code_in_a_block_of_every_exponent(signed):
     )
     ours, reference = torch.empty(1 << 16), torch.empty(1 << 16)
     decode(codes, exponents, ours, signed=signed)
-    decode_by_torch(codes, exponents, reference, signed=signed)
+    by_torch.decode(codes, exponents, reference, signed=signed)
     assert torch.equal(ours.isnan(), reference.isnan())
     # where both a code and its block are NaN, it is the processor's choice which of them comes out
     number = ~ours.isnan()

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.optimizer_states.split import join, join_by_torch, split, split_by_torch
+from nvme_offload.optimizer_states import by_torch
+from nvme_offload.optimizer_states.split import join, split
 
 INFINITY = 0x7F800000
 # nothing, just above it, just below, at and just above a tie, just below the next
@@ -41,7 +42,7 @@ def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     same by the extension and by torch's operations.
     """
     found = []
-    for there, home in ((split, join), (split_by_torch, join_by_torch)):
+    for there, home in ((split, join), (by_torch.split, by_torch.join)):
         working = torch.empty(bits.numel(), dtype=torch.bfloat16)
         low = torch.empty(bits.numel(), dtype=torch.int16)
         back = torch.empty(bits.numel(), dtype=torch.float32)
@@ -81,7 +82,7 @@ def check_short(bits: torch.Tensor) -> None:
     """
     bits = bits & ~0xFF
     working, back = there_and_back(bits)
-    for there, home in ((split, join), (split_by_torch, join_by_torch)):
+    for there, home in ((split, join), (by_torch.split, by_torch.join)):
         short = torch.empty(bits.numel(), dtype=torch.bfloat16)
         low = torch.empty(bits.numel(), dtype=torch.int8)
         found = torch.empty(bits.numel(), dtype=torch.float32)
@@ -133,7 +134,7 @@ def test_working_weights_that_were_changed_are_joined_alike(low):
     lows = torch.full((1 << 16,), low, dtype=torch.int32).to(torch.int16)
     ours, reference = torch.empty(1 << 16), torch.empty(1 << 16)
     join(working, lows, ours)
-    join_by_torch(working, lows, reference)
+    by_torch.join(working, lows, reference)
     assert torch.equal(ours.view(torch.int32), reference.view(torch.int32))
 
 

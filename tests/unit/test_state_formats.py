@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from nvme_offload.errors import UnsupportedError, UsageError
-from nvme_offload.optimizer_states import FORMATS, state_format
+from nvme_offload.optimizer_states import FORMATS, by_torch, state_format
 from nvme_offload.optimizer_states.eight_bit import (
     BLOCK,
     decode,
     encode,
     round_to_24,
-    round_to_24_by_torch,
 )
 from nvme_offload.planning import traffic
 from sweeps.formats import Recipe, train
@@ -173,7 +172,7 @@ def rounded_to_24(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """By the extension, whose bits are those of torch's operations."""
     ours, reference = values.clone(), values.clone()
     round_to_24(ours, seed=(seed,))
-    round_to_24_by_torch(reference, seed=(seed,))
+    by_torch.round_to_24(reference, seed=(seed,))
     assert torch.equal(ours.view(torch.int32), reference.view(torch.int32))
     return ours
 
