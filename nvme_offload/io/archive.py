@@ -218,9 +218,9 @@ def read(path: str, engine: Engine) -> Any:
     return tree
 
 
-def read_mapped(path: str, keep: str) -> Any:
-    """What torch.load returns for *path*, a mapping, in memory except for the key *keep*: that is
-    mapped, and takes memory when it is accessed.
+def read_mapped(path: str, keep: Sequence[str]) -> Any:
+    """What torch.load returns for *path*, a mapping, in memory except for the keys *keep*: these are
+    mapped, and take memory when they are accessed.
     """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
@@ -228,7 +228,7 @@ def read_mapped(path: str, keep: str) -> Any:
         tree = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
     except RuntimeError:  # the kernel refuses a mapping larger than memory (vm.overcommit_memory)
         return torch.load(path, map_location="cpu", weights_only=False)
-    rest = {key: value for key, value in tree.items() if key != keep}
+    rest = {key: value for key, value in tree.items() if key not in keep}
     copies = {id(leaf): leaf.clone() for leaf in _leaves(rest) if isinstance(leaf, torch.Tensor)}
     return {**tree, **{key: _replaced(value, copies) for key, value in rest.items()}}
 

@@ -136,7 +136,9 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         _verify(self, Path(load_dir, found).resolve())
 
         def opened() -> _Opened | None:
-            return _open(self, load_dir, found, given) if _loads(self) else None
+            if not _loads(self) and _takes_weights_alone(self, given):
+                return None  # DeepSpeed loads whole weights on any number of ranks
+            return _open(self, load_dir, found, given)
 
         def begin() -> None:
             before_begin = _engine_of(self)
@@ -167,13 +169,13 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
     def _get_all_ckpt_names(self: Any, checkpoints_path: str, tag: str) -> list[str]:
         names: list[str] = before["_get_all_ckpt_names"](self, checkpoints_path, tag)
-        if names or not _loads(self):
+        if names or not (_loads(self) or _offloads(self)):
             return names
         # Fewer ranks saved it. Rank 0's file has everything that is not partitioned.
         pattern = compat.model_states_path(self, checkpoints_path, tag, 0, mp_placeholder="*")
         if not (names := sorted(glob.glob(pattern))):  # noqa: PTH207 - as DeepSpeed does
             raise UsageError(
-                f"{Path(checkpoints_path, str(tag))} has no checkpoint of ZeRO-3: there is no {Path(pattern).name}"
+                f"{Path(checkpoints_path, str(tag))} has no checkpoint of this stage of ZeRO: there is no {Path(pattern).name}"
             )
         return names
 
@@ -181,19 +183,15 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         self: Any, load_dir: str, tag: str, load_optimizer_states: bool = True
     ) -> bool:
         opened: _Opened | None = getattr(self, "nvme_offload_loading", None)
-        if opened is None and not _offloads(self):
+        if opened is None:
             return bool(before["_load_zero_checkpoint"](self, load_dir, tag, load_optimizer_states))
         if isinstance(self.optimizer, Inference):
             return False  # it has no states
 
         def load() -> None:
-            if opened is not None:
-                exactly = load_optimizer_states or bool(self.zero_load_from_fp32_weights())
-                states.load(self.optimizer, opened.values, load_optimizer_states, exactly)
-                return
-            read = functools.partial(_read_states, engine=_engine_of(self))
-            with _reading(self, read) if _streams(self) else contextlib.nullcontext():
-                before["_load_zero_checkpoint"](self, load_dir, tag, load_optimizer_states)
+            self.optimizer.load(
+                opened.values, load_optimizer_states, bool(self.zero_load_from_fp32_weights())
+            )
 
         self.optimizer.resumes = True
         try:
@@ -550,8 +548,8 @@ class _Opened:
     read
         A function that returns the contents of any other file of model states in the same form.
     weights
-        The parameters whose weights are loaded separately from states, by name: frozen ones, or
-        all.
+        The parameters whose weights are loaded separately from states, by name: frozen ones, all,
+        or under ZeRO-1 and ZeRO-2, where DeepSpeed loads them, none.
     alone
         Whether all weights are loaded this way, and no states.
     """
@@ -568,7 +566,7 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
     UnsupportedError, CorruptionError, before anything is changed.
     """
     universal, strict = engine.load_universal_checkpoint(), given.get("load_module_strict", True)
-    with_states = not _takes_weights_alone(engine, given)
+    with_states, flat = not _takes_weights_alone(engine, given), not _loads(engine)
     alone = not with_states and not engine.has_moe_layers
     if alone and given.get("custom_load_fn") is not None:
         raise UnsupportedError(
@@ -584,9 +582,8 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
     in_memory: Callable[[str], Any]
     in_file: Callable[[str], Any]
     if original is None or compat.writes_archives(original):  # None: the engine has no optimizer
-        in_memory = functools.cache(
-            functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
-        )
+        keep = ("module", FROZEN_PARAM_FRAGMENTS) if flat else (FROZEN_PARAM_FRAGMENTS,)
+        in_memory = functools.cache(functools.partial(archive.read_mapped, keep=keep))
         in_file = functools.partial(_read_states, engine=_engine_of(engine))
     else:
         _streams(engine)  # warns
@@ -595,8 +592,12 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
     tree = _Reader(original, in_memory).load(
         own if Path(own).exists() and not universal else model_states(0)
     )
-    values = CheckpointReader.of_directory(
-        tree, model_states, read, Path(load_dir, tag, "zero") if universal else None
+    values = (
+        CheckpointReader.of_flat_groups(tree, own, read, optimizer.nccl_start_alignment_factor)
+        if flat
+        else CheckpointReader.of_directory(
+            tree, model_states, read, Path(load_dir, tag, "zero") if universal else None
+        )
     )
     same_parts = tree["mp_world_size"] == engine.mp_world_size
     if not same_parts and not universal:
@@ -610,9 +611,8 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
             raise UnsupportedError(
                 f"{Path(load_dir, tag)} has experts, {values.ranks} ranks saved it, and {ranks} load it: load it on as many ranks"
             )
-        own_values = states.of_state_dict(optimizer, values.optimizer(rank))
-        values.trained, values.optimizer = own_values.trained, own_values.optimizer
-    weights = {name: param for param, name in engine.param_names.items()}
+        values.take_rank(states.of_state_dict(optimizer, values.optimizer(rank)), rank)
+    weights = {} if flat else {name: param for param, name in engine.param_names.items()}
     if not alone or (universal and isinstance(optimizer, Stage3)):
         # A universal checkpoint keeps the files of model states as they were saved.
         has_frozen = same_parts and tree.get(FROZEN_PARAM_FRAGMENTS)
@@ -622,8 +622,10 @@ def _open(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> _Op
             if has_frozen and not compat.is_trained(param)
         }
     weights = values.match(weights, strict)
-    if isinstance(optimizer, Stage3) and (universal or not alone):
-        states.check(optimizer, values, strict, with_states)
+    if not isinstance(optimizer, Inference) and (universal or not alone):
+        # A custom_load_fn may load weights of other names.
+        by_name = strict and not (flat and given.get("custom_load_fn"))
+        states.check(optimizer, values, by_name, with_states)
     return _Opened(values, tree, in_memory, weights, alone)
 
 
@@ -653,8 +655,6 @@ def _load_module(
         optimizer.partly_changed = True
     opened.values.load_weights(
         opened.weights,
-        dist.get_rank(group=optimizer.dp_process_group),
-        dist.get_world_size(group=optimizer.dp_process_group),
         isinstance(optimizer, Stage3) and optimizer.rounds_half_away_from_zero,
     )
     return result

@@ -176,12 +176,15 @@ CONTRACT: Mapping[str, str] = {
         gradient_accumulation_dtype
         groups_padding
         micro_step_id
+        nccl_start_alignment_factor
         norm_for_param_grads
         optimizer
         overflow
+        param_names
         parallel_partitioned_bit16_groups
         partition_size
         real_dp_process_group
+        round_robin_bit16_groups
         single_partition_of_fp32_groups
         use_grad_accum_attribute
     """,
@@ -736,7 +739,9 @@ def writes_archives(checkpoint_engine: Any) -> bool:
 def model_states_path(
     engine: Any, directory: str, tag: str | None, rank: int, mp_placeholder: str | None = None
 ) -> str:
-    """The file of *rank* in a ZeRO-3 checkpoint. Older releases can only name this rank's file."""
+    """The file of *rank*'s model states. Older releases can only name this rank's file. Under ZeRO-1
+    and ZeRO-2 all ranks have one.
+    """
     own = Path(engine._get_ckpt_name(directory, tag, mp_placeholder=mp_placeholder))
     return str(own.with_name(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", own.name)))
 

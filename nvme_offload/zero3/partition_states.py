@@ -5,23 +5,23 @@ parameter for each parameter group, as in a run with states in memory.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
+    FP32_FLAT_GROUPS,
     OPTIMIZER_STATE_DICT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from ..errors import OffloadError, UnsupportedError, UsageError
-from ..io import archive
+from ..errors import OffloadError, UsageError
 from ..io.archive import Part, Provider, offloaded
-from ..io.engine import Ticket
 from . import states
-from .reader import MASTER
+from .reader import MASTER, CheckpointReader, Saved, as_of_stage_3, in_flat_groups
+from .states import Share
 
 if TYPE_CHECKING:
     from .stage_1_and_2 import Stages1And2
@@ -50,7 +50,7 @@ def _provider(owner: Stages1And2, index: int) -> Provider:
 def _unpadded(owner: Stages1And2) -> list[int]:
     """The elements of this rank's partition of each parameter group that are not padding."""
     return [
-        int(size) - padding
+        max(int(size) - padding, 0)  # older releases count the padding of all ranks
         for size, padding in zip(owner.partition_size, owner.groups_padding, strict=True)
     ]
 
@@ -111,52 +111,49 @@ def require_complete(owner: Stages1And2, saved: Mapping[str, Any]) -> None:
         )
 
 
-def load(owner: Stages1And2, saved: Mapping[str, Any], load_optimizer_states: bool) -> None:
-    """Load *saved*, the state dict of this rank, whose tensors may be in a file.
-
-    Raises: UsageError or UnsupportedError, before anything is changed, if its partitions do not
-    match *owner*'s.
+def of_state_dict(owner: Stages1And2, tree: Mapping[str, Any]) -> CheckpointReader:
+    """The values in *tree*, DeepSpeed's state dict of the optimizer on this rank. Raises: UsageError
+    or UnsupportedError if its partitions do not match *owner*'s.
     """
-    weights = _masters_in(owner, saved)
-    optimizer = saved[BASE_OPTIMIZER_STATE]
-    identifiers = [group["params"][0] for group in optimizer["param_groups"]]
-    loaded = None
-    if load_optimizer_states:
-        found = [optimizer["state"].get(identifier, {}) for identifier in identifiers]
-        shapes = [torch.Size([int(size)]) for size in owner.partition_size]
-        loaded = states.load_options(owner, optimizer, found, shapes)
-        states._restore_powers(owner, saved, loaded)
-    owner._load_global_state(saved)
-    for index, (group, start, end) in enumerate(owner.spans):
-
-        def fill(
-            key: str, into: torch.Tensor, group: int = group, start: int = start, end: int = end
-        ) -> Iterator[Ticket]:
-            source = (
-                weights[group] if key == MASTER else optimizer["state"][identifiers[group]][key]
-            )
-            count = max(min(source.numel(), end) - start, 0)
-            into[count:].zero_()  # padding
-            if count:
-                yield from archive.fetch(source, start, into[:count])
-
-        kept = None if loaded is None else copy.deepcopy(loaded[group])
-        states.refill(owner, index, kept, fill)
-
-
-def _masters_in(owner: Stages1And2, saved: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The master weights in *saved*. Raises: UnsupportedError or UsageError if they do not match
-    *owner*'s partitions.
-    """
-    found: list[torch.Tensor] = list(saved[SINGLE_PARTITION_OF_FP32_GROUPS])
-    if not isinstance(saved[BASE_OPTIMIZER_STATE], Mapping):
-        raise UnsupportedError(
-            'the checkpoint was saved with "elastic_checkpoint": load it with "device": "cpu", save it without that setting, and load the new one'
-        )
-    sizes, wanted = [master.numel() for master in found], _unpadded(owner)
-    if sizes != wanted:
+    tree = as_of_stage_3(tree)
+    sizes = [master.numel() for master in tree[FP32_FLAT_GROUPS]]
+    if sizes != (wanted := _unpadded(owner)):
         raise UsageError(
             f"the checkpoint has parameter groups of {sizes} elements for this rank, and the model has {wanted}: "
             "it is from another model, other parameter groups, or another number of ranks"
         )
-    return found
+    return CheckpointReader(
+        dist.get_world_size(group=owner.dp_process_group),
+        layout(owner),
+        lambda _: tree,
+        partition_sizes=owner.partition_size,
+    )
+
+
+def layout(owner: Stages1And2) -> dict[str, Saved]:
+    """The place of each parameter in its flat group."""
+    return in_flat_groups(
+        [
+            {owner.param_names[param]: param.shape for param in params}
+            for params in owner.round_robin_bit16_groups
+        ],
+        owner.partition_size,
+        getattr(owner, "round_robin_bit16_padding", None),  # of newer releases
+    )
+
+
+def shares(owner: Stages1And2, index: int) -> list[Share]:
+    """The parts of parameters in sub-group *index*. If it has only padding, an empty part of the
+    last parameter.
+    """
+    places, (group, start, end) = layout(owner), owner.spans[index]
+    rank = dist.get_rank(group=owner.real_dp_process_group[group])
+    low = rank * int(owner.partition_size[group]) + start
+    high = low + end - start
+    found = []
+    for param in owner.round_robin_bit16_groups[group]:
+        offset = places[owner.param_names[param]].offset
+        first, last = max(low, offset), min(high, offset + param.numel())
+        if first < last:
+            found.append(Share(param, first - offset, last - first, first - low))
+    return found or [Share(param, 0, 0, 0)]

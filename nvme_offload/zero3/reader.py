@@ -1,12 +1,13 @@
-"""`CheckpointReader` reads a ZeRO-3 checkpoint by parameter, on any number of ranks.
+"""`CheckpointReader` reads a checkpoint of ZeRO by parameter, on any number of ranks.
 
-Three forms hold the same values. In a directory of `save_checkpoint`, each rank's files have a
-partition of every parameter. Partitions of trained parameters are in flat sub-groups of master
-weights and states, in the order of `param_shapes`; a partition of a frozen parameter is a fragment
-in the parameter's dtype. A universal checkpoint has a file for each parameter and state.
-DeepSpeed's state dict of an optimizer has the partitions of one rank.
+Four forms hold the same values. In a directory that `save_checkpoint` wrote under ZeRO-3, each
+rank's files have a partition of every parameter. Partitions of trained parameters are in flat
+sub-groups of master weights and states, in the order of `param_shapes`; a partition of a frozen
+parameter is a fragment in the parameter's dtype. Under ZeRO-1 and ZeRO-2, each rank's file has a
+partition of every flat parameter group. A universal checkpoint has a file for each parameter and
+state. DeepSpeed's state dict of an optimizer has the partitions of one rank.
 
-A load reads only the elements of this rank's partition, a few megabytes at a time.
+A load reads only the elements that this rank updates, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
     FP32_FLAT_GROUPS,
     FROZEN_PARAM_FRAGMENTS,
     FROZEN_PARAM_SHAPES,
     OPTIMIZER_STATE_DICT,
     PARAM,
     PARAM_SHAPES,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
-from ..errors import UsageError, known
+from ..errors import UnsupportedError, UsageError, known
 from ..io.archive import PIECE_BYTES, fetch, wait_all
 from ..io.engine import Ticket
 from ..optimizer_states.split import split
@@ -42,15 +46,60 @@ _UNIVERSAL_MASTER = "fp32"
 
 
 class Saved(NamedTuple):
-    """A weight of a checkpoint, partitioned over *ranks*. Its partitions have *numel* elements, with
-    padding, and begin at *start* of *sub_group*. *sub_group* is None for a frozen weight.
+    """A weight of a checkpoint. Its elements are consecutive in a flat tensor, from *offset* on. Each
+    rank has *numel* elements of that tensor, which begin at *start* of *sub_group*. *sub_group* is
+    None for a frozen weight.
     """
 
     shape: tuple[int, ...]
-    ranks: int
     numel: int
     sub_group: int | None = None
     start: int = 0
+    offset: int = 0
+
+
+def in_sub_groups(groups: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
+    """The weights of each sub-group of ZeRO-3, given by name and in order without their start."""
+    found: dict[str, Saved] = {}
+    for number, group in enumerate(groups):
+        start = 0
+        for name, saved in group.items():
+            found[name] = saved._replace(sub_group=number, start=start)
+            start += saved.numel
+    return found
+
+
+def in_flat_groups(
+    groups: Iterable[Mapping[str, Sequence[int]]],
+    partition_sizes: Sequence[int],
+    paddings: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Saved]:
+    """The weights of each flat parameter group of ZeRO-1 and ZeRO-2, given by name, with their
+    shapes and in order. *partition_sizes*: the elements of a rank's partition of each group.
+    *paddings*: the elements between a weight and the next.
+    """
+    found: dict[str, Saved] = {}
+    for number, group in enumerate(groups):
+        offset = 0
+        for place, (name, shape) in enumerate(group.items()):
+            found[name] = Saved(tuple(shape), partition_sizes[number], number, 0, offset)
+            offset += math.prod(shape) + (paddings[number][place] if paddings else 0)
+    return found
+
+
+def as_of_stage_3(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's state dict *tree* of ZeRO-1 or ZeRO-2, with the keys of ZeRO-3's. Raises:
+    UnsupportedError.
+    """
+    if not isinstance(tree[BASE_OPTIMIZER_STATE], Mapping):
+        raise UnsupportedError(
+            'the checkpoint was saved with "elastic_checkpoint": load it with "device": "cpu", save it without that setting, and load the new one'
+        )
+    return {
+        **tree,
+        FP32_FLAT_GROUPS: tree[SINGLE_PARTITION_OF_FP32_GROUPS],
+        OPTIMIZER_STATE_DICT: tree[BASE_OPTIMIZER_STATE],
+    }
 
 
 class CheckpointReader:
@@ -60,8 +109,8 @@ class CheckpointReader:
     ----------
     ranks : int
         The number of ranks that saved the checkpoint.
-    sub_groups : iterable of mappings
-        The trained weights of each sub-group, by name and in order, without their start.
+    trained : mapping
+        The trained weights, by name.
     optimizer : callable
         Returns DeepSpeed's state dict of the optimizer of a saved rank.
     frozen : mapping, optional
@@ -74,32 +123,31 @@ class CheckpointReader:
         The directory with a file for each trained weight and key, in place of flat sub-groups.
     read : callable, optional
         Returns the contents of a file; its tensors may be in the file.
+    partition_sizes : sequence of int, optional
+        Of ZeRO-1 and ZeRO-2: the elements of a rank's partition of each parameter group.
     """
 
     def __init__(
         self,
         ranks: int,
-        sub_groups: Iterable[Mapping[str, Saved]],
+        trained: Mapping[str, Saved],
         optimizer: Callable[[int], Mapping[str, Any]],
         frozen: Mapping[str, Saved] | None = None,
         fragments: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
         aliases: Mapping[str, str] | None = None,
         universal: Path | None = None,
         read: Callable[[str], Any] | None = None,
+        partition_sizes: Sequence[int] | None = None,
     ) -> None:
         self.ranks = ranks
         self.optimizer = optimizer
         self.universal = universal
-        self.trained: dict[str, Saved] = {}
-        for number, group in enumerate(sub_groups):
-            start = 0
-            for name, saved in group.items():
-                self.trained[name] = saved._replace(sub_group=number, start=start)
-                start += saved.numel
+        self.trained = dict(trained)
         self._frozen = frozen or {}
         self._fragments = fragments
         self._aliases = aliases or {}
         self._read = read
+        self._partition_sizes = partition_sizes
         self._states: dict[int, list[dict[str, Any]]] = {}
 
     @classmethod
@@ -110,7 +158,7 @@ class CheckpointReader:
         read: Callable[[str], Any],
         universal: Path | None = None,
     ) -> CheckpointReader:
-        """The values of a directory.
+        """The values of a directory of ZeRO-3.
 
         *tree* is the contents of one rank's file of model states. *model_states* returns the path
         of a given rank's file. *read* returns the contents of a file; its tensors may be in the
@@ -122,32 +170,64 @@ class CheckpointReader:
         def optimizer(rank: int) -> Mapping[str, Any]:
             if universal is not None:
                 return known(read(str(universal / "optimizer_state.pt")))
-            path = Path(model_states(rank))
-            name = path.name.replace("_model_states", "_optim_states")
-            found = next((n for n in (name, f"bf16_{name}") if (path.parent / n).exists()), name)
-            return known(read(str(path.parent / found))[OPTIMIZER_STATE_DICT])
+            return known(read(_optimizer_states(model_states(rank)))[OPTIMIZER_STATE_DICT])
 
         @functools.cache
         def fragments(rank: int) -> Mapping[str, torch.Tensor]:
             return known(read(model_states(rank))[FROZEN_PARAM_FRAGMENTS])
 
         def saved(shape: Any, ranks: int = ranks) -> Saved:
-            return Saved(tuple(shape), ranks, -(-math.prod(shape) // ranks))
+            return Saved(tuple(shape), -(-math.prod(shape) // ranks))
 
         count = ranks if universal is None else 1
 
         return cls(
             ranks,
-            [
+            in_sub_groups(
                 {name: saved(shape, count) for name, shape in shapes.items()}
                 for shapes in tree.get(PARAM_SHAPES) or ()
-            ],
+            ),
             optimizer,
             {name: saved(shape) for name, shape in (tree.get(FROZEN_PARAM_SHAPES) or {}).items()},
             fragments,
             tree.get("shared_params"),
             universal,
             read,
+        )
+
+    @classmethod
+    def of_flat_groups(
+        cls,
+        tree: Mapping[str, Any],
+        model_states: str,
+        read: Callable[[str], Any],
+        alignment: int,
+    ) -> CheckpointReader:
+        """The values of a directory of ZeRO-1 or ZeRO-2.
+
+        *tree* is the contents of the file *model_states*. The number of elements of a partition is
+        a multiple of *alignment*. *read*: see `of_directory`.
+        """
+        place = Path(model_states)
+
+        @functools.cache
+        def optimizer(rank: int) -> Mapping[str, Any]:
+            path = _optimizer_states(str(place.with_name(f"zero_pp_rank_{rank}_{place.name}")))
+            return as_of_stage_3(read(path)[OPTIMIZER_STATE_DICT])
+
+        ranks, groups = int(tree["dp_world_size"]), tree[PARAM_SHAPES]
+        paddings = optimizer(0).get("param_alignment_paddings") or [[0] * len(g) for g in groups]
+        sizes = [
+            -(-(sum(map(math.prod, group.values())) + sum(padding)) // (alignment * ranks))
+            * alignment
+            for group, padding in zip(groups, paddings, strict=True)
+        ]
+        return cls(
+            ranks,
+            in_flat_groups(groups, sizes, paddings),
+            optimizer,
+            aliases=tree.get("shared_params"),
+            partition_sizes=sizes,
         )
 
     def find(self, name: str) -> Saved | None:
@@ -166,6 +246,18 @@ class CheckpointReader:
     def rename(self, names: Iterable[str]) -> None:
         """Rename the trained weights to *names*, in order."""
         self.trained = dict(zip(names, self.trained.values(), strict=True))
+
+    def take_rank(self, own: CheckpointReader, rank: int) -> None:
+        """Read everything from the files of *rank*, as experts need: the trained weights as *own*
+        does, and the fragments of frozen ones.
+        """
+        self.trained, self.optimizer = own.trained, own.optimizer
+        fragments = known(self._fragments)(rank) if self._frozen else {}
+        self._fragments = lambda _: fragments
+        self._frozen = {
+            name: saved._replace(numel=fragments[name].numel())
+            for name, saved in self._frozen.items()
+        }
 
     def universal_file(self, name: str, key: str) -> Path:
         """The file of a universal checkpoint with the values *key* of the weight *name*."""
@@ -193,27 +285,23 @@ class CheckpointReader:
                 )
         return {name: param for name, param in params.items() if name not in missing}
 
-    def load_weights(
-        self, params: Mapping[str, Any], rank: int, ranks: int, half_away_from_zero: bool
-    ) -> None:
-        """Set *params*, by name, to the weights in the checkpoint, on *rank* of *ranks*.
+    def load_weights(self, params: Mapping[str, Any], half_away_from_zero: bool) -> None:
+        """Set this rank's partitions of *params*, by name, to the weights in the checkpoint.
 
         Master weights are rounded to nearest: ties to even or, with *half_away_from_zero*, away
         from zero as in the packed state formats.
         """
         for name, param in params.items():
             with _partition(param) as partition:
-                count = ranks if hasattr(param, "ds_id") else known(self.find(name)).ranks
-                for source in self._pieces(name, MASTER, rank, count, partition):
+                first = first_element(param) if hasattr(param, "ds_id") else 0
+                for source in self._pieces(name, MASTER, first, partition):
                     _copy(*source, half_away_from_zero)
 
-    def read(
-        self, name: str, key: str, rank: int, ranks: int, partition: torch.Tensor
-    ) -> Iterator[Ticket]:
-        """Start reading the values *key* of the weight *name* into *partition*, the partition of
-        *rank* among *ranks*. Padding is set to zero.
+    def read(self, name: str, key: str, first: int, into: torch.Tensor) -> Iterator[Ticket]:
+        """Start reading the values *key* of the weight *name*, from element *first*, into *into*.
+        Elements after the last one are set to zero.
         """
-        for source in self._pieces(name, key, rank, ranks, partition):
+        for source in self._pieces(name, key, first, into):
             yield from fetch(*source)
 
     def states(self, rank: int) -> list[dict[str, Any]]:
@@ -227,6 +315,12 @@ class CheckpointReader:
                 for state in (saved["state"].get(number, {}) for number in group["params"])
             ]
         return self._states[rank]
+
+    def shapes(self, rank: int) -> list[torch.Size]:
+        """The shapes of the elementwise states of each sub-group of the saved *rank*."""
+        if self._partition_sizes is not None:
+            return [torch.Size([size]) for size in self._partition_sizes]
+        return [master.shape for master in self.optimizer(rank)[FP32_FLAT_GROUPS]]
 
     def whole(self, name: str, key: str, rank: int) -> tuple[torch.Tensor, int]:
         """The tensor in which the saved *rank* stored the values *key* of the weight *name*, and the
@@ -242,33 +336,41 @@ class CheckpointReader:
         return self.states(rank)[saved.sub_group][key], saved.start
 
     def _pieces(
-        self, name: str, key: str, rank: int, ranks: int, partition: torch.Tensor
+        self, name: str, key: str, first: int, into: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-        """The pieces of *partition*, a few megabytes each: the source tensor, the first element to
-        copy from it, and the target.
+        """The pieces of *into*, a few megabytes each: the source tensor, the first element to copy
+        from it, and the target.
         """
         saved = known(self.find(name))
-        theirs, numel = saved.numel, math.prod(saved.shape)
-        first = min(rank * -(-numel // ranks), numel)
-        if same := saved.ranks == ranks:
-            # Each rank reads its own partition, even if only some ranks share the parameter.
-            first, theirs, numel = 0, partition.numel(), partition.numel()
-        end = min(first + partition.numel(), numel)
-        partition[end - first :].zero_()
+        end = min(first + into.numel(), math.prod(saved.shape))
+        into[max(end - first, 0) :].zero_()
         at = first
         while at < end:
-            there, offset = (rank, at) if same else divmod(at, theirs)
-            stop = min(end, at - offset + theirs)
-            values, start = self.whole(name, key, min(there, self.ranks - 1))
-            for piece in partition[at - first : stop - first].split(PIECE_BYTES // 4):  # type: ignore[no-untyped-call]
-                yield values, start + offset, piece
-                offset += piece.numel()
+            rank, place = divmod(saved.offset + at, saved.numel)
+            stop = min(end, at - place + saved.numel)
+            values, start = self.whole(name, key, rank)
+            for piece in into[at - first : stop - first].split(PIECE_BYTES // 4):  # type: ignore[no-untyped-call]
+                yield values, start + place, piece
+                place += piece.numel()
             at = stop
+
+
+def first_element(param: Any) -> int:
+    """The first element of this rank's partition of *param*, which `zero.Init` has partitioned."""
+    return int(dist.get_rank(group=param.ds_process_group) * param.partition_numel())
 
 
 def shape_of(param: Any) -> tuple[int, ...]:
     """The shape of the whole parameter *param*."""
     return tuple(param.ds_shape if hasattr(param, "ds_id") else param.shape)
+
+
+def _optimizer_states(model_states: str) -> str:
+    """The file of optimizer states of the rank that wrote the file *model_states*."""
+    path = Path(model_states)
+    name = path.name.replace("_model_states", "_optim_states")
+    found = next((n for n in (name, f"bf16_{name}") if (path.parent / n).exists()), name)
+    return str(path.parent / found)
 
 
 def _flat(tree: Any) -> torch.Tensor:

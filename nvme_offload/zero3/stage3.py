@@ -63,6 +63,7 @@ from .param_swapper import (
     zero_padding,
 )
 from .partial_steps import PartialSteps
+from .reader import CheckpointReader, first_element
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
@@ -1176,9 +1177,43 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         if self.has_offloaded_states:
             saved = states.of_state_dict(self, state_dict)
             states.check(self, saved, True, load_optimizer_states)
-            states.load(self, saved, load_optimizer_states)
+            self.load(saved, load_optimizer_states, True)
         else:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+
+    def load(
+        self, saved: CheckpointReader, load_optimizer_states: bool, from_fp32_weights: bool
+    ) -> None:
+        """Load *saved*, which has passed `states.check`. With neither *load_optimizer_states* nor
+        *from_fp32_weights*, master weights get the values of the 16-bit parameters.
+        """
+        self._partition_all_parameters()  # drops copies on the accelerator
+        states.load(self, saved, load_optimizer_states, load_optimizer_states or from_fp32_weights)
+
+    def load_global_state(self, tree: Mapping[str, Any]) -> None:
+        """Load the loss scale and other values that all sub-groups share."""
+        self._load_global_state_stage3(tree)
+        scaler = getattr(self, "torch_autocast_gradscaler", None)
+        if scaler and tree.get(states.SCALER):
+            scaler.load_state_dict(archive.whole(tree[states.SCALER]))
+
+    @property
+    def trained_groups(self) -> list[list[Any]]:
+        """The parameters of each parameter group."""
+        groups: list[list[Any]] = [[] for _ in self.optimizer.param_groups]
+        for index, params in enumerate(self.fp16_groups):
+            groups[self.sub_group_to_group_id[index]] += params
+        return groups
+
+    def shares(self, index: int) -> list[states.Share]:
+        """The partitions of parameters in sub-group *index*."""
+        params = self.fp16_groups[index]
+        numels = [param.partition_numel() for param in params]
+        places = itertools.accumulate(numels, initial=0)
+        return [
+            states.Share(param, first_element(param), numel, place)
+            for param, numel, place in zip(params, numels, places, strict=False)
+        ]
 
     def _restore_from_bit16_weights(self) -> None:
         self._forget_updates()

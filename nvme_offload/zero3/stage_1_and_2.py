@@ -39,7 +39,7 @@ from .last_gradients import LastGradients
 from .once_per_step import OncePerStep, computed_from_values, has_hooks, warn_of_hooks
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
 from .partial_steps import PartialSteps
-from .reader import MASTER
+from .reader import MASTER, CheckpointReader
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .stage3 import is_in_del
@@ -645,13 +645,37 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = False,
     ) -> None:
-        saved = state_dict_list[dist.get_rank(group=self.dp_process_group)]
-        partition_states.load(self, saved, load_optimizer_states)
-        if not load_from_fp32_weights:
+        tree = state_dict_list[dist.get_rank(group=self.dp_process_group)]
+        saved = partition_states.of_state_dict(self, tree)
+        states.check(self, saved, True, load_optimizer_states)
+        self.load(saved, load_optimizer_states, load_from_fp32_weights)
+
+    def load(
+        self, saved: CheckpointReader, load_optimizer_states: bool, from_fp32_weights: bool
+    ) -> None:
+        """Load *saved*, which has passed `states.check`; DeepSpeed has loaded the 16-bit weights.
+        Without *from_fp32_weights*, master weights are set from those.
+        """
+        states.load(self, saved, load_optimizer_states)
+        if not from_fp32_weights:
             self._restore_from_bit16_weights()
         if not self.state_format.in_place:
             self._gather()  # this rank may round its weights differently from the saved ones
         self.partly_changed = False
+
+    def load_global_state(self, tree: Mapping[str, Any]) -> None:
+        """Load the loss scale and other values that all sub-groups share."""
+        self._load_global_state(tree)
+
+    @property
+    def trained_groups(self) -> list[list[Any]]:
+        """The parameters of each parameter group."""
+        groups: list[list[Any]] = self.bit16_groups
+        return groups
+
+    def shares(self, index: int) -> list[states.Share]:
+        """The parts of parameters in sub-group *index*."""
+        return partition_states.shares(self, index)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Do nothing: DeepSpeed has loaded the 16-bit weights from the checkpoint."""

@@ -1,4 +1,5 @@
-"""Saves and loads the states of a `Stage3` in the form of DeepSpeed's checkpoints.
+"""Saves the states of a `Stage3` in the form of DeepSpeed's checkpoints, and loads states of a
+`Stage3` or a `Stages1And2`.
 
 A checkpoint has the sub-groups that the user configured; our sub-groups divide them. Its format is
 DeepSpeed's: a run with states in memory can load it, and DeepSpeed's checkpoint tools can read it.
@@ -14,7 +15,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from deepspeed import comm as dist
@@ -26,10 +27,21 @@ from ..io.engine import Ticket
 from ..io.manifest import corrupt
 from ..optimizer_states.tree import is_for_each
 from .compat import lists_by_sub_group
-from .reader import ALIASES, CONVERTED, MASTER, CheckpointReader, Saved, shape_of
+from .reader import (
+    ALIASES,
+    CONVERTED,
+    MASTER,
+    CheckpointReader,
+    Saved,
+    in_sub_groups,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
+    from .stage_1_and_2 import Stages1And2
+
+    Owner: TypeAlias = Stage3 | Stages1And2
 
 # Our key in DeepSpeed's state dict of the optimizer, which ignores it: see `AdamPowers`.
 POWERS = "nvme_offload_adam_powers"
@@ -180,9 +192,8 @@ def of_state_dict(stage3: Stage3, tree: Mapping[str, Any]) -> CheckpointReader:
             end += param.partition_numel()
             while number < len(ends) - 1 and end > ends[number]:
                 number += 1
-            ranks = dist.get_world_size(group=param.ds_process_group)
             if number < len(cut):
-                cut[number][name] = Saved(shape_of(param), ranks, param.partition_numel())
+                cut[number][name] = Saved(shape_of(param), param.partition_numel())
         found = [sum(saved.numel for saved in sub_group.values()) for sub_group in cut]
         if found != sizes:
             raise UsageError(
@@ -190,36 +201,32 @@ def of_state_dict(stage3: Stage3, tree: Mapping[str, Any]) -> CheckpointReader:
                 "it is from another model, other parameter groups, or another number of ranks"
             )
         sub_groups += cut
-    return CheckpointReader(
-        dist.get_world_size(group=stage3.dp_process_group), sub_groups, lambda _: tree
-    )
+    return CheckpointReader(_ranks(stage3), in_sub_groups(sub_groups), lambda _: tree)
 
 
-def _trained(stage3: Stage3, group: int | None = None) -> dict[str, Any]:
+def _trained(owner: Owner, group: int | None = None) -> dict[str, Any]:
     """The parameters of *group*, or of all groups, by name and in order."""
     return {
-        stage3.param_names[param]: param
-        for index, params in enumerate(stage3.fp16_groups)
-        if group in (None, stage3.sub_group_to_group_id[index])
+        owner.param_names[param]: param
+        for number, params in enumerate(owner.trained_groups)
+        if group in (None, number)
         for param in params
     }
 
 
-def _require_groups(stage3: Stage3, saved: int) -> None:
-    if saved != (ours := len(stage3.optimizer.param_groups)):
+def _require_groups(owner: Owner, saved: int) -> None:
+    if saved != (ours := len(owner.optimizer.param_groups)):
         raise UsageError(
             f"the checkpoint has {saved} parameter groups, and the optimizer has {ours}: make as many, or load the weights alone "
             "with load_optimizer_states=False"
         )
 
 
-def check(
-    stage3: Stage3, saved: CheckpointReader, strict: bool, load_optimizer_states: bool
-) -> None:
-    """Check that *saved* has every value of *stage3*, in the same parameter groups. Raises:
+def check(owner: Owner, saved: CheckpointReader, strict: bool, load_optimizer_states: bool) -> None:
+    """Check that *saved* has every value of *owner*, in the same parameter groups. Raises:
     UsageError, UnsupportedError, CorruptionError.
     """
-    ours = _trained(stage3)
+    ours = _trained(owner)
     if not strict and len(saved.trained) == len(ours) and any(map(saved.lacks, ours)):
         saved.rename(ours)  # DeepSpeed matches parameters only by their order
     for name, param in ours.items():
@@ -236,40 +243,35 @@ def check(
         )
     keys = {MASTER}
     if load_optimizer_states:
-        reference = _reference(stage3, saved)
+        reference = _reference(owner, saved)
         groups = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]["param_groups"]
-        _require_groups(stage3, len(groups))
+        _require_groups(owner, len(groups))
         group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         for number in range(len(groups)):
-            for name in _trained(stage3, number):
+            for name in _trained(owner, number):
                 found = group_of[known(known(saved.find(name)).sub_group)]
                 if found != number:
                     raise UsageError(
                         f"the checkpoint has {name!r} in parameter group {found}, and the optimizer in {number}: pass the parameters in the groups of "
                         "the run that saved it, or load the weights alone with load_optimizer_states=False"
                     )
-        for state, size in zip(saved.states(reference), _sizes(saved, reference), strict=True):
+        for state, size in zip(saved.states(reference), saved.shapes(reference), strict=True):
             keys |= {key for key, value in state.items() if is_for_each(value, size)}
     if saved.universal is not None:
         for name in ours:
             for key in sorted(keys):
-                _require_file(stage3, saved.universal_file(name, key), key)
-    elif load_optimizer_states and saved.ranks != _ranks(stage3):
+                _require_file(owner, saved.universal_file(name, key), key)
+    elif load_optimizer_states and saved.ranks != _ranks(owner):
         for rank in range(saved.ranks):
-            _require_same(stage3, saved, rank)
+            _require_same(owner, saved, rank)
 
 
-def _sizes(saved: CheckpointReader, rank: int) -> list[torch.Size]:
-    """The shapes of the master weights of each sub-group of the saved *rank*."""
-    return [master.shape for master in saved.optimizer(rank)[FP32_FLAT_GROUPS]]
-
-
-def _require_same(stage3: Stage3, saved: CheckpointReader, rank: int) -> None:
+def _require_same(owner: Owner, saved: CheckpointReader, rank: int) -> None:
     """Check that *rank* has saved the same values as rank 0, except elementwise states. Raises:
     UnsupportedError.
     """
     for ours, theirs, shape in zip(
-        saved.states(0), saved.states(rank), _sizes(saved, rank), strict=True
+        saved.states(0), saved.states(rank), saved.shapes(rank), strict=True
     ):
         for key in ours.keys() | theirs.keys():
             one, other = whole(ours.get(key)), whole(theirs.get(key))
@@ -279,12 +281,12 @@ def _require_same(stage3: Stage3, saved: CheckpointReader, rank: int) -> None:
                 same = is_for_each(other, shape) if torch.is_tensor(one) else one == other
             if not same:
                 raise UnsupportedError(
-                    f"{type(stage3.optimizer).__name__} keeps {key!r} for all elements of a rank together, so it cannot go on with other numbers of "
+                    f"{type(owner.optimizer).__name__} keeps {key!r} for all elements of a rank together, so it cannot go on with other numbers of "
                     "elements: load the checkpoint on as many ranks as saved it, or the weights alone with load_optimizer_states=False"
                 )
 
 
-def _require_file(stage3: Stage3, path: Path, key: str) -> None:
+def _require_file(owner: Owner, path: Path, key: str) -> None:
     if path.exists():
         return
     if not path.parent.is_dir():
@@ -294,78 +296,85 @@ def _require_file(stage3: Stage3, path: Path, key: str) -> None:
     if key == MASTER:
         raise corrupt(path, "it cannot be found")
     raise UnsupportedError(
-        f"{type(stage3.optimizer).__name__} keeps {key!r}, and DeepSpeed's ds_to_universal converts exp_avg and exp_avg_sq only: "
+        f"{type(owner.optimizer).__name__} keeps {key!r}, and DeepSpeed's ds_to_universal converts exp_avg and exp_avg_sq only: "
         "load the checkpoint itself, or the weights alone with load_optimizer_states=False"
     )
 
 
-def _ranks(stage3: Stage3) -> int:
-    return int(dist.get_world_size(group=stage3.dp_process_group))
+def _ranks(owner: Owner) -> int:
+    return int(dist.get_world_size(group=owner.dp_process_group))
 
 
-def _reference(stage3: Stage3, saved: CheckpointReader) -> int:
+def _reference(owner: Owner, saved: CheckpointReader) -> int:
     """The saved rank from which this rank loads states that are not elementwise."""
-    same = saved.ranks == _ranks(stage3) and saved.universal is None
-    return int(dist.get_rank(group=stage3.dp_process_group)) if same else 0
+    same = saved.ranks == _ranks(owner) and saved.universal is None
+    return int(dist.get_rank(group=owner.dp_process_group)) if same else 0
+
+
+class Share(NamedTuple):
+    """The elements of *param* that a sub-group has: *numel* from *first* on, at *place*."""
+
+    param: Any
+    first: int
+    numel: int
+    place: int
 
 
 def load(
-    stage3: Stage3, saved: CheckpointReader, load_optimizer_states: bool, exactly: bool = True
+    owner: Owner, saved: CheckpointReader, load_optimizer_states: bool, exactly: bool = True
 ) -> None:
-    """Load *saved*, which has passed `check`, into *stage3* and its parameters. With *exactly*
-    False, master weights get the values of the 16-bit parameters.
+    """Load *saved*, which has passed `check`, into *owner* and its parameters. With *exactly* False,
+    master weights get the values of the 16-bit parameters.
     """
-    stage3._partition_all_parameters()  # drops copies on the accelerator
     loaded: list[dict[str, Any]] | None = None
-    names = stage3.param_names
     if load_optimizer_states:
-        tree = saved.optimizer(_reference(stage3, saved))
-        loaded = _load_optimizer(stage3, saved)
-        _restore_powers(stage3, tree, loaded)
-        stage3._load_global_state_stage3(tree)
-        scaler = getattr(stage3, "torch_autocast_gradscaler", None)
-        if scaler and tree.get(SCALER):
-            scaler.load_state_dict(whole(tree[SCALER]))
-    for index, params in enumerate(stage3.fp16_groups):
+        tree = saved.optimizer(_reference(owner, saved))
+        loaded = _load_optimizer(owner, saved)
+        _restore_powers(owner, tree, loaded)
+        owner.load_global_state(tree)
+    for index in range(len(owner.fp32_partitioned_groups_flat)):
+        shares = owner.shares(index)
 
-        def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> Iterator[Ticket]:
-            parts = torch.split(into, [param.partition_numel() for param in params])
-            for param, part in zip(params, parts, strict=True):
-                tickets = _fetch(stage3, saved, param, key, part)
+        def fill(key: str, into: torch.Tensor, shares: list[Share] = shares) -> Iterator[Ticket]:
+            end = 0
+            for share in shares:
+                into[end : share.place].zero_()
+                end = share.place + share.numel
+                part = into[share.place : end]
+                tickets = _fetch(owner, saved, share, key, part)
                 if exactly:
                     yield from tickets
                 else:
                     wait_all(tickets)
-                    part.copy_(part.to(stage3.dtype))
+                    part.copy_(part.to(owner.dtype))
+            into[end:].zero_()
 
-        sub_group = known(known(saved.find(names[params[0]])).sub_group)
-        refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[sub_group]), fill)
-    stage3.partly_changed = False
+        sub_group = known(known(saved.find(owner.param_names[shares[0].param])).sub_group)
+        refill(owner, index, None if loaded is None else copy.deepcopy(loaded[sub_group]), fill)
+    owner.partly_changed = False
 
 
 def _fetch(
-    stage3: Stage3, saved: CheckpointReader, param: Any, key: str, part: torch.Tensor
+    owner: Owner, saved: CheckpointReader, share: Share, key: str, part: torch.Tensor
 ) -> Iterator[Ticket]:
-    """Start reading the partition of *param*."""
-    name, group = stage3.param_names[param], param.ds_process_group
+    """Start reading the values *key* of *share* into *part*."""
+    name, param = owner.param_names[share.param], share.param
     if saved.universal is not None:
         values, _ = saved.whole(name, key, 0)
         if values.numel() != param.ds_numel:  # an expert's, or cut for tensor parallelism
             file = saved.universal_file(name, key)
-            found = stage3.load_hp_checkpoint_state(str(file.parent), file.stem, param=param)
+            found = owner.load_hp_checkpoint_state(str(file.parent), file.stem, param=param)
             if found.numel() != part.numel():
                 raise UsageError(
                     f"{file} has {values.numel()} elements, and the model's parameter has {param.ds_numel}: it is from another model"
                 )
             part.copy_(found)
             return
-    yield from saved.read(
-        name, key, dist.get_rank(group=group), dist.get_world_size(group=group), part
-    )
+    yield from saved.read(name, key, share.first, part)
 
 
 def refill(
-    stage3: Stage3,
+    owner: Owner,
     index: int,
     states: Mapping[str, Any] | None,
     fill: Callable[[str, torch.Tensor], Iterable[Ticket]],
@@ -377,39 +386,39 @@ def refill(
     replace the optimizer's states; an empty tensor stands for a tensor of the sub-group's size and
     the empty tensor's dtype. None keeps the optimizer's states.
     """
-    parameter = stage3.fp32_partitioned_groups_flat[index]
-    swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
-    stage3.partly_changed = True
+    parameter = owner.fp32_partitioned_groups_flat[index]
+    swapped = owner.swaps_natively and owner._swappable_optimizer_subgroup(index)
+    owner.partly_changed = True
     cut: dict[str, torch.dtype] = {}
     if states is not None:
         cut = {key: value.dtype for key, value in states.items() if _stands_for_whole(value)}
         rest = {key: value for key, value in states.items() if key not in cut}
-        stage3.optimizer.state.pop(parameter, None)
+        owner.optimizer.state.pop(parameter, None)
         if states:
-            stage3.optimizer.state[parameter] = rest
+            owner.optimizer.state[parameter] = rest
         if swapped:
-            stage3.optimizer_swapper.renew(parameter, cut)
+            owner.optimizer_swapper.renew(parameter, cut)
         else:
             made = {
                 key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
                 for key, dtype in cut.items()
             }
-            stage3.optimizer.state[parameter].update(made)
+            owner.optimizer.state[parameter].update(made)
     elif swapped:
-        stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
+        owner.optimizer_swapper.swap_in_optimizer_state(parameter)
     try:
         places = {
             MASTER: parameter.data,
-            **{key: stage3.optimizer.state[parameter][key].data for key in cut},
+            **{key: owner.optimizer.state[parameter][key].data for key in cut},
         }
         _fill_all(places, fill)
-        stage3._reassign_or_swap_out_partitioned_parameters(index)
+        owner._reassign_or_swap_out_partitioned_parameters(index)
     except BaseException:
         if swapped:
-            stage3.optimizer_swapper.give_back()
+            owner.optimizer_swapper.give_back()
         raise
     if swapped:
-        stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+        owner.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
 def _fill_all(
@@ -426,38 +435,38 @@ def _fill_all(
         place.copy_(into)
 
 
-def take_masters_from_parameters(stage3: Stage3) -> None:
+def take_masters_from_parameters(owner: Owner) -> None:
     """Set the master weights of all sub-groups from the 16-bit parameters. The optimizer's states
     stay.
     """
-    for index, parameter in enumerate(stage3.fp32_partitioned_groups_flat):
-        swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
+    for index, parameter in enumerate(owner.fp32_partitioned_groups_flat):
+        swapped = owner.swaps_natively and owner._swappable_optimizer_subgroup(index)
         if swapped:
-            stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
+            owner.optimizer_swapper.swap_in_optimizer_state(parameter)
         try:
-            if stage3.fp16_partitioned_groups_flat[index] is None:
-                stage3._swap_in_sub_group_to_flat_buffer(parameter.data, index)
+            if owner.fp16_partitioned_groups_flat[index] is None:
+                owner._swap_in_sub_group_to_flat_buffer(parameter.data, index)
             else:
-                parameter.data.copy_(stage3.fp16_partitioned_groups_flat[index].data)
+                parameter.data.copy_(owner.fp16_partitioned_groups_flat[index].data)
         except BaseException:
             if swapped:
-                stage3.optimizer_swapper.give_back()
+                owner.optimizer_swapper.give_back()
             raise
         if swapped:
-            stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+            owner.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
-def _load_optimizer(stage3: Stage3, saved: CheckpointReader) -> list[dict[str, Any]]:
+def _load_optimizer(owner: Owner, saved: CheckpointReader) -> list[dict[str, Any]]:
     """Load the optimizer's hyperparameters. Returns the states that the optimizer makes of the
     saved ones, by saved sub-group, in the form that `refill` takes.
     """
-    reference = _reference(stage3, saved)
+    reference = _reference(owner, saved)
     tree = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]
-    return load_options(stage3, tree, saved.states(reference), _sizes(saved, reference))
+    return load_options(owner, tree, saved.states(reference), saved.shapes(reference))
 
 
 def load_options(
-    stage3: Stage3,
+    owner: Owner,
     tree: Mapping[str, Any],
     states: Sequence[Mapping[str, Any]],
     shapes: Sequence[torch.Size],
@@ -465,9 +474,9 @@ def load_options(
     """`_load_optimizer` for the optimizer's state dict *tree*, with the *states* of sub-groups of
     *shapes*.
     """
-    optimizer = stage3.optimizer
+    optimizer = owner.optimizer
     # Use the device of updates: torch's optimizers move loaded states to it.
-    dtype, device = stage3.master_weights_and_grads_dtype, stage3.update_device
+    dtype, device = owner.master_weights_and_grads_dtype, owner.update_device
     parameters = [torch.empty(0, dtype=dtype, device=device) for _ in states]
     kept = optimizer.state
     groups, start = [], 0
@@ -495,50 +504,50 @@ def load_options(
         made = {key: value for key, value in optimizer.state.items() if id(key) not in ours}
         optimizer.state = kept
         optimizer.state.update(made)
-        stage3._clear_fp32_optimizer_param_groups()
+        owner._clear_fp32_optimizer_param_groups()
 
 
-def _restore_powers(stage3: Stage3, saved: Mapping[str, Any], loaded: list[dict[str, Any]]) -> None:
+def _restore_powers(owner: Owner, saved: Mapping[str, Any], loaded: list[dict[str, Any]]) -> None:
     def last_step(states: Iterable[Mapping[str, Any]]) -> int:
         return max((int(state.get("step", 0)) for state in states), default=0)
 
-    step, groups = last_step(loaded), stage3.groups_of_sub_groups
-    if stage3.resumes:
-        stage3.powers.restore(stage3.optimizer, saved.get(POWERS, {}), step, groups)
-    elif last_step(filter(None, stage3.optimizer.state.values())) != step:
-        stage3.powers.jump()
+    step, groups = last_step(loaded), owner.groups_of_sub_groups
+    if owner.resumes:
+        owner.powers.restore(owner.optimizer, saved.get(POWERS, {}), step, groups)
+    elif last_step(filter(None, owner.optimizer.state.values())) != step:
+        owner.powers.jump()
 
 
-def _provider(stage3: Stage3, index: int) -> Provider:
-    parameter = stage3.fp32_partitioned_groups_flat[index]
+def _provider(owner: Owner, index: int) -> Provider:
+    parameter = owner.fp32_partitioned_groups_flat[index]
 
     @contextlib.contextmanager
     def lend() -> Iterator[Mapping[str, torch.Tensor]]:
-        swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
+        swapped = owner.swaps_natively and owner._swappable_optimizer_subgroup(index)
         if swapped:
-            stage3.read_ahead(index)
-            stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
+            owner.read_ahead(index)
+            owner.optimizer_swapper.swap_in_optimizer_state(parameter)
         try:
-            state = stage3.optimizer.state.get(parameter, {})
+            state = owner.optimizer.state.get(parameter, {})
             yield {
                 MASTER: parameter.data.cpu(),
-                **{key: state[key].detach().cpu() for key in _elementwise_states(stage3, index)},
+                **{key: state[key].detach().cpu() for key in _elementwise_states(owner, index)},
             }
         finally:
             if swapped:
-                stage3.optimizer_swapper.release_swap_buffers(parameter)
+                owner.optimizer_swapper.release_swap_buffers(parameter)
 
     return lend
 
 
-def _elementwise_states(stage3: Stage3, index: int) -> Mapping[str, torch.dtype]:
+def _elementwise_states(owner: Owner, index: int) -> Mapping[str, torch.dtype]:
     """The elementwise states of sub-group *index*: their dtypes, by key."""
-    parameter = stage3.fp32_partitioned_groups_flat[index]
-    if stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index):
-        return stage3.optimizer_swapper.states(parameter)
+    parameter = owner.fp32_partitioned_groups_flat[index]
+    if owner.swaps_natively and owner._swappable_optimizer_subgroup(index):
+        return owner.optimizer_swapper.states(parameter)
     return {
         key: value.dtype
-        for key, value in stage3.optimizer.state.get(parameter, {}).items()
+        for key, value in owner.optimizer.state.get(parameter, {}).items()
         if is_for_each(value, parameter.shape)
     }
 

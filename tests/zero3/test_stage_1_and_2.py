@@ -143,3 +143,116 @@ def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
     assert results["ours"]["differ"] == []
     for result in results.values():
         assert result["end"] == results["stock"]["end"]
+
+
+CHAINED = [
+    Case(
+        name="round-robin",
+        groups=2,
+        model="blocks",
+        zero={"stage": 2, "round_robin_gradients": True},
+        section=SMALLEST,
+    ),
+    Case(name="frozen", model="frozen", zero={"stage": 1}, section=SMALLEST),
+]
+
+
+def pass_on(cases: list[Case], numbers: list[int], directory: Path) -> list[dict[str, Any]]:
+    """The results of two resumed runs of the last of *numbers* of ranks, by name. Both start from a
+    checkpoint of the first number of ranks. In the first run, all other numbers of ranks have loaded
+    and saved it before.
+    """
+
+    def at(case: Case, number: int) -> str:
+        return f"{directory}/{case.name}-{number}"
+
+    lives = [Life(case.name, case, last=3, saves=[[2, at(case, 0)]]) for case in cases]
+    run(lives, directory, ranks=numbers[0])
+    for number, ranks in enumerate(numbers[1:-1]):
+        lives = [
+            Life(
+                case.name,
+                case,
+                first=2,
+                last=3,
+                load=at(case, number),
+                saves=[[2, at(case, number + 1)]],
+            )
+            for case in cases
+        ]
+        run(lives, directory, ranks=ranks)
+    found = [
+        run(
+            [Life(case.name, case, first=2, load=at(case, number)) for case in cases],
+            directory,
+            ranks=numbers[-1],
+        )
+        for number in (len(numbers) - 2, 0)
+    ]
+    return [{case.name: each[case.name] for case in cases} for each in found]
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 1], pytest.param([1, 3, 4, 1], marks=pytest.mark.slow)])
+def test_values_pass_through_other_numbers_of_ranks(numbers, tmp_path: Path):
+    passed, direct = pass_on(CHAINED, numbers, tmp_path)
+    for name, result in passed.items():
+        assert result["begin"] == direct[name]["begin"], name
+        assert result["end"] == direct[name]["end"], name
+
+
+NUMBERS = (1, 2, 3, 4)
+RESUMED = [
+    Case(name="adamw", groups=2, model="blocks", zero={"stage": 1}, section=SMALLEST),
+    Case(name="frozen", model="frozen", zero={"stage": 2}, section=SMALLEST),
+    Case(name="momentum", optimizer="momentum", groups=2, zero={"stage": 2}, section=SMALLEST),
+    Case(name="adagrad", optimizer="adagrad", zero={"stage": 1}, section=SMALLEST),
+    Case(
+        name="compressed",
+        model="blocks",
+        zero={"stage": 2},
+        section={**SMALLEST, "state_format": "split"},
+    ),
+    Case(name="fp16", dtype="fp16", groups=2, zero={"stage": 2}, section=SMALLEST),
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """For each number of ranks, the results of the whole run, and of runs from all checkpoints."""
+    place = tmp_path_factory.mktemp("resumed")
+    whole = {
+        ranks: run(
+            [
+                Life(case.name, case, saves=[[2, f"{place}/{case.name}-{ranks}"]])
+                for case in RESUMED
+            ],
+            place,
+            ranks=ranks,
+        )
+        for ranks in NUMBERS
+    }
+    again = {
+        ranks: run(
+            [
+                Life(f"{case.name} of {by}", case, first=2, load=f"{place}/{case.name}-{by}")
+                for case in RESUMED
+                for by in NUMBERS
+            ],
+            place,
+            ranks=ranks,
+        )
+        for ranks in NUMBERS
+    }
+    return {ranks: (whole[ranks], again[ranks]) for ranks in NUMBERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", NUMBERS)
+@pytest.mark.parametrize("name", [case.name for case in RESUMED])
+def test_another_number_of_ranks_goes_on_with_the_same_values(resumed, name, ranks):
+    whole, again = resumed[ranks]
+    assert again[f"{name} of {ranks}"]["end"] == whole[name]["end"]
+    for by in NUMBERS:
+        begin = again[f"{name} of {by}"]["begin"]
+        assert begin["states"]
+        assert begin == resumed[by][1][f"{name} of {by}"]["begin"], by
