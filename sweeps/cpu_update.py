@@ -24,7 +24,7 @@ from nvme_offload.optimizer_states.one_pass import Part, step_in_one_pass
 
 from . import command
 from .command import COUNT, option, say
-from .machine import commit, facts
+from .machine import facts
 from .report import columns, document, listed, ratios, shown, write
 from .turns import there_and_back
 
@@ -54,9 +54,7 @@ def main(directory: Path, elements: int, rounds: int, threads: int, output: Path
     """
     torch.set_num_threads(threads)
     described = facts(directory, "sweeps.cpu_update")
-    described["versions"] = (
-        f"{commit()}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    )
+    described["versions"] += f", {torch.backends.cpu.get_cpu_capability()}"
     sides = [
         Side(what, fused, how)
         for fused in (True, False)

@@ -32,7 +32,7 @@ from nvme_offload.optimizer_states import FORMATS
 from . import apart, command
 from .blocks import Block
 from .command import COUNT, option, say
-from .machine import commit, facts
+from .machine import facts
 from .report import columns, document, listed, write
 
 _LETTERS = 256
@@ -217,7 +217,6 @@ def main(
     recipe = Recipe(**shape, warm_up=min(100, shape["steps"] // 5 + 1))
     described = facts(directory, "sweeps.formats") | {"recipe": repr(recipe)}
     described["accelerator"] = torch.cuda.get_device_name() if device == "cuda" else "none"
-    described["versions"] = f"{commit()}, torch {torch.__version__}"
     nbytes = round(text_megabytes * 1e6)
     described["text"] = read_text(nbytes)[2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -27,6 +28,7 @@ def facts(directory: Path, module: str) -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "drive": f"{disk or drive.device}; requests up to {drive.max_block_kib} KiB, scheduler {drive.scheduler}",
         "filesystem": f"{drive.filesystem} ({', '.join(drive.mount_options)}) at {drive.mount_point}, {format_bytes(drive.free_bytes)} free",
+        "versions": f"{commit()}, torch {importlib.metadata.version('torch')}",
         "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
     }
 

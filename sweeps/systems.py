@@ -38,7 +38,7 @@ from nvme_offload.planning import traffic
 
 from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
-from .machine import commit, facts
+from .machine import facts
 from .meter import Meter
 from .report import columns, document, escaped, listed, ratios, shown, write
 
@@ -389,7 +389,6 @@ def main(
     """
     command.stop_at_sigterm()
     described = facts(directory, "sweeps.systems")
-    described["versions"] = f"{commit()}, torch {torch.__version__}"
     described["training"] = (
         f"{options['model']} on {options['gpus']} GPU, {options['batch']} x {options['sequence']} tokens each"
     )

@@ -1,163 +1,126 @@
-"""Command line: train a transformer on long sequences in several ways, interleaved, and report time
-and memory of each.
+"""`python -m sweeps.activations DIR`: train a transformer on long sequences in several ways,
+interleaved, and report time and memory of each.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import sys
 from pathlib import Path
 
+import click
 import torch
 
-from nvme_offload import __version__
-from nvme_offload.hardware.machine import gpus
 from nvme_offload.swap.tier import engine_config
-from nvme_offload.units import parse_bytes
 
-from ..command import say
-from ..floor import Floor, floor
-from ..machine import commit, facts
+from .. import command
+from ..command import COUNT, Names, Size, option, say
+from ..floor import floor
+from ..machine import facts
 from ..report import write
-from ..turns import rotated
+from ..turns import interruptible, rotated, rounds
 from .report import Results, render
 from .transformer import Shape, make
 from .ways import NAMES, Way, give_back_at_once, measure, ways
 
 
-def main() -> int:
-    """Measure, print, and write the files that were asked for."""
-    arguments = _parse()
-    device = torch.device(arguments.device)
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    shape = Shape(
-        arguments.blocks,
-        arguments.width,
-        arguments.heads or max(arguments.width // 128, 1),
-        arguments.sequence,
-        arguments.batch,
-    )
-    about = facts(arguments.directory, "sweeps.activations")
-    about["computing"] = (
-        f"{gpus()[0].name if device.type == 'cuda' and gpus() else device.type}, {str(dtype).removeprefix('torch.')}"
-    )
-    about["software"] = (
-        f"nvme-offload {__version__} ({commit()}), torch {torch.__version__}, Python {sys.version.split()[0]}"
-    )
-    results = Results(about, shape, [], [], {})
+def many(name: str, default: object, text: str) -> object:
+    """An option that may be given several times."""
+    return option(name, type=type(default), multiple=True, default=[default], help=text)
+
+
+@click.command()
+@command.directory
+@option("--blocks", type=COUNT, default=4)
+@option("--width", type=COUNT, default=2048)
+@option("--heads", type=COUNT, help="Default: one for each 128 of the width.")
+@option("--sequence", type=COUNT, default=1 << 17, help="Tokens.")
+@option("--batch", type=COUNT, default=1, help="Sequences.")
+@many("--share", 1.0, "Of the blocks, evenly spread, for save_on_nvme.")
+@many("--host-memory", "16GB", "Of save_on_nvme.")
+@many(
+    "--checkpoint-host-memory", "1GB", "The same with checkpointed blocks, which save inputs only."
+)
+@option("--min-bytes", default="1MiB", help="Of save_on_nvme.")
+@option("--ways", "names", type=Names(NAMES), default=",".join(NAMES), help="With commas between.")
+@option("--rounds", "count", type=COUNT, default=3)
+@option("--steps", type=COUNT, default=1, help="Of each way in a round, without its first one.")
+@option("--fio-size", type=Size(), default="1GB", help="Of each of fio's two files; 0: no fio.")
+@option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: float32 on the CPU.")
+@option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+@command.seconds()
+@command.output("Write OUTPUT.md and OUTPUT.json after every round.")
+def main(
+    directory: Path,
+    share: tuple[float, ...],
+    host_memory: tuple[str, ...],
+    checkpoint_host_memory: tuple[str, ...],
+    min_bytes: str,
+    names: list[str],
+    count: int,
+    steps: int,
+    fio_size: int,
+    dtype: str | None,
+    device: str,
+    seconds: float | None,
+    output: Path | None,
+    **sizes: int,
+) -> None:
+    """Compare ways to keep activations, with the drive of DIRECTORY, and print a report in
+    Markdown.
+    """
+    command.stop_at_sigterm()
+    sizes["heads"] = sizes["heads"] or max(sizes["width"] // 128, 1)
+    on_gpu = device.startswith("cuda")
+    dtype = dtype or ("bfloat16" if on_gpu else "float32")
+    about = facts(directory, "sweeps.activations")
+    about["computing"] = f"{torch.cuda.get_device_name(device) if on_gpu else device}, {dtype}"
+    results = Results(about, Shape(**sizes), [], [], {})
     give_back_at_once()
-    if arguments.add:
-        results.add(json.loads(Path(f"{arguments.output}.json").read_text()))
-    blocks, x = make(shape, device, dtype)
+    blocks, x = make(results.shape, torch.device(device), getattr(torch, dtype))
     for parameter in blocks.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    memory = {
-        "nvme": arguments.host_memory or ["16GB"],
-        "nvme-checkpoint": arguments.checkpoint_host_memory or ["1GB"],
-    }
-    shares, least, directory = arguments.share or [1.0], arguments.min_bytes, arguments.directory
-    aio, size, notes = engine_config(str(directory)), parse_bytes(arguments.fio_size), list[str]()
+    memory = {"nvme": host_memory, "nvme-checkpoint": checkpoint_host_memory}
+    notes: list[str] = []
     with (
-        floor(directory, aio, size, {}, notes) as drive,
-        ways(arguments.ways, directory, memory, shares, least) as found,
+        floor(directory, engine_config(str(directory)), fio_size, about, notes) as drive,
+        ways(names, directory, memory, share, min_bytes) as found,
+        interruptible(about, notes),
     ):
-        for text in notes:
-            say(text)
-        for number in range(results.rounds, results.rounds + arguments.rounds):
-            _round(results, number, found, drive, blocks, x, arguments.steps)
-            write(arguments.output, render(results, found), results.as_json())
-    print(render(results, found), end="")
-    return 0
+        for number in rounds(count, seconds, notes):
+            if drive is not None:
+                results.speeds.append(drive.measure())
+            for way in rotated(found, number):
+                _measure(results, way, blocks, x, number, steps)
+            write(output, render(results, found, notes), results.as_json())
+    write(output, text := render(results, found, notes), results.as_json())
+    click.echo(text)
 
 
-def _round(
+def _measure(
     results: Results,
-    number: int,
-    found: list[Way],
-    drive: Floor | None,
+    way: Way,
     blocks: torch.nn.ModuleList,
     x: torch.Tensor,
+    number: int,
     steps: int,
 ) -> None:
-    """Every way once."""
-    if drive is not None:
-        results.speeds.append(drive.measure())
-    for way in rotated(found, number):
-        if way.name in results.refused:
-            continue
-        try:
-            for counted in [*[False] * way.fresh, *[True] * steps]:
-                step = measure(way, blocks, x, number)
-                took = f"{step.forward_seconds:.3f} + {step.backward_seconds:.3f} s"
-                say(f"round {number + 1}, {way.title}: {took}")
-                if counted:
-                    results.steps.append(step)
-        except torch.OutOfMemoryError:
-            results.refused[way.name] = "out of memory"
-        way.fresh = False
-        gc.collect()
-        if x.is_cuda:
-            torch.cuda.empty_cache()  # so that no way finds the pieces that another has left
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m sweeps.activations", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("directory", type=Path, help="on the drive")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="write the report to OUTPUT.md and OUTPUT.json as well, after every round",
-    )
-    parser.add_argument(
-        "--add",
-        action="store_true",
-        help="keep the rounds that OUTPUT.json has already, of the same blocks",
-    )
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, help="default: one for each 128 of the width")
-    parser.add_argument("--sequence", type=int, default=1 << 17, help="tokens")
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument(
-        "--share",
-        type=float,
-        action="append",
-        help="of the blocks, evenly spread, for save_on_nvme; may be given several times",
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=1,
-        help="of each way in each round; in the first it has one more, which does not count",
-    )
-    parser.add_argument(
-        "--host-memory",
-        action="append",
-        help='of save_on_nvme, such as "16GB" (the default); may be given several times',
-    )
-    parser.add_argument(
-        "--checkpoint-host-memory",
-        action="append",
-        help='the same where blocks are checkpointed, and save their inputs only (default "1GB")',
-    )
-    parser.add_argument("--min-bytes", default="1MiB", help="of save_on_nvme")
-    parser.add_argument("--ways", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument(
-        "--fio-size",
-        default="1GB",
-        help="of each of fio's two files, for the drive's speed before each round; 0 runs no fio",
-    )
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], help="default: float32 on the CPU"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    """Run *way* in round *number*; its first step does not count."""
+    if way.name in results.refused:
+        return
+    try:
+        for counted in [*[False] * way.fresh, *[True] * steps]:
+            step = measure(way, blocks, x, number)
+            took = f"{step.forward_seconds:.3f} + {step.backward_seconds:.3f} s"
+            say(f"round {number + 1}, {way.title}: {took}")
+            if counted:
+                results.steps.append(step)
+    except torch.OutOfMemoryError:
+        results.refused[way.name] = "out of memory"
+    way.fresh = False
+    gc.collect()
+    if x.is_cuda:
+        torch.cuda.empty_cache()  # so that no way finds the pieces that another has left
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main, "sweeps.activations")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from nvme_offload.errors import UsageError
 from nvme_offload.units import format_bytes
 
 from ..floor import Speeds, described
@@ -30,11 +29,6 @@ class Results:
     speeds: list[Speeds]
     refused: dict[str, str]
 
-    @property
-    def rounds(self) -> int:
-        """How many there were."""
-        return max((step.round + 1 for step in self.steps), default=0)
-
     def as_json(self) -> dict[str, Any]:
         """All results as JSON."""
         rows = {
@@ -43,22 +37,12 @@ class Results:
         }
         return {"facts": self.facts, "shape": self.shape._asdict(), **rows}
 
-    def add(self, document: dict[str, Any]) -> None:
-        """Take the rounds of `as_json`. Raises: UsageError when they are of another shape
-        or kind.
-        """
-        computing = document["facts"]["computing"]
-        if (document["shape"], computing) != (self.shape._asdict(), self.facts["computing"]):
-            raise UsageError(f"the rounds there are of {document['shape']}, {computing}")
-        self.steps += [Step(**step) for step in document["steps"]]
-        self.speeds += [Speeds(**speeds) for speeds in document["speeds"]]
-
     def speed(self, name: str) -> float:
         """The median of fio's speeds in bytes per second; 0 without fio."""
         return statistics.median([getattr(one, name) for one in self.speeds] or [0.0])
 
 
-def render(results: Results, ways: Sequence[Way]) -> str:
+def render(results: Results, ways: Sequence[Way], notes: Sequence[str] = ()) -> str:
     """The report."""
     steps = pd.DataFrame(results.steps, columns=Step._fields)
     steps["seconds"] = steps.forward_seconds + steps.backward_seconds
@@ -73,6 +57,7 @@ def render(results: Results, ways: Sequence[Way]) -> str:
         *(["## Through the drive", _drive(drives, of)] if drives else []),
         "## Where, when and how",
         listed(results.facts),
+        *notes,
         _how(steps),
         f"fio, before each round: {described(results.speeds)}." if results.speeds else "",
         _equality(ways, of),

@@ -7,9 +7,8 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import save_on_nvme
 
+from ..meter import restart_peak, status
 from .transformer import checksum
 
 
@@ -92,10 +92,10 @@ NAMES = ("none", "cpu", "checkpoint", "nvme", "nvme-checkpoint")
 
 @contextlib.contextmanager
 def ways(
-    names: list[str],
+    names: Sequence[str],
     directory: Path,
-    host_memory: dict[str, list[str]],
-    shares: list[float],
+    host_memory: Mapping[str, Sequence[str]],
+    shares: Sequence[float],
     min_bytes: str,
 ) -> Iterator[list[Way]]:
     """The ways *names*; ways with a drive once per *host_memory*, "nvme" also once per share in
@@ -184,7 +184,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             _trim()
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM. Source: proc(5)
+            restart_peak()
         self._before = self._now("allocated", "VmRSS")
 
     def nbytes(self) -> int:
@@ -204,8 +204,7 @@ class Peak:
                 "allocated": torch.cuda.memory_allocated,
                 "max": torch.cuda.max_memory_allocated,
             }[of_gpu](self._device)
-        found = re.search(rf"{of_process}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else 0
+        return status()[of_process]
 
 
 def _trim() -> None:

@@ -13,7 +13,7 @@ import click
 from .. import apart, command
 from ..command import COUNT, option, say
 from ..floor import Floor, Speeds, floor, mean
-from ..machine import commit, facts
+from ..machine import facts
 from ..report import write
 from ..turns import interruptible, rounds, there_and_back
 from .plan import Variant, read_plan
@@ -49,8 +49,7 @@ def main(
     """
     command.stop_at_sigterm()
     plan = read_plan(plan_path).narrowed(only, **numbers)
-    described = facts(directory, "sweeps.training") | {"versions": commit()}
-    results = Results(described, plan, [], [], list(notes))
+    results = Results(facts(directory, "sweeps.training"), plan, [], [], list(notes))
     with (
         interruptible(results.facts, results.notes),
         floor(directory, plan.aio, plan.fio_bytes, results.facts, results.notes) as drive,

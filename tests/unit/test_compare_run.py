@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,3 +127,15 @@ def test_a_side_that_is_not_installed_says_so(
         pytest.raises(UnsupportedError, match="fio is not installed"),
     ):
         team.ask("one", {**PREPARE, "transfer": "fio"})
+
+
+def test_peers_that_cannot_be_installed_are_reported(tmp_path: Path) -> None:
+    command = ["tools/compare-peers", sys.executable, "--no-index", "--find-links", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *("safetensors", "deepspeed", "kvikio", "tensornvme")
+    ]
+    said = re.compile("already installed|skipped, (it needs|pip reports: .*No matching)")
+    assert all(said.match(line.partition(": ")[2]) for line in lines)
+    assert ran.stderr == ""
