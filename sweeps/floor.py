@@ -6,17 +6,18 @@ import contextlib
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Setting
+from nvme_offload.tune import fio
 
-from .peers.fio import Fio
-from .peers.job import Job
 from .report import shown
 
+_SECONDS = 3.0  # of each measurement
 _CHUNK_BYTES = 16 << 20
 
 
@@ -50,36 +51,30 @@ def described(speeds: Sequence[Any]) -> str:
     return f"{figures}; mixed reads and writes equal amounts concurrently, the sum"
 
 
-class _Files(NamedTuple):
-    """The files of fio: a `Place` without buffers."""
-
-    directory: Path
-    direct: bool
-
-    def path(self, direction: str) -> Path:
-        return self.directory / direction
-
-
 class Floor:
     """fio with two written files on the drive. Made by `floor`."""
 
     def __init__(self, files: Path, aio: AioConfig, nbytes: int) -> None:
-        self._fio = Fio(frozenset())
-        self.version = self._fio.version
-        block_size, threads = aio.block_size, aio.thread_count
-        whole = nbytes // (block_size * threads) * block_size * threads
-        if whole == 0:
+        self.version = fio.version()
+        if self.version is None:
+            raise UnsupportedError("fio is not installed: apt-get install fio")
+        if nbytes < aio.block_size * aio.thread_count:
             raise UnsupportedError(f"fio_bytes of {nbytes} is less than a block for each thread")
-        sizes = (block_size, aio.queue_depth, threads, "huge", whole, 1)
-        self._jobs = {way: Job(way, "libaio", *sizes) for way in Speeds._fields}
-        self._files = _Files(files, _takes_direct(files))
-        for direction in ("read", "write"):
-            _fill(self._files.path(direction), whole)
+        self._nbytes, self._direct = nbytes, _takes_direct(files)
+        self._setting = Setting(
+            aio.block_size, aio.queue_depth, aio.thread_count, backend=aio.backend
+        )
+        self._paths = {direction: [str(files / direction)] for direction in ("read", "write")}
+        for (path,) in self._paths.values():
+            _fill(Path(path), nbytes)
 
     def measure(self) -> Speeds:
         """Measure reading, writing, and both concurrently."""
-        found = [self._fio.run(cast(Any, self._files), job) for job in self._jobs.values()]
-        return Speeds(*(one.nbytes / one.seconds for one in found))
+        read, write = ({direction: paths} for direction, paths in self._paths.items())
+        return Speeds(*map(self._speed, (read, write, read | write)))
+
+    def _speed(self, paths: Mapping[str, Sequence[str]]) -> float:
+        return fio.bytes_per_second(paths, self._nbytes, self._setting, _SECONDS, self._direct)
 
 
 @contextlib.contextmanager

@@ -128,11 +128,10 @@ class _Comparison:
         tasks = {task.name for task in self._plan.tasks}
         wanted = [side for side in self._plan.sides if tasks & set(side.tasks)]
         for side in wanted:
-            options = side.candidates[0].get("options", [])
             job = {
                 "verb": "prepare",
                 "side": side.name,
-                "transfer": "+".join([side.transfer, *options]) if side.transfer else "",
+                "transfer": side.transfer,
                 "checkpoint": side.checkpoint,
                 "setting": side.candidates[0],
             }

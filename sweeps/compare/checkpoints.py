@@ -103,7 +103,7 @@ class FastFileWriter:
     def __init__(self) -> None:
         from ..peers.deepspeed_op import DeepSpeedOp
 
-        self._op = DeepSpeedOp(frozenset())
+        self._op = DeepSpeedOp()
         self.version = self._op.version
         import deepspeed.io.fast_file_writer as module
 

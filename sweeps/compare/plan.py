@@ -138,8 +138,6 @@ def describe(setting: Setting) -> str:
     for key, value in setting.items():
         if key == "thread_count":
             said.append(f"{value} thread{'' if value == 1 else 's'}")
-        elif key == "options":
-            said += value
         elif isinstance(value, bool):
             said.append(key.replace("_", " ") if value else f"no {key.replace('_', ' ')}")
         else:
@@ -156,7 +154,7 @@ def describe(setting: Setting) -> str:
 
 _SETTING_KEYS = {
     *("backend", "block_size", "queue_depth", "thread_count"),
-    *("memory", "options", "buffer_size", "crc32"),
+    *("memory", "sequential", "buffer_size", "crc32"),
 }
 
 

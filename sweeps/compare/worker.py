@@ -123,8 +123,7 @@ class Worker:
     def transfer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Move bytes between memory and the shared files; check every byte with "verify"."""
         setting, buffers = asked["setting"], self._place.buffers
-        options = "+".join([asked["transfer"], *setting.get("options", [])])
-        base = asked["transfer"].partition("+")[0]
+        base = asked["transfer"]
         request_bytes, requests = asked["request_bytes"], asked["requests"]
         nbytes = request_bytes * requests
         job = Job(
@@ -136,6 +135,7 @@ class Worker:
             setting.get("memory", "huge"),
             request_bytes,
             requests,
+            setting.get("sequential", False),
         )
         buffers.nbytes, buffers.seed = nbytes, asked["seed"]
         # Fill the source of writes, and the contents of a side's own file.
@@ -144,7 +144,7 @@ class Worker:
             for number, direction in enumerate(job.directions)
             if direction == "write" or base in _OWN_FILES
         }
-        peer = self._peer(options)
+        peer = self._peer(base)
         try:
             if base not in _UNCHECKED:
                 for number in range(len(DIRECTIONS[job.direction])):

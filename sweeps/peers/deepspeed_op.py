@@ -19,7 +19,6 @@ from .job import Job
 from .page_cache import sync
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"sync"}
 _SPARE_DESCRIPTORS = 256
 _OPS = ("async_io", "pin_memory", "utils")
 _LONGEST_BUILD_SECONDS = 900.0
@@ -31,12 +30,10 @@ class DeepSpeedOp:
 
     The memory comes from DeepSpeed's allocator, because the op copies any other memory through an
     internal buffer. Reading and writing concurrently takes two handles, each with the whole depth, as in
-    DeepSpeed's pipelined swapper. Option: "sync" syncs the file before the clock stops. Raises:
-    UnsupportedError where DeepSpeed, or a compiler or library for its op, is not installed.
+    DeepSpeed's pipelined swapper. Raises: UnsupportedError where DeepSpeed, or a compiler or library for its op, is not installed.
     """
 
-    def __init__(self, options: frozenset[str]) -> None:
-        self._sync = "sync" in options
+    def __init__(self) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
             with standard_output_to_error():
@@ -97,7 +94,7 @@ class DeepSpeedOp:
         with Stopwatch() as watch:
             refused = sum(call(piece, path, offset) != 0 for call, piece, path, offset in calls)
             finished = sum(handle.wait() for handle in handles.values())
-            if self._sync and "write" in paths:
+            if "write" in paths:
                 sync(paths["write"])
         if refused or finished != len(calls):
             raise failed("DeepSpeed's op failed", job, path=calls[0][2])

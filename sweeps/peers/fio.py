@@ -17,7 +17,6 @@ from .buffers import Place
 from .job import Job
 from .stopwatch import Measurement
 
-OPTIONS = {"sync"}
 _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 # By default fio's read buffers are on small pages that the first read faults in. These tunables make
 # the C library fill them at allocation, before fio's clock starts, and use huge pages as the engine
@@ -39,13 +38,11 @@ class Fio:
     """As many threads as the engine, with as many bytes in flight; each thread moves its part of the
     file sequentially.
 
-    Time and CPU are fio's own figures, without its start-up; its clock has milliseconds. Option:
-    "sync" syncs the file before the clock stops. Raises: UnsupportedError where fio is not
-    installed.
+    Time and CPU are fio's own figures, without its start-up; its clock has milliseconds. Raises:
+    UnsupportedError where fio is not installed.
     """
 
-    def __init__(self, options: frozenset[str]) -> None:
-        self._options = options
+    def __init__(self) -> None:
         if shutil.which("fio") is None:
             raise UnsupportedError("fio is not installed: apt-get install fio")
         self.version = subprocess.run(
@@ -82,9 +79,8 @@ class Fio:
             f"--iodepth={depth}",
             f"--bs={job.block_size}",
             f"--direct={int(place.direct)}",
+            "--end_fsync=1",
         ]
-        if "sync" in self._options:
-            settings.append("--end_fsync=1")
         places = [
             f"--size={part}",
             f"--numjobs={each}",

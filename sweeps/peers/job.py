@@ -13,7 +13,8 @@ class Job:
 
     direction: "read", "write", or "mixed", which reads one file while it writes another and so
     moves twice as many bytes. queue_depth: blocks in flight per thread, both directions together.
-    memory: "huge" (huge pages) or "locked" (from DeepSpeed's allocator).
+    memory: "huge" (huge pages) or "locked" (from DeepSpeed's allocator). sequential: advise the
+    kernel that a map is read sequentially.
     """
 
     direction: str
@@ -24,6 +25,7 @@ class Job:
     memory: str
     request_bytes: int
     requests: int
+    sequential: bool = False
 
     @property
     def directions(self) -> tuple[str, ...]:

@@ -13,20 +13,16 @@ from .job import Job
 from .page_cache import evict, sync
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"sync"}
-
 
 class KvikIO:
     """A future for each tensor, on its thread pool of the job's size, in tasks of the block size.
     Host memory, no GPU.
 
-    Aligned ranges use direct I/O (its opportunistic mode, off for reads by default). Option: "sync"
-    syncs the file before the clock stops. Raises: UnsupportedError where KvikIO or CUDA's driver is
-    not installed.
+    Aligned ranges use direct I/O (its opportunistic mode, off for reads by default). Raises:
+    UnsupportedError where KvikIO or CUDA's driver is not installed.
     """
 
-    def __init__(self, options: frozenset[str]) -> None:
-        self._sync = "sync" in options
+    def __init__(self) -> None:
         try:
             import kvikio
             import kvikio.defaults
@@ -75,7 +71,7 @@ class KvikIO:
                     call(memory, job.request_bytes, offset) for call, memory, offset in calls
                 ]
                 moved = sum(future.get() for future in futures)
-                if self._sync and "write" in buffers:
+                if "write" in buffers:
                     sync(place.path("write"))
         finally:
             for file in files.values():

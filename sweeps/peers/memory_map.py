@@ -14,19 +14,15 @@ from .job import Job
 from .page_cache import evict
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"sequential", "sync"}
-
 
 class MemoryMap:
     """Copies each tensor out of a map of the file, or into it, through the page cache. Pages of the
     file to read are dropped before the clock starts.
 
-    Options: "sequential" advises the kernel that the map is read sequentially; "sync" flushes the
-    map before the clock stops. Source: madvise(2), msync(2).
+    The map is flushed before the clock stops. Source: madvise(2), msync(2).
     """
 
-    def __init__(self, options: frozenset[str]) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self.version = f"numpy {np.__version__}"
 
     def run(self, place: Place, job: Job) -> Measurement:
@@ -40,14 +36,13 @@ class MemoryMap:
             spoil(buffer)
         with Stopwatch() as watch:
             mapped: Any = np.memmap(path, np.uint8, "r" if reads else "r+", shape=(job.file_bytes,))
-            if "sequential" in self._options:
+            if job.sequential:
                 mapped._mmap.madvise(mmap.MADV_SEQUENTIAL)
             source, target = (mapped, buffer) if reads else (buffer, mapped)
             for begin in range(0, job.file_bytes, job.request_bytes):
                 part = slice(begin, begin + job.request_bytes)
                 target[part] = source[part]
-            if "sync" in self._options:
-                mapped.flush()
+            mapped.flush()
         del mapped, source, target
         if reads:
             require_read(buffer, "the memory map")

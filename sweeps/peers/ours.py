@@ -10,16 +10,13 @@ from .buffers import Place, memory_of, require_read, spoil
 from .job import Job
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"sync"}
-
 
 class Ours:
     """Submits all requests, then waits for all. Engine, files and memory are ready before the clock
-    starts. Option: "sync" syncs the file before the clock stops.
+    starts.
     """
 
-    def __init__(self, options: frozenset[str]) -> None:
-        self._sync = "sync" in options
+    def __init__(self) -> None:
         self.version = f"nvme-offload {__version__}"
 
     def run(self, place: Place, job: Job) -> Measurement:
@@ -42,7 +39,7 @@ class Ours:
                 tickets = [call(memory, file, begin) for call, memory, file, begin in calls]
                 for ticket in tickets:
                     ticket.wait()
-                if self._sync and "write" in files:
+                if "write" in files:
                     files["write"].sync()
         if "read" in buffers:
             require_read(buffers["read"], "the engine")

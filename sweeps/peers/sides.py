@@ -1,4 +1,4 @@
-"""All sides by name, with options: "ours", "ours+sync"."""
+"""All sides by name. Each syncs the file that it writes before its clock stops."""
 
 from __future__ import annotations
 
@@ -22,31 +22,20 @@ class Peer(Protocol):
         """Move *job* once."""
 
 
-_SIDES: dict[str, tuple[Callable[[frozenset[str]], Peer], set[str]]] = {
-    "ours": (ours.Ours, ours.OPTIONS),
-    "fio": (fio.Fio, fio.OPTIONS),
-    "deepspeed": (deepspeed_op.DeepSpeedOp, deepspeed_op.OPTIONS),
-    "tensornvme": (tensornvme_offloader.TensorNVMe, tensornvme_offloader.OPTIONS),
-    "kvikio": (kvikio_file.KvikIO, kvikio_file.OPTIONS),
-    "memmap": (memory_map.MemoryMap, memory_map.OPTIONS),
+_SIDES: dict[str, Callable[[], Peer]] = {
+    "ours": ours.Ours,
+    "fio": fio.Fio,
+    "deepspeed": deepspeed_op.DeepSpeedOp,
+    "tensornvme": tensornvme_offloader.TensorNVMe,
+    "kvikio": kvikio_file.KvikIO,
+    "memmap": memory_map.MemoryMap,
 }
-
-
-def require_known(name: str) -> None:
-    """Raises: UsageError, naming all sides, where *name* is unknown."""
-    base, *options = name.split("+")
-    if base not in _SIDES or not _SIDES[base][1].issuperset(options):
-        known = "; ".join(
-            " or ".join([side, *(f"{side}+{option}" for option in sorted(has))])
-            for side, (_, has) in _SIDES.items()
-        )
-        raise UsageError(f"{name!r} is no side; there are {known}")
 
 
 def make(name: str) -> Peer:
     """Make the side *name*. Raises: UsageError; UnsupportedError, with the reason, where this
     machine lacks something it needs.
     """
-    require_known(name)
-    base, *options = name.split("+")
-    return _SIDES[base][0](frozenset(options))
+    if name not in _SIDES:
+        raise UsageError(f"{name!r} is no side; there are {', '.join(_SIDES)}")
+    return _SIDES[name]()

@@ -15,7 +15,6 @@ from .job import Job
 from .page_cache import cached_bytes, evict, sync
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"sync"}
 _BACKENDS = {"libaio": "aio", "io_uring": "uring", "posix": "pthread"}
 
 
@@ -26,13 +25,11 @@ class TensorNVMe:
     This calls the class below the public one, which also frees and allocates the memory of tensors.
     The offloader reuses an offset once its tensor was read, so the file is written whole before
     the clock starts, and written tensors are read back afterwards. Its libaio backend drops calls
-    when its queue is full and then waits forever, so its queue gets the size of the number of tensors. Option:
-    "sync" syncs the file before the clock stops. Raises: UnsupportedError where TensorNVMe is not
-    installed.
+    when its queue is full and then waits forever, so its queue gets the size of the number of tensors. Raises:
+    UnsupportedError where TensorNVMe is not installed.
     """
 
-    def __init__(self, options: frozenset[str]) -> None:
-        self._sync = "sync" in options
+    def __init__(self) -> None:
         try:
             import torch
             from tensornvme import _C
@@ -64,7 +61,7 @@ class TensorNVMe:
                     call(tensors[direction][index], str(index))
             for direction, (offloader, path) in made.items():
                 offloader.synchronize()
-                if direction == "write" and self._sync:
+                if direction == "write":
                     sync(path)
         cached = sum(cached_bytes(path) for _, path in made.values())
         if "read" in buffers:

@@ -149,9 +149,9 @@ def test_settings_in_words() -> None:
         "block_size": MIB,
         "queue_depth": 8,
         "thread_count": 1,
-        "options": ["sync"],
+        "sequential": True,
     }
-    assert describe(setting) == "libaio, block 1 MiB, depth 8, 1 thread, sync"
+    assert describe(setting) == "libaio, block 1 MiB, depth 8, 1 thread, sequential"
     assert describe({"crc32": False, "buffer_size": 64 * MIB}) == "no crc32, buffer 64 MiB"
     assert describe({}) == "defaults"
 

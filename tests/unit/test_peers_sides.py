@@ -64,14 +64,10 @@ def test_fio_has_as_many_threads_and_blocks_in_flight(
     tmp_path: Path, asked: Job, jobs: int, threads: int, depth: int
 ) -> None:
     place: Any = Shared(tmp_path, direct=True)
-    command = fio.Fio.command(object.__new__(_PlainFio), place, asked)
+    command = fio.Fio.command(object.__new__(fio.Fio), place, asked)
     assert (f"--numjobs={threads}" in command, f"--iodepth={depth}" in command) == (True, True)
     assert sum(word.startswith("--name=") for word in command) == jobs
     assert f"--size={4 * MIB // threads}" in command
-
-
-class _PlainFio(fio.Fio):
-    _options = frozenset()
 
 
 def test_a_page_that_was_not_read_is_noticed() -> None:
