@@ -1,5 +1,15 @@
 """The benchmarks and their common harness.
 
+| benchmark | measures |
+|---|---|
+| `systems` | models of 1 to 70 B by this package, DeepSpeed, FSDP2 and others, on one GPU or several |
+| `training` | ZeRO-3 and plain PyTorch with their bits, bytes and the drive's floor, by phase of a step |
+| `formats` | losses of state formats, by seed |
+| `activations` | ways to keep activations: time and memory |
+| `saving` | checkpoints of `NVMeOptimizer` |
+| `compare` | the engine and checkpoints, compared with other libraries (`peers`) |
+| `cpu_update` | updates of Adam on the CPU |
+
 Plan    Cases (the work) x sides (the systems compared), from a plan file (`plan.py`) or from
         options (`command.py`). A run never changes its plan.
 Turns   `turns.py`. Every round runs each side once, and the next round reverses the order (A B,
@@ -8,8 +18,8 @@ Turns   `turns.py`. Every round runs each side once, and the next round reverses
 Sides   `apart.py`. A side that trains is a separate process that receives its job as JSON, reports
         events as lines of JSON, and is ended after a time limit. The events of a side that fails
         are kept, with the reason. The first steps of a side are warm-up.
-Meters  `meter.py`: time, CPU, drive traffic and memory of a part of a process. `floor.py`: the
-        drive's best speed, measured by fio between the runs.
+Meters  `meter.py`: time, CPU, drive traffic and memory of a part of a process. The drive's floor
+        is from its profile (`systems`), or from fio runs between the sides (`floor.py`).
 Results Records, one per run of a side, with its round, side and error, kept as JSON and grouped as
         a `pandas.DataFrame`.
 Report  `report.py`: facts of the machine, date and command (`machine.py`), then tables. A ratio is

@@ -17,12 +17,6 @@ def there_and_back(sides: Sequence[Side], number: int) -> list[Side]:
     return list(sides[:: -1 if number % 2 else 1])
 
 
-def rotated(sides: Sequence[Side], number: int) -> list[Side]:
-    """The order in round *number*: A B C, B C A, C A B."""
-    first = number % len(sides)
-    return [*sides[first:], *sides[:first]]
-
-
 def rounds(count: int, seconds: float | None, notes: list[str]) -> Iterator[int]:
     """Numbers of rounds, up to *count*.
 

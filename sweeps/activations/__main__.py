@@ -17,7 +17,7 @@ from ..command import COUNT, Names, Size, option, say
 from ..floor import floor
 from ..machine import facts
 from ..report import write
-from ..turns import interruptible, rotated, rounds
+from ..turns import interruptible, rounds, there_and_back
 from .report import Results, render
 from .transformer import Shape, make
 from .ways import NAMES, Way, give_back_at_once, measure, ways
@@ -89,7 +89,7 @@ def main(
         for number in rounds(count, seconds, notes):
             if drive is not None:
                 results.speeds.append(drive.measure())
-            for way in rotated(found, number):
+            for way in there_and_back(found, number):
                 _measure(results, way, blocks, x, number, steps)
             write(output, render(results, found, notes), results.as_json())
     write(output, text := render(results, found, notes), results.as_json())

@@ -151,7 +151,7 @@ def _drive(ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> str:
 
 def _how(steps: pd.DataFrame) -> str:
     return (
-        f"{steps['round'].nunique()} rounds; each runs every way, and the next starts with another. "
+        f"{steps['round'].nunique()} rounds; each runs every way, and the next reverses the order. "
         "A figure is the median over all steps, without the first of each way in a "
         "process; a ratio is the median over the rounds of the ratio within one round, with its range. Activation memory is the peak above weights and "
         "gradients: of the GPU, or without one of the resident size of the process, including the host memory of the way. Waits are of the host, "

@@ -26,7 +26,7 @@ from ..peers.page_cache import evict
 from ..report import write
 from ..turns import interruptible, there_and_back
 from ..turns import rounds as rounds_of
-from .plan import Plan, Setting, Side, Task, describe, fastest, read_plan, turns
+from .plan import Plan, Setting, Side, Task, describe, fastest, read_plan
 from .report import Results, Run, SideFacts, Skipped, TaskFacts, render
 from .state import shapes
 from .team import SideFailed, Team
@@ -79,9 +79,8 @@ def main(
         comparison = _Comparison(results, plan, team)
         comparison.prepare()
         comparison.tune()
-        count = rounds or plan.rounds
-        for number in rounds_of(count, seconds, results.notes):
-            comparison.run_round(number, count)
+        for number in rounds_of(rounds or plan.rounds, seconds, results.notes):
+            comparison.run_round(number)
     if not results.runs:
         reasons = "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped)
         raise UsageError(f"no side ran: {reasons or 'interrupted before the first run'}")
@@ -195,11 +194,11 @@ class _Comparison:
             del self._sides[side.name]
         return speeds
 
-    def run_round(self, number: int, rounds: int) -> None:
+    def run_round(self, number: int) -> None:
         """Run every task on every side; the first round checks every byte."""
         for task in self._plan.tasks:
             sides = [side for side in self._plan.sides_of(task) if side.name in self._settings]
-            for position, name in enumerate(turns([side.name for side in sides], number, rounds)):
+            for position, name in enumerate(there_and_back([side.name for side in sides], number)):
                 side = self._plan.side(name)
                 if (name, task.name) in self._refused:
                     continue

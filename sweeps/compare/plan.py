@@ -14,7 +14,6 @@ from nvme_offload.units import format_bytes, parse_bytes
 
 from ..peers.job import DIRECTIONS
 from ..plan import made, read, require_known
-from ..turns import rotated
 
 # sizes are multiples of this, so that every block size and number of threads divides them
 _GRANULE_BYTES = 1 << 20
@@ -107,14 +106,6 @@ class Plan:
             sides=sides,
             tasks=tuple(task for task in self.tasks if tasks is None or task.name in tasks),
         )
-
-
-def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
-    """The order of *names* in round *number* of *rounds*: each round starts with another name, and
-    every second round is reversed.
-    """
-    order = rotated(names, number * max(1, len(names) // rounds)) if names else []
-    return [order[0], *order[:0:-1]] if number % 2 and order else order
 
 
 def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:

@@ -14,7 +14,7 @@ from ..report import Spread, document, escaped, listed, ratios, spread, table
 from .plan import Setting, describe
 
 HOW = (
-    "Each round runs every task, and each task runs all sides one after another; the next round starts with another side and reverses the order. A ratio is "
+    "Each round runs every task, and each task runs all sides one after another; the next round reverses the order. A ratio is "
     "the median over the rounds of the ratio within one round, with the range of all rounds (the middle 80 % of ten or more) in brackets. Sides of different "
     "libraries run in separate processes, so memory and CPU are per library. Sides that take the caller's memory get equal buffers: huge pages, touched "
     "before the clock starts. DeepSpeed's op gets memory from its own allocator, because it copies any other.",
@@ -169,12 +169,6 @@ def render(results: Results) -> str:
     if results.skipped:
         skipped = [(skip.side, skip.task or "all", skip.reason) for skip in results.skipped]
         parts += ["Skipped:", table(("side", "task", "reason"), _escaped(skipped))]
-    if tried := list(_tried(results)):
-        size = format_bytes(results.size_bytes)
-        parts += [
-            f"Candidates, in GB/s, before the runs of {size}:",
-            table(("side", "setting", "speeds", ""), _escaped(tried)),
-        ]
     return document(*parts, "## How it was measured", *HOW)
 
 
@@ -219,21 +213,6 @@ def _matrix(
         if any(found := [by_task[task].get(side.name) for task in tasks])
     ]
     return table(("", *(task.text for task in tasks)), lines)
-
-
-def _tried(results: Results) -> list[tuple[str, ...]]:
-    texts = {task.name: task.text for task in results.tasks}
-    return [
-        (
-            side.title,
-            describe(entry["setting"]),
-            ", ".join(f"{texts[name]} {value}" for name, value in entry["gb_per_second"].items())
-            or "failed",
-            "chosen" if entry["setting"] == side.setting else "",
-        )
-        for side in results.sides
-        for entry in side.tried
-    ]
 
 
 def _escaped(lines: Sequence[Sequence[Any]]) -> list[list[str]]:

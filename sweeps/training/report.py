@@ -241,14 +241,10 @@ def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Ite
         "ratio": ratio("peak"),
         "peak past the first steps": gigabytes("settled_peak"),
         "ratio ": ratio("settled_peak"),
-        "init": gigabytes("prelude peak"),
-        **{name: gigabytes(f"{name} peak") for name in PHASES},
         "GPU, peak": gigabytes("gpu peak"),
-        "left after init": gigabytes("after init"),
-        "left after the last step": gigabytes("after last"),
     }
     yield "## Host memory"
-    yield "Resident bytes of the process, GB. Peaks are the kernel's, separately for each phase; init includes imports."
+    yield "Peaks of the resident bytes of the process, GB, by the kernel's counts."
     yield columns(there, cells)
 
 

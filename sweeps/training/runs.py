@@ -26,7 +26,6 @@ class Phase(NamedTuple):
     read_bytes: int
     written_bytes: int
     peak_bytes: int
-    after_bytes: int
     busy_seconds: float
 
 
@@ -40,7 +39,6 @@ class Run:
     phases: tuple[Phase, ...]
     losses: tuple[str, ...]
     step_ends: tuple[float, ...]
-    stats: tuple[Mapping[str, Any] | None, ...]
     weights: str | None
     facts: Mapping[str, Any]
     drive: Speeds | None = None
@@ -50,7 +48,7 @@ class Run:
 
         "step", "update" (backward and optimizer), and each phase: seconds; "NAME floor" and
         "NAME_floor": seconds of the floor, and its share; "PHASE FIELD": the median of that field
-        over the steps; "PHASE peak": including the first steps.
+        over the steps.
         """
         phases = pd.DataFrame(self.phases, columns=Phase._fields)
         phases["seconds"] = phases.ended - phases.began
@@ -66,11 +64,7 @@ class Run:
         figures["step"] = steps.sum(axis=1, skipna=False).median()
         figures["peak"] = self.peak_bytes() if self.error is None else math.nan
         figures["settled_peak"] = settled.peak_bytes.max()
-        figures["prelude peak"] = self.peak_bytes("import", "init")
-        figures |= {f"{name} peak": self.peak_bytes(name) for name in PHASES}
         figures["gpu peak"] = self.facts.get("gpu_peak_bytes") or math.nan
-        figures["after init"] = phases[phases.name == "init"].after_bytes.max()
-        figures["after last"] = self.phases[-1].after_bytes if self.phases else math.nan
         for name in (*PHASES, "step"):
             moved = self.moved(PHASES if name == "step" else (name,), settling_steps)
             floor = floor_seconds(*moved, self.drive) if self.drive else math.nan
@@ -78,10 +72,9 @@ class Run:
             figures[f"{name}_floor"] = floor / figures[name] if floor else math.nan
         return figures
 
-    def peak_bytes(self, *names: str) -> float:
-        """The peak resident size of all phases or of the named ones, including settling steps."""
-        peaks = [phase.peak_bytes for phase in self.phases if not names or phase.name in names]
-        return max(peaks, default=math.nan)
+    def peak_bytes(self) -> float:
+        """The peak resident size of all phases, including settling steps."""
+        return max((phase.peak_bytes for phase in self.phases), default=math.nan)
 
     def moved(self, names: Sequence[str], settling_steps: int) -> tuple[float, float]:
         """Bytes read and written in these phases of a step: medians."""
@@ -113,7 +106,6 @@ def assemble(
         phases,
         tuple(step["loss"] for step in steps),
         tuple(step["ended"] for step in steps),
-        tuple(step["stats"] for step in steps),
         facts.pop("digest", None),
         facts,
     )

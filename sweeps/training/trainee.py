@@ -9,7 +9,6 @@ clock, which all processes of a machine share. CPU time, bytes and memory are su
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from .. import meter
 from ..apart import teller
 from .runs import Phase
 
-_SUMMED = ("cpu_seconds", "read_bytes", "written_bytes", "peak_bytes", "after_bytes")
+_SUMMED = ("cpu_seconds", "read_bytes", "written_bytes", "peak_bytes")
 
 
 class Trainer(NamedTuple):
@@ -33,7 +32,6 @@ class Trainer(NamedTuple):
     forward: Callable[[], Any]
     backward: Callable[[Any], Any]
     step: Callable[[], Any]
-    stats: Callable[[], dict[str, Any] | None]
     weights: Callable[[], Iterator[Any]]
     optimizer: str
     versions: list[str]
@@ -62,8 +60,7 @@ class _Reporter:
         meter.restart_peak()
         with self._meter.stretch() as took:
             yield
-        memory = meter.status()
-        took |= {"peak_bytes": memory["VmHWM"], "after_bytes": memory["VmRSS"]}
+        took["peak_bytes"] = meter.status()["VmHWM"]
         every = gathered({key: took[key] for key in _SUMMED})
         took |= {key: sum(one[key] for one in every) for key in _SUMMED}
         fields = {key: value for key, value in took.items() if key in Phase._fields}
@@ -110,13 +107,7 @@ def _train(job: dict[str, Any], reporter: _Reporter) -> None:
         with reporter.phase("optimizer", step):
             trainer.step()
             synchronize()
-        reporter.tell(
-            "step",
-            number=step,
-            loss=loss.item().hex(),
-            ended=time.monotonic(),
-            stats=trainer.stats(),
-        )
+        reporter.tell("step", number=step, loss=loss.item().hex(), ended=time.monotonic())
         del loss  # otherwise the graph of a step outlives it, and so do gathered parameters
     cuda = torch.cuda.is_available()
     reporter.tell(
@@ -161,7 +152,6 @@ def _deepspeed(job: dict[str, Any]) -> Trainer:
         lambda: engine(given),
         engine.backward,
         engine.step,
-        lambda: _stats(engine) if job["ours"] else None,
         weights,
         type(engine.optimizer.optimizer).__name__,
         [f"deepspeed {deepspeed.__version__}"],
@@ -199,9 +189,8 @@ def _plain(job: dict[str, Any]) -> Trainer:
             **job["plain"],
             **options,
         )
-        stats: Callable[[], Any] = lambda: dataclasses.asdict(optimizer.stats())  # noqa: E731
     else:
-        optimizer, stats = _InMemory(parameters, options), lambda: None
+        optimizer = _InMemory(parameters, options)
     given = _input(job, device)
 
     def step() -> None:
@@ -212,7 +201,6 @@ def _plain(job: dict[str, Any]) -> Trainer:
         lambda: model(given),
         lambda loss: loss.backward(),
         step,
-        stats,
         lambda: (getattr(one, "_local_tensor", one) for one in parameters),
         f"{type(optimizer).__name__.strip('_')} with AdamW",
         [f"nvme-offload {__version__}"],
@@ -269,17 +257,6 @@ def _stack(hidden: int, blocks: int) -> Any:
             return x.float().pow(2).mean()
 
     return Stack()
-
-
-def _stats(engine: Any) -> dict[str, Any] | None:
-    """The package's statistics of the last step; None where DeepSpeed's swappers are used."""
-    from nvme_offload import zero3
-    from nvme_offload.errors import UsageError
-
-    try:
-        return dataclasses.asdict(zero3.stats(engine))
-    except UsageError:
-        return None
 
 
 def _digest(weights: Iterable[Any]) -> str:

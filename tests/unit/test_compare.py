@@ -7,7 +7,7 @@ import pytest
 
 from nvme_offload.errors import CorruptionError, UsageError
 from sweeps.compare import state
-from sweeps.compare.plan import Task, describe, fastest, read_plan, turns
+from sweeps.compare.plan import Task, describe, fastest, read_plan
 from sweeps.compare.report import Results, Run, SideFacts, Skipped, TaskFacts, render, rows
 from sweeps.peers.buffers import fill, require_filled
 from sweeps.peers.page_cache import cached_bytes, evict
@@ -71,16 +71,6 @@ def results(rounds: int = 3) -> Results:
                         )
                     )
     return found
-
-
-def test_every_round_starts_with_another_side() -> None:
-    names = list("abcdefg")
-    orders = [turns(names, number, 3) for number in range(3)]
-    assert [order[0] for order in orders] == ["a", "c", "e"]
-    assert all(sorted(order) == names for order in orders)
-    assert orders[1] == list("cbagfed")
-    assert turns(["a", "b"], 1, 5) == ["b", "a"]
-    assert turns([], 1, 5) == []
 
 
 def test_the_fastest_setting_is_the_first_of_those_that_are_as_good() -> None:
