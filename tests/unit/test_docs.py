@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 from nvme_offload.commands.cli import command as nvme_offload_command
@@ -44,7 +45,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "index.md"}),  # the site's contents
 ]
-LANGUAGES = {"sh", "python", "json", "yaml", "text"}
+LANGUAGES = {"sh", "python", "json", "yaml", "text", "diff"}
 # Code that needs one of these is compiled, and what it takes from this package is looked up; all
 # other is run.
 NEEDS_MORE = {
@@ -377,15 +378,116 @@ def test_a_row_of_the_index_has_the_date_and_the_command_of_its_report(row):
     assert shows
 
 
-def test_the_chart_and_the_readme_have_the_figures_of_the_report():
-    namespace = runpy.run_path(str(ROOT / "tools" / "draw_chart.py"))
-    report = namespace["REPORT"].read_text(encoding="utf-8")
-    chart = namespace["CHART"].read_text(encoding="utf-8")
-    assert chart == namespace["svg"](report), "run tools/draw_chart.py"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for bar in namespace["bars"](report):
-        assert f"{bar.step_seconds:.1f} s" in readme
-        assert f"{bar.peak_gb:.1f} GB" in readme
+FRONT_PAGE = runpy.run_path(str(ROOT / "tools" / "draw_chart.py"))
+MEASURED = FRONT_PAGE["measurements"]()
+
+
+def figures_of(measured) -> tuple[str, ...]:
+    """A measurement as tables show it: report, seconds, memory of a GPU and of the host, TB a day."""
+    memory = (f"{measured.seconds:.1f}", f"{measured.gpu:.1f}", f"{measured.host:.1f}")
+    return measured.report, *memory, f"{measured.written_tb_a_day:.0f}"
+
+
+def tables_of(page: Path) -> Iterator[list[str]]:
+    """The cells of each row of its tables, with the addresses of links that the page's end defines."""
+    text = page.read_text(encoding="utf-8")
+    defined = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.M))
+    for line in text.splitlines():
+        if line.startswith("|"):
+            linked = re.sub(r"\]\[([^\]]+)\]", lambda match: f"]({defined[match[1]]})", line)
+            yield [cell.strip() for cell in linked.strip("|").split("|")]
+
+
+def measured_rows(page: Path) -> list[tuple[str, ...]]:
+    """The rows of *page* whose third to sixth cells are figures, the first with a link."""
+    found = []
+    for row in tables_of(page):
+        linked = re.fullmatch(r"\[([\d.]+)\]\(\S*/reports/(\S+)\)", row[2 if row[2:] else 0])
+        if linked:
+            found.append((linked[2], linked[1], *(cell.removesuffix(" each") for cell in row[3:6])))
+    return found
+
+
+def test_the_chart_is_drawn_from_the_reports():
+    chart = FRONT_PAGE["CHART"].read_text(encoding="utf-8")
+    assert chart == FRONT_PAGE["svg"](MEASURED), "run tools/draw_chart.py"
+    for group in FRONT_PAGE["GROUPS"].values():
+        for bar in group:
+            assert f">{MEASURED[bar.name].seconds:.1f} s<" in chart
+
+
+def test_the_table_of_the_readme_has_the_figures_of_the_reports():
+    rows = measured_rows(ROOT / "README.md")
+    assert sorted(rows) == sorted(map(figures_of, MEASURED.values()))
+
+
+def test_the_comparison_has_the_figures_of_the_reports():
+    shown = {row[1:] for row in map(figures_of, MEASURED.values())}
+    rows = [
+        (*re.findall(r"^\[([\d.]+)\]", row[1]), *(c.removesuffix(" each") for c in row[2:5]))
+        for row in tables_of(ROOT / "docs" / "comparison.md")
+        if len(row) == 6 and "/reports/" in row[1]
+    ]
+    assert len(rows) == len(MEASURED) - 2  # without the 8B and the 70B
+    assert {*rows} <= shown
+
+
+def test_the_sentences_of_the_readme_have_figures_of_its_table():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"^[|\[].*", "", text, flags=re.M)
+    seconds = {figures_of(each)[1] for each in MEASURED.values()}
+    memory = {cell for each in MEASURED.values() for cell in figures_of(each)[2:4]}
+    assert {*re.findall(r"([\d.]+) s\b", text)} <= seconds
+    assert {*re.findall(r"([\d.]+) GB\b(?!/s)", text)} <= memory
+    wear_of = r"At (\d+) TB a day, a drive rated for ([\d,]+) TBW lasts (\d+) days"
+    ((wear, rated, days),) = re.findall(wear_of, text)
+    assert wear in {figures_of(each)[4] for each in MEASURED.values()}
+    assert int(days) == int(rated.replace(",", "")) // int(wear)
+
+
+def test_the_wear_in_the_faq_is_computed_from_the_reports():
+    rows = [row for row in tables_of(ROOT / "docs" / "faq.md") if len(row) == 4 and "]" in row[0]]
+    for name, row in zip(("drive", "8b-exact", "all-on-drive"), rows, strict=True):
+        measured = MEASURED[name]
+        assert f"reports/{measured.report})" in row[0]
+        assert row[1:] == [
+            f"{measured.written:.1f} GB",
+            f"{measured.written_tb_a_day:.0f} TB",
+            f"{1200 / measured.written_tb_a_day:.1f}",
+        ]
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.partition("\n[chart]: ")[0].splitlines()) <= 120
+
+
+def sides(block: Block) -> tuple[str, str]:
+    """The code of a diff without and with its change."""
+    lines = block.text.splitlines()
+    assert {line[:1] for line in lines} <= {"+", "-", " "}
+    before = "\n".join(line[1:] for line in lines if line[0] != "+")
+    after = "\n".join(line[1:] for line in lines if line[0] != "-")
+    return before, after
+
+
+def weights_after(code: str) -> list[torch.Tensor]:
+    """Of a small model that *code* trains on a `loader`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    names = {"torch": torch, "model": model, "loader": torch.randn(4, 8, 64)}
+    exec(compile(code, "README.md", "exec"), names)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_the_loop_of_the_readme_trains_to_the_same_bits_with_its_change(tmp_path):
+    """`tests/examples/test_front_page.py` runs the Trainer and DeepSpeed."""
+    diffs = [block for block in BLOCKS if block.language == "diff" and "step()" in block.text]
+    ((before, after),) = map(sides, diffs)
+    found = weights_after(after.replace("/local_nvme", str(tmp_path)))
+    wanted = weights_after(before)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_the_plan_in_the_readme_is_what_the_command_prints(tmp_path, monkeypatch):

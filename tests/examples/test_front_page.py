@@ -1,0 +1,91 @@
+"""The README's changes to a script of the Hugging Face Trainer and of DeepSpeed: both sides train,
+and end with the same weights.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from doors import needs, run_well
+from ports import free_port
+
+README = Path(__file__).parents[2] / "README.md"
+BEFORE_TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=0,
+)
+model = LlamaForCausalLM(config)
+data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (24, 16))]
+arguments = TrainingArguments(
+    "out", max_steps=3, learning_rate=1e-5, optim="adamw_torch", report_to="none",
+    use_cpu=True, save_strategy="no",
+)
+"""
+BEFORE_DEEPSPEED = """
+import os
+import deepspeed
+import torch
+
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost",
+                  MASTER_PORT="0000")
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+config = {
+    "train_micro_batch_size_per_gpu": 8,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3},
+    "nvme_offload": {"host_memory": "8MB"},
+}
+"""
+AFTER_DEEPSPEED = """
+for batch in torch.randn(3, 8, 64).bfloat16():
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+"""
+LAST = """
+import hashlib
+
+import deepspeed
+
+with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    weights = b"".join(each.detach().float().numpy().tobytes() for each in model.parameters())
+print("weights", hashlib.sha256(weights).hexdigest())
+"""
+
+
+def sides(word: str) -> dict[str, str]:
+    """Both sides of the README's diff that has *word*."""
+    diffs = re.findall(r"^```diff\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    (found,) = (diff for diff in diffs if word in diff)
+    return {
+        side: "\n".join(line[1:] for line in found.splitlines() if line[0] != other)
+        for side, other in (("before", "+"), ("after", "-"))
+    }
+
+
+@pytest.mark.deepspeed
+@needs("deepspeed", "transformers", "accelerate")
+@pytest.mark.parametrize(
+    ("word", "before", "after"),
+    [("Trainer", BEFORE_TRAINER, ""), ("deepspeed", BEFORE_DEEPSPEED, AFTER_DEEPSPEED)],
+)
+def test_both_sides_of_a_diff_train_to_the_same_weights(word, before, after, tmp_path):
+    weights = {}
+    for side, code in sides(word).items():
+        script = tmp_path / f"{side}.py"
+        text = "\n".join([before, code, after, LAST]).replace("0000", str(free_port()))
+        script.write_text(text.replace("/local_nvme", str(tmp_path)))
+        (ended,) = run_well([sys.executable, str(script)])
+        weights[side] = re.findall(r"^weights (\w+)$", ended.said, re.MULTILINE)
+        assert len(weights[side]) == 1
+    assert weights["before"] == weights["after"]
