@@ -17,7 +17,7 @@ import click
 
 from nvme_offload import __version__
 from nvme_offload.ds_config import edit as ds_config
-from nvme_offload.errors import OffloadError, UsageError
+from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
 from nvme_offload.files import commit
 from nvme_offload.hardware.config import BACKENDS, AioConfig
 from nvme_offload.hardware.drive import Drive, short_name
@@ -25,7 +25,6 @@ from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
 
 from . import launcher, preflight, results, space
-from .preflight import Refusal
 from .progress import Progress, describe
 from .sweep import Options, fill, open_rig, tune
 
@@ -54,7 +53,7 @@ def main() -> int:
         return error.exit_code
     except (OffloadError, OSError, MemoryError) as error:
         _progress.say(f"nvme-sweep: {_one_line(str(error) or type(error).__name__)}")
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     return status if isinstance(status, int) else 0
 
 
@@ -69,8 +68,13 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 
+def _require_seconds(seconds: float) -> None:
+    if not 1 <= seconds <= MOST_SECONDS:
+        raise UsageError(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
+
+
 def _named(text: str) -> Path:
-    """The type of options that name a file or a directory. Raises: Refusal for an empty one."""
+    """The type of options that name a file or a directory. Raises: UsageError for an empty one."""
     preflight.require_named(text)
     return Path(text)
 
@@ -189,9 +193,8 @@ def command(
     if not paths:
         raise click.UsageError("Missing argument 'PATH...'")
     preflight.require_named(*paths, json_to)
-    if not 1 <= seconds <= MOST_SECONDS:
-        raise Refusal(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
-    where = _place()
+    _require_seconds(seconds)
+    where = launcher.place()
     if where and where.local_rank:
         return 0  # the first process of each node sweeps for the node
     drives = [preflight.look_at(path, force) for path in paths]
@@ -239,20 +242,13 @@ def _of_host(profile: Profile, host: str) -> Profile:
     )
 
 
-def _place() -> launcher.Place | None:
-    try:
-        return launcher.place()
-    except UsageError as error:
-        raise Refusal(str(error)) from None
-
-
 def _sustained_bytes(text: str | None) -> int:
     try:
         wanted = parse_bytes(text) if text is not None else 0
     except ValueError as error:
-        raise Refusal(f"--sustained: {error}") from None
+        raise UsageError(f"--sustained: {error}") from None
     if text is not None and wanted < LEAST_SUSTAINED_BYTES:
-        raise Refusal(
+        raise UsageError(
             f"--sustained must be at least {format_bytes(LEAST_SUSTAINED_BYTES)}, not {format_bytes(wanted)}: no drive's cache is smaller"
         )
     return wanted
@@ -334,10 +330,7 @@ def show(path: str | None) -> None:
 
     preflight.require_named(path)
     if path is not None:
-        try:
-            profile = load(Path(path))
-        except UsageError as error:
-            raise Refusal(str(error)) from None
+        profile = load(Path(path))
         said = [
             f"Swept {profile.created}, kernel {profile.engine.get('kernel', 'not known')}, {profile.command}",
             "",
@@ -369,10 +362,7 @@ def compare(first: str, second: str) -> None:
     from .compare import lines, load
 
     preflight.require_named(first, second)
-    try:
-        one, other = load(Path(first)), load(Path(second))
-    except UsageError as error:
-        raise Refusal(str(error)) from None
+    one, other = load(Path(first)), load(Path(second))
     results.print_out("\n".join(lines(one, other, (first, second))) + "\n")
 
 
@@ -402,8 +392,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     from . import check as checking
     from .proof import setting_of
 
-    if not 1 <= seconds <= MOST_SECONDS:
-        raise Refusal(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
+    _require_seconds(seconds)
     found = preflight.look_at(path, force)
     try:
         config = ds_config.locate(config)
@@ -411,8 +400,8 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         profile = profile_shelf.find(path)
         setting = setting_of(aio, profile.chosen.backend)
         AioConfig.of(setting)
-    except OffloadError as error:
-        raise Refusal(str(error)) from None
+    except UnsupportedError as error:  # there is no profile
+        raise UsageError(str(error)) from None
     options = Options(
         seconds, None, "native", setting.backend, ranks or profile.workload.get("ranks") or 1, force
     )
@@ -420,7 +409,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     settings = list(dict.fromkeys([setting, profile.chosen, control]))
     deepest = max(each.bytes_in_flight for each in settings)
     if deepest * options.ranks > 8 * space.MAX_BYTES_IN_FLIGHT:
-        raise Refusal(
+        raise UsageError(
             f"{config} has {format_bytes(deepest)} in flight, more than can be measured: run nvme-sweep with --config"
         )
     with (

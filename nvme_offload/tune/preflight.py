@@ -9,10 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
-
 from nvme_offload.ds_config import edit as ds_config
-from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.drive import describe as describe_drive
@@ -25,74 +23,60 @@ from . import space
 MOST_FILE_BYTES = 1 << 30
 
 
-class Refusal(click.ClickException):
-    """An argument is wrong; nothing was started."""
-
-    exit_code = 2
-
-
-class Failure(click.ClickException):
-    """The sweep failed."""
-
-    exit_code = 1
-
-
 def require_named(*places: str | os.PathLike[str] | None) -> None:
-    """Raises: Refusal when one of *places*, as the user wrote them, is empty: `Path` would take it for
+    """Raises: UsageError when one of *places*, as the user wrote them, is empty: `Path` would take it for
     the current directory.
     """
     if any(place is not None and not os.fspath(place).strip() for place in places):
-        raise Refusal(
+        raise UsageError(
             "a path is empty: is a variable of the shell not set? Give a directory on the drive"
         )
 
 
 def look_at(path: str, force: bool) -> Drive:
-    """The drive of the directory *path*. Raises: Refusal when it is not on a drive, or not writable."""
+    """The drive of the directory *path*. Raises: UsageError when it is not on a drive, or not writable."""
     require_named(path)
     directory = Path(path)
     try:
         if not directory.is_dir():
             what = "is not a directory" if directory.exists() else "does not exist"
-            raise Refusal(f"{directory} {what}: give a directory on the drive to tune")
+            raise UsageError(f"{directory} {what}: give a directory on the drive to tune")
         found = describe_drive(directory)
     except OSError as error:
-        raise Refusal(f"{directory} cannot be examined: {error.strerror}") from None
+        raise UsageError(f"{directory} cannot be examined: {error.strerror}") from None
     if (found.is_memory or found.is_network) and not force:
-        raise Refusal(f"{drive_warnings(found)[0]} (--force measures it nevertheless.)")
+        raise UsageError(f"{drive_warnings(found)[0]} (--force measures it nevertheless.)")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise Refusal(
+        raise UsageError(
             f"{directory} is not writable: make a directory there that you own, and give that"
         )
     return found
 
 
 def config_file(given: Path) -> Path:
-    """The DeepSpeed config *given*, or named by Accelerate's YAML *given*. Raises: Refusal
+    """The DeepSpeed config *given*, or named by Accelerate's YAML *given*. Raises: UsageError
     when it is unreadable or not writable.
     """
     try:
         config = ds_config.locate(given)
         ds_config.read_aio(config)
-        if not ds_config.is_writable(config):
-            raise Refusal(
-                f"{config} is read-only: make it and its directory writable, or leave out --config and copy the settings by hand"
-            )
-    except OffloadError as error:
-        raise Refusal(str(error)) from None
     except OSError as error:
-        raise Refusal(f"{given} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{given} cannot be read: {error.strerror}") from None
+    if not ds_config.is_writable(config):
+        raise UsageError(
+            f"{config} is read-only: make it and its directory writable, or leave out --config and copy the settings by hand"
+        )
     return config
 
 
 def check_report_directory(directory: Path) -> None:
-    """Raises: Refusal when no report can be written there. Leaves nothing."""
+    """Raises: UsageError when no report can be written there. Leaves nothing."""
     missing = [place for place in (directory, *directory.parents) if not place.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         Path(tempfile.mkdtemp(prefix=".nvme-sweep-", dir=directory)).rmdir()
     except OSError as error:
-        raise Refusal(
+        raise UsageError(
             f"no report can be written to {directory}: {error.strerror}; choose another directory with --report-dir"
         ) from None
     finally:
@@ -102,21 +86,23 @@ def check_report_directory(directory: Path) -> None:
 
 
 def check_file(path: Path, option: str) -> None:
-    """Raises: Refusal when no file can be written at *path*, which *option* names."""
+    """Raises: UsageError when no file can be written at *path*, which *option* names."""
     if path.is_dir():
-        raise Refusal(f"{option}: {path} is a directory; give a file")
+        raise UsageError(f"{option}: {path} is a directory; give a file")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise Refusal(f"{option}: no file can be written to {path.parent}")
+        raise UsageError(f"{option}: no file can be written to {path.parent}")
 
 
 def check_engine(engine: str, backend: str) -> None:
-    """Raises: Refusal when that engine does not run here on that backend. Loads DeepSpeed's op,
+    """Raises: UsageError when that engine does not run here on that backend. Loads DeepSpeed's op,
     which builds it at its first use.
     """
     from nvme_offload.io.engine import Engine
 
     if engine == "deepspeed" and backend != "libaio":
-        raise Refusal(f"DeepSpeed's op is built on libaio, not on {backend}: leave out --backend")
+        raise UsageError(
+            f"DeepSpeed's op is built on libaio, not on {backend}: leave out --backend"
+        )
     try:
         Engine(AioConfig.of(DEEPSPEED_DEFAULTS, backend=backend)).close()
         if engine == "deepspeed":
@@ -124,7 +110,7 @@ def check_engine(engine: str, backend: str) -> None:
 
             load()
     except UnsupportedError as error:
-        raise Refusal(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def default_ranks() -> int:
@@ -150,16 +136,16 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
             else min(2 * MOST_FILE_BYTES, found.free_bytes // 2)
         )
     except ValueError as error:
-        raise Refusal(f"--size: {error}") from None
+        raise UsageError(f"--size: {error}") from None
     if size is not None and wanted < least:
-        raise Refusal(
+        raise UsageError(
             f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less would stay in the drive's cache"
         )
     if wanted < least or wanted > found.free_bytes:
         needed = max(wanted, 2 * least) if size is None else wanted
         if found.free_bytes >= least:
             less = f"; --size {least >> 20}MiB is the least, and fits{less}"
-        raise Refusal(
+        raise UsageError(
             f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}"
         )
     return wanted // (2 * ranks)
@@ -170,7 +156,7 @@ def locked(directory: Path, found: Drive) -> Iterator[None]:
     """Keep a second sweep off the drive, by a lock on its mount point, which leaves no file and ends
     with the process.
 
-    Raises: Failure when another one runs.
+    Raises: OffloadError when another one runs.
     """
     descriptor = -1
     for place in (found.mount_point, directory):
@@ -182,7 +168,7 @@ def locked(directory: Path, found: Drive) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise Failure(
+        raise OffloadError(
             f"another nvme-sweep is measuring the drive of {directory}, and two sweeps at the same time would distort each other: wait for it"
         ) from None
     except OSError:

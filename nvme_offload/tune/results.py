@@ -20,7 +20,6 @@ from nvme_offload.hardware.profile import PHASES, Beside, Profile, StripePath
 from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.units import format_bytes, format_milliseconds, format_speed
 
-from .preflight import Failure
 from .progress import Progress, change, describe
 from .proof import prove
 
@@ -56,7 +55,7 @@ def _named(aside: Path, wanted: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             commit.publish_directory(aside, target)
             return target
-    raise Failure(f"there are too many reports named {wanted}: move some away")
+    raise OffloadError(f"there are too many reports named {wanted}: move some away")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from nvme_offload.errors import UsageError
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.profile import PHASES, Profile, StripePath
 from nvme_offload.units import format_bytes
 
-from .preflight import Refusal
 from .progress import Progress
 from .ranks import Ranks
 from .sweep import Options, fill
@@ -23,7 +23,7 @@ MOST_BYTES = 256 << 20  # of each file
 
 
 def require_apart(drives: Sequence[Drive]) -> None:
-    """Raises: Refusal when two of the paths are on one disk, where striping gains nothing."""
+    """Raises: UsageError when two of the paths are on one disk, where striping gains nothing."""
     for index, drive in enumerate(drives):
         for other in drives[:index]:
             shared = (
@@ -33,7 +33,7 @@ def require_apart(drives: Sequence[Drive]) -> None:
             )
             if drive.mount_point == other.mount_point or shared:
                 what = ", ".join(sorted(shared)) or drive.device
-                raise Refusal(
+                raise UsageError(
                     f"{other.path} and {drive.path} are on the same drive ({what}), so using both gains nothing: give one path"
                 )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nvme_offload import __version__
-from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
+from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive, filesystem_space
 from nvme_offload.hardware.drive import describe as describe_drive
@@ -35,7 +35,6 @@ from nvme_offload.units import format_bytes
 
 from . import fio, health, space
 from .interleaved import interleaved, judged
-from .preflight import Refusal
 from .progress import Progress, change, describe
 from .search import Search, drive
 from .verdict import Ask, Result, Verdict, decide
@@ -85,7 +84,7 @@ class Options:
 def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) -> Profile:
     """Sweep the drive of *found* with files of *file_bytes* for each rank.
 
-    Raises: Refusal when it cannot be measured; the errors of `Rig.run`; ChildProcessError when a rank
+    Raises: UsageError when it cannot be measured; the errors of `Rig.run`; ChildProcessError when a rank
     died.
     """
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -154,7 +153,7 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
 
 
 def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
-    """The files and processes that measure. Raises: Refusal when they cannot be made."""
+    """The files and processes that measure. Raises: UsageError when they cannot be made."""
     from .ranks import Ranks
     from .trial import Rig
 
@@ -165,19 +164,19 @@ def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
             )
         return Rig(Path(found.path), file_bytes, options.direct, engine=options.engine)
     except UnsupportedError as error:
-        raise Refusal(
+        raise UsageError(
             f"{found.path} cannot be measured: {error} (--force measures through the page cache)"
         ) from None
     except IOFailure as error:
         if isinstance(error, NoSpaceError) or error.errno == errno.EFBIG:
             needed = format_bytes(2 * options.ranks * file_bytes)
-            raise Refusal(
+            raise UsageError(
                 f"{found.path} is too small: {needed} cannot be allocated there (a quota, a limit?); --size takes less"
             ) from None
         hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(
             error.errno or 0, str(error)
         )
-        raise Refusal(
+        raise UsageError(
             f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to"
         ) from None
 

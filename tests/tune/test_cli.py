@@ -21,12 +21,13 @@ from patience import PATIENCE
 from swept_profiles import made_up
 
 from nvme_offload.ds_config.edit import read_aio
+from nvme_offload.errors import UsageError
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import BACKENDS
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Profile
 from nvme_offload.hardware.profile_grade import grade
-from nvme_offload.tune.preflight import Refusal, file_bytes
+from nvme_offload.tune.preflight import file_bytes
 from nvme_offload.units import format_speed
 
 PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
@@ -524,9 +525,9 @@ def test_too_small_offers_the_size_that_fits(disk: Path) -> None:
         (200 << 20, "256 MiB, and 200 MiB are free; --size 128MiB is the least, and fits"),
         (100 << 20, "256 MiB, and 100 MiB are free"),
     ):
-        with pytest.raises(Refusal, match=f"{re.escape(said)}$"):
+        with pytest.raises(UsageError, match=f"{re.escape(said)}$"):
             file_bytes(None, dataclasses.replace(found, free_bytes=free), 1)
-    with pytest.raises(Refusal, match="1 GiB, and 200 MiB are free; --size 128MiB is the least"):
+    with pytest.raises(UsageError, match="1 GiB, and 200 MiB are free; --size 128MiB is the least"):
         file_bytes("1GiB", dataclasses.replace(found, free_bytes=200 << 20), 1)
     assert file_bytes("128MiB", dataclasses.replace(found, free_bytes=200 << 20), 1) == 64 << 20
 

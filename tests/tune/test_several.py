@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
+from nvme_offload.errors import UsageError
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Profile
 from nvme_offload.tune import several
-from nvme_offload.tune.preflight import Refusal
 from nvme_offload.units import format_speed
 
 SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
@@ -68,7 +68,7 @@ def test_two_paths_are_swept_and_used_together(
 
 def test_paths_on_one_drive_are_refused(mounted: Callable[[str], Path], tmp_path: Path) -> None:
     one = describe(mounted("ext4"))
-    with pytest.raises(Refusal, match="are on the same drive"):
+    with pytest.raises(UsageError, match="are on the same drive"):
         several.require_apart([one, describe(mounted("ext4") / "lost+found")])
     several.require_apart([one, describe(mounted("ext4-4k"))])
     partitions = [
@@ -77,5 +77,5 @@ def test_paths_on_one_drive_are_refused(mounted: Callable[[str], Path], tmp_path
         )
         for index in range(2)
     ]
-    with pytest.raises(Refusal, match=r"the same drive \(/dev/nvme0n1\)"):
+    with pytest.raises(UsageError, match=r"the same drive \(/dev/nvme0n1\)"):
         several.require_apart(partitions)
