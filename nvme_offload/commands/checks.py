@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shlex
 import shutil
@@ -395,7 +396,8 @@ def drive(path: str, *, opens_files: bool = True) -> Iterator[Finding]:
     try:
         profile = profile_shelf.find(path)
     except (OffloadError, OSError) as error:
-        yield Finding(name, "warning", str(error), f"nvme-sweep {path}")
+        found = re.split("[:;] run ", str(error))[0]
+        yield Finding(name, "warning", found, f"nvme-sweep {shlex.quote(path)}")
         return
     yield of_profile(profile, path, name)
 

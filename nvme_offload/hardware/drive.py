@@ -15,38 +15,10 @@ from typing import Any, NamedTuple
 from . import sysfs
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-# Also with the prefix "fuse.".
-_NETWORK_FILESYSTEMS = {
-    *(
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "9p",
-        "virtiofs",
-        "vboxsf",
-        "afs",
-        "ceph",
-        "lustre",
-        "glusterfs",
-        "beegfs",
-        "gpfs",
-        "orangefs",
-        "wekafs",
-    ),
-    *(
-        "sshfs",
-        "s3fs",
-        "mountpoint-s3",
-        "gcsfuse",
-        "blobfuse2",
-        "juicefs",
-        "rclone",
-        "davfs",
-        "ceph-fuse",
-    ),
-}
+_NETWORK_FILESYSTEM = re.compile(
+    r"(fuse\.)?(nfs|nfs4|cifs|smb3|smbfs|9p|virtiofs|vboxsf|afs|ceph|lustre|glusterfs|beegfs|gpfs|orangefs|wekafs"
+    r"|sshfs|s3fs|mountpoint-s3|gcsfuse|blobfuse2|juicefs|rclone|davfs|ceph-fuse)"
+)
 # _IOR(0x15, 0, struct fsuuid2) of linux/fs.h, since Linux 6.9: a length and 16 bytes
 _FS_IOC_GETFSUUID = 0x80111500
 
@@ -149,7 +121,7 @@ class Drive:
     @property
     def is_network(self) -> bool:
         """Whether the files live on another machine."""
-        return self.filesystem.removeprefix("fuse.") in _NETWORK_FILESYSTEMS
+        return _NETWORK_FILESYSTEM.fullmatch(self.filesystem) is not None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON types: the `drive` of a profile."""
@@ -233,7 +205,7 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
     -----
     Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
     """
-    absolute = Path(path).absolute()
+    absolute = _without_dots(Path(path))
     status = filesystem_space(absolute)
     sys = sys.resolve()
     mount = _mount_of(absolute.resolve(), proc)
@@ -292,6 +264,12 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         gpu_numa_nodes=sysfs.gpu_nodes(sys),
         identity=_identity(absolute, device, mount, layers, lineages),
     )
+
+
+def _without_dots(path: Path) -> Path:
+    """*path* made absolute, without ".." unless a symlink makes that another place."""
+    absolute, shorter = path.absolute(), Path(os.path.abspath(path))  # noqa: PTH100
+    return shorter if shorter.resolve() == absolute.resolve() else absolute
 
 
 class _Mount(NamedTuple):

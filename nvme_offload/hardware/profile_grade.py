@@ -64,7 +64,7 @@ def grade(profile: Profile) -> Grade:
                 lacking += f", the longest took {max(trial.seconds for trial in runs):.2g} s"
             (weak if counted >= LEAST_TRIALS[phase] else poor).append(lacking)
         found = spread(profile, phase)
-        if found > GOOD_SPREAD:
+        if found > GOOD_SPREAD and counted >= LEAST_TRIALS[phase]:
             # rounded up, so that 25.2 % does not read as 25 %
             within = (
                 f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%" if found < 10 else "tenfold or more"

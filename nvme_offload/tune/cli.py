@@ -225,7 +225,7 @@ def command(
         nodes = launcher.gather(where, profiles, len(paths) * options.seconds)
     if not nodes:
         return 0
-    notes = [each.note for each in kept if each.note]
+    notes = results.notes(profiles, kept)
     unset = places if any(each.refused for each in kept) else []
     notes += [f"{config}: not set, for the same reason." for config in unset]
     _report(nodes, notes, report_dir, [] if unset else places, json_to == "-")

@@ -143,8 +143,8 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
         )
     if wanted < least or wanted > found.free_bytes:
         needed = max(wanted, 2 * least) if size is None else wanted
-        if found.free_bytes >= least:
-            less = f"; --size {least >> 20}MiB is the least, and fits{less}"
+        fits = found.free_bytes >= least
+        less = f"; {f'--size {least >> 20}MiB is the least, and fits' if fits else 'delete files there'}{less}"
         raise UsageError(
             f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}"
         )

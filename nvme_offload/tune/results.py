@@ -92,6 +92,16 @@ def keep(profile: Profile, force: bool) -> Kept:
     return Kept("")
 
 
+def notes(profiles: Sequence[Profile], kept: Sequence[Kept]) -> list[str]:
+    """What to print of *kept*, each note once, with its paths where there are several."""
+    paths: dict[str, list[str]] = {}
+    for profile, each in zip(profiles, kept, strict=True):
+        paths.setdefault(each.note, []).append(profile.drive["path"])
+    paths.pop("", None)
+    many = len(profiles) > 1
+    return [f"{', '.join(of)}: {note}" if many else note for note, of in paths.items()]
+
+
 def apply(config: Path, profile: Profile) -> str:
     """Set the chosen setting in *config* and read it back; returns a line on the changes and on the
     parser that read them.

@@ -375,11 +375,11 @@ def _reasons(
     ranks: int,
 ) -> list[str]:
     tried = len({seen.ask.setting for seen in evidence.observations})
-    bounds = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
+    slow = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
     if slower:
-        rest = f"all such settings are {bounds} under some load, and this one is the least so"
+        rest = f"all such settings are {slow} under some load, and this one is the least so"
     else:
-        rest = f"it is {bounds} under no load, and " + (
+        rest = f"it is not {slow} under any load, and " + (
             f"of the {remaining} settings that meet both conditions it is the closest to blocks of "
             f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
             if remaining > 1
@@ -387,7 +387,7 @@ def _reasons(
         )
     reasons = [
         f"Chosen from {finalists} finalists of {tried} settings tried: its training step takes at most "
-        f"{DOUBTFUL:.0%} longer than the fastest, {rest}."
+        f"{100 * DOUBTFUL:.0f} % longer than the fastest, {rest}."
     ]
     if ranks > 1:
         reasons.append(
@@ -395,10 +395,6 @@ def _reasons(
         )
     if chosen == evidence.control:
         reasons.append("These are DeepSpeed's defaults: no finalist is measurably better.")
-    reasons.append(
-        "A training step is the largest load, of ZeRO-Infinity: for each parameter 32 bytes of optimizer state and gradient "
-        "are read and written concurrently, then 4 bytes of parameters are read and 2 written."
-    )
     if chosen.block_size > 1 << 20:
         reasons.append(
             f"DeepSpeed keeps tensors smaller than block_size in RAM: here those under {format_bytes(chosen.block_size)}."

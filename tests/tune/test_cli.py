@@ -523,7 +523,7 @@ def test_too_small_offers_the_size_that_fits(disk: Path) -> None:
     found = describe(disk)
     for free, said in (
         (200 << 20, "256 MiB, and 200 MiB are free; --size 128MiB is the least, and fits"),
-        (100 << 20, "256 MiB, and 100 MiB are free"),
+        (100 << 20, "256 MiB, and 100 MiB are free; delete files there"),
     ):
         with pytest.raises(UsageError, match=f"{re.escape(said)}$"):
             file_bytes(None, dataclasses.replace(found, free_bytes=free), 1)

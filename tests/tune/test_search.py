@@ -324,11 +324,10 @@ def test_the_finals_have_whole_windows_where_there_is_the_time(seconds: float, r
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_reasons_explain_the_choice_and_its_measure(ranks: int) -> None:
+def test_reasons_explain_the_choice(ranks: int) -> None:
     for seed in range(10):
         verdict = decide(SimulatedDrive(seed).sweep().evidence, ranks)
         assert sum(reason.startswith("Chosen from ") for reason in verdict.reasons) == 1
-        assert any("32 bytes of optimizer state" in reason for reason in verdict.reasons)
         assert any(reason.startswith("4 ranks") for reason in verdict.reasons) == (ranks > 1)
         large = verdict.chosen.block_size > 1 << 20
         assert large == any("keeps tensors smaller" in reason for reason in verdict.reasons)
