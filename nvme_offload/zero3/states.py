@@ -274,11 +274,13 @@ def _require_same(owner: Owner, saved: CheckpointReader, rank: int) -> None:
         saved.states(0), saved.states(rank), saved.shapes(rank), strict=True
     ):
         for key in ours.keys() | theirs.keys():
-            one, other = whole(ours.get(key)), whole(theirs.get(key))
-            if torch.is_tensor(one) and one.dim() == 0:
-                same = torch.is_tensor(other) and torch.equal(one, other)
+            one, other = ours.get(key), theirs.get(key)
+            if torch.is_tensor(one) and one.dim() > 0:
+                same = is_for_each(other, shape)  # left in its file
+            elif torch.is_tensor(one):
+                same = torch.is_tensor(other) and torch.equal(whole(one), whole(other))
             else:
-                same = is_for_each(other, shape) if torch.is_tensor(one) else one == other
+                same = whole(one) == whole(other)
             if not same:
                 raise UnsupportedError(
                     f"{type(owner.optimizer).__name__} keeps {key!r} for all elements of a rank together, so it cannot go on with other numbers of "

@@ -373,6 +373,16 @@ def test_saving_and_loading_take_no_memory_but_the_budget(place: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loading_on_another_number_of_ranks_takes_no_memory_but_the_budget(place: Path) -> None:
+    case = Case(name="wide", model="wide", section={"host_memory": 80_000_000}, zero_init=True)
+    target = str(place / "wide by two")
+    run([Life("saved", case, last=2, saves=[[1, target]])], place, ranks=2)
+    loaded = run([Life("loaded", case, first=1, last=1, load=target)], place)["loaded"]
+    assert loaded["begin"]["states"]
+    assert loaded["loading"] < 20_000_000
+
+
+@pytest.mark.slow
 def test_two_ranks(place: Path) -> None:
     target = str(place / "two")
     case = CASES["both"].but(name="two", sub_group_size=1000, clipping=0.3)
