@@ -262,13 +262,13 @@ def health(profile: Profile) -> Table:
         }
 
     found = [facts(one) if one else {} for one in both]
+    names = tuple(facts(Health("")))
     rows: list[tuple[str, ...]] = []
-    for name in facts(Health("")):
-        values = [each.get(name) for each in found]
-        if not any(values):
-            rows.append((name, NOT_REPORTED, ""))
-        else:
-            rows.append((name, *(value or NONE for value in values)))
+    for name in names if any(map(any, (each.values() for each in found))) else ():
+        values = [each.get(name) or NONE for each in found]
+        rows.append((name, *(values if set(values) != {NONE} else (NOT_REPORTED, ""))))
+    if not rows:
+        rows.append(("Temperature, wear, slowdowns", NOT_REPORTED, ""))
     if any(one and one.critical for one in both):
         rows.append(("Its warnings", *((one and one.critical) or NONE for one in both)))
     sources = ", ".join(dict.fromkeys(one.source for one in both if one))

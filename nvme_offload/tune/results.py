@@ -248,6 +248,7 @@ def without_samples(profile: Profile) -> Profile:
 
 def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
     """The printed summary of several paths together."""
+    paths, weights = [one.path for one in stripe], [round(one.weight, 3) for one in stripe]
     lines = ["All paths together, GB/s of each; in brackets alone:", ""]
     for one in stripe:
         speeds = ", ".join(
@@ -262,7 +263,8 @@ def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
         *lines,
         f"  together: {total}",
         "",
-        "The weight of a path is the share of the bytes with which all paths finish at the same time.",
+        "The weight of a path is the share of the bytes with which all paths finish at the same time. In the config:",
+        f'  "nvme_offload": {json.dumps({"paths": paths, "weights": weights})}',
     ]
 
 

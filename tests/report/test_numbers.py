@@ -185,8 +185,7 @@ def test_health_before_and_after(made_up):
         ["Its warnings", "\N{EN DASH}", "too hot"],
     ]
     silent = tables.health(made_up.profile())
-    assert {plain(row)[1] for row in silent.rows} == {absent}
-    assert len(silent.rows) == 6
+    assert [plain(row)[1] for row in silent.rows] == [absent]
     assert "nvme-cli" in table.caption
 
 

@@ -5,6 +5,7 @@ give.
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from patience import PATIENCE
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import PHASES, Profile
-from nvme_offload.tune import several
+from nvme_offload.hardware.profile import PHASES, Profile, Setting, StripePath
+from nvme_offload.tune import results, several
 from nvme_offload.units import format_speed
+from nvme_offload.zero3.settings import Settings
 
 SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 
@@ -64,6 +66,17 @@ def test_two_paths_are_swept_and_used_together(
         read, alone = format_speed(one.together["read"]), format_speed(one.alone["read"])
         assert f"  {one.path}: read {read} ({alone})" in result.stdout
     assert [sorted(Path(path).iterdir()) for path in paths] == before
+
+
+def test_the_weights_are_printed_as_zero3_reads_them() -> None:
+    stripe = [
+        StripePath(path, "/dev/x", "", Setting(1 << 20, 8, 1), speeds, speeds, weight)
+        for path, weight in (("/data/0", 0.75), ("/data/1", 0.25))
+        for speeds in [dict.fromkeys(PHASES, weight)]
+    ]
+    section = results.stripe_lines(stripe)[-1].strip()
+    settings = Settings.of(json.loads("{" + section + "}"))
+    assert (settings.paths, settings.weights) == (("/data/0", "/data/1"), (0.75, 0.25))
 
 
 def test_paths_on_one_drive_are_refused(mounted: Callable[[str], Path], tmp_path: Path) -> None:
