@@ -25,32 +25,22 @@ _CRITICAL = (
 )
 
 
-def ask(drive: Drive) -> Health | None:
+def measure(drive: Drive) -> Health | None:
     """The worst values of the drive's disks; None without any source."""
-    found = [
-        health for device in drive.physical_devices if (health := _of_disk(device)) is not None
-    ]
+    logs = [log for device in drive.physical_devices if (log := nvme_log.read(device)) is not None]
     warmest, limit = temperature(drive), _limit(drive)
     if warmest is None:
         warmest = drive.temperature_celsius
-    if not found:
-        if warmest is None:
-            return None
-        return Health("sysfs", warmest, limit_celsius=limit)
+    if not logs:
+        return None if warmest is None else Health("sysfs", warmest, limit_celsius=limit)
+    found = [smart_log(log) for log in logs]
+    reported = [each.temperature_celsius for each in found if each.temperature_celsius is not None]
     return Health(
-        source=found[0].source,
-        temperature_celsius=max(
-            (each.temperature_celsius for each in found if each.temperature_celsius is not None),
-            default=warmest,
-        ),
-        wear=max((each.wear for each in found if each.wear is not None), default=None),
-        written_bytes=max(
-            (each.written_bytes for each in found if each.written_bytes is not None), default=None
-        ),
-        throttled_seconds=max(
-            (each.throttled_seconds for each in found if each.throttled_seconds is not None),
-            default=None,
-        ),
+        source="SMART log",
+        temperature_celsius=max(reported, default=warmest),
+        wear=max(log.wear for log in logs),
+        written_bytes=max(log.written_bytes for log in logs),
+        throttled_seconds=max(each.throttled_seconds or 0 for each in found),
         critical="; ".join(dict.fromkeys(each.critical for each in found if each.critical)),
         limit_celsius=limit,
     )
@@ -135,11 +125,6 @@ def link_warnings(before: str | None, after: str | None) -> list[str]:
     ]
 
 
-def _of_disk(device: str) -> Health | None:
-    log = nvme_log.read(device)
-    return None if log is None else smart_log(log)
-
-
 def smart_log(log: SmartLog) -> Health:
     """The values of the drive's log."""
     return Health(
@@ -148,9 +133,7 @@ def smart_log(log: SmartLog) -> Health:
         wear=log.wear,
         written_bytes=log.written_bytes,
         throttled_seconds=log.throttled_seconds or log.warm_seconds,
-        critical=_critical(log.critical_warning),
+        critical="; ".join(
+            text for place, text in enumerate(_CRITICAL) if log.critical_warning & 1 << place
+        ),
     )
-
-
-def _critical(bits: int) -> str:
-    return "; ".join(text for place, text in enumerate(_CRITICAL) if bits & 1 << place)

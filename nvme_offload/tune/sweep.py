@@ -11,7 +11,6 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -50,7 +49,7 @@ LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # share of the seconds; if there are t
 LATENCY_OF_CHOSEN = 3  # times as long as for another setting, for its 99.9th percentile
 BESIDE_SHARE, BESIDE_SECONDS = 0.25, 40  # as above, for fio and the other backend
 BESIDE_WINDOW_SECONDS = 0.5
-BESIDE_ROUNDS = range(2, 9)
+LEAST_BESIDE_ROUNDS, MOST_BESIDE_ROUNDS = 2, 8
 RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and drain a run
 WORTH = 1.03  # from this ratio another backend is recommended
 
@@ -94,7 +93,7 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
         warnings.append(
             "Measured with the posix backend, which ignores queue_depth: for DeepSpeed, whose op is built on libaio, measure with --backend libaio."
         )
-    health_before = health.ask(found)
+    health_before = health.measure(found)
     thermometer = health.Thermometer(found)
     with open_rig(found, file_bytes, options) as rig:
         if not rig.direct:
@@ -119,14 +118,14 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
             "seconds": options.seconds,
             "verified": True,
         }
-    health_after = health.ask(found)
+    health_after = health.measure(found)
     sustained = _sustained(found, verdict.chosen, options, progress)
     if sustained:
         from .sustained import warnings as sustained_warnings
 
         warnings += sustained_warnings(sustained)
         thermometer.look()
-        health_after = health.ask(found)
+        health_after = health.measure(found)
     health_after = thermometer.noted(health_after)
     warnings += health.link_warnings(found.pcie_link, describe_drive(found.path).pcie_link)
     return Profile(
@@ -265,62 +264,59 @@ def _latencies(
 def _seconds_after(options: Options) -> float:
     """The time of latencies and comparisons after the search."""
     timed = options.seconds >= LATENCY_SECONDS and options.engine == "native"
-    return (LATENCY_SHARE * options.seconds if timed else 0.0) + len(PHASES) * _beside_seconds(
-        _names_beside(options), _beside_rounds(options)
-    )
+    return (LATENCY_SHARE * options.seconds if timed else 0.0) + _comparisons(options).seconds
 
 
-def _names_beside(options: Options) -> list[str]:
-    """The comparisons for which there is time: the other backend, and fio."""
+class _Comparisons(NamedTuple):
+    """The other backend and fio, *rounds* times under each load, which take *seconds* in all."""
+
+    names: list[str]
+    rounds: int = 0
+    seconds: float = 0.0
+
+
+def _comparisons(options: Options) -> _Comparisons:
+    """The comparisons for which there is time; two rounds at least, to show a spread."""
     if options.seconds < BESIDE_SECONDS:
-        return []
-    return [*filter(None, (_other_backend(options), "fio" if fio.version() else None))]
-
-
-def _beside_seconds(names: Sequence[str], rounds: int) -> float:
-    """The time of *rounds* of *names* under one load."""
+        return _Comparisons([])
+    names = [*filter(None, (_other_backend(options), "fio" if fio.version() else None))]
+    if not names:
+        return _Comparisons([])
     run = BESIDE_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
     each = run * (1 + len(names)) + FIO_OVERHEAD_SECONDS * ("fio" in names)
-    return rounds * each + run if names else 0.0
-
-
-def _beside_rounds(options: Options) -> int:
-    """As many as fit in the time; two at least, to show a spread."""
-    names = _names_beside(options)
-    share = BESIDE_SHARE * options.seconds / len(PHASES)
-    fitting = [rounds for rounds in BESIDE_ROUNDS if _beside_seconds(names, rounds) <= share]
-    return max(fitting, default=BESIDE_ROUNDS[0])
+    fitting = int((BESIDE_SHARE * options.seconds / len(PHASES) - run) / each)
+    rounds = min(max(fitting, LEAST_BESIDE_ROUNDS), MOST_BESIDE_ROUNDS)
+    return _Comparisons(names, rounds, len(PHASES) * (rounds * each + run))
 
 
 def _beside(
     rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Beside]:
     """fio, and the other backend, at the chosen setting, interleaved with the engine."""
-    names = _names_beside(options)
-    rounds = _beside_rounds(options)
-    found = []
-    for phase in PHASES if names else ():
-        progress.show("beside", f"{phase} with {' and '.join(names)}, {rounds} rounds")
+    names, rounds, _ = _comparisons(options)
+    found: list[Beside] = []
 
-        def run(name: str, phase: str = phase) -> float:
-            if name == "fio":
-                return _by_fio(rig, chosen, phase, options.ranks)
-            backend = name or chosen.backend
-            setting = dataclasses.replace(chosen, backend=backend)
-            return rig.run(setting, phase, BESIDE_WINDOW_SECONDS).bytes_per_second
+    def run(name: str, phase: str) -> float:
+        if name == "fio":
+            return _by_fio(rig, chosen, phase, options.ranks)
+        setting = dataclasses.replace(chosen, backend=name)
+        return rig.run(setting, phase, BESIDE_WINDOW_SECONDS).bytes_per_second
 
-        try:
-            runs = [functools.partial(run, name) for name in names]
-            ones, others = interleaved(functools.partial(run, ""), runs, rounds)
-        except UnsupportedError:  # fio failed: the sweep's result does not need it
-            names = [name for name in names if name != "fio"]
-            if not names:
-                break
-            runs = [functools.partial(run, name) for name in names]
-            ones, others = interleaved(functools.partial(run, ""), runs, rounds)
-        for name, series in zip(names, others, strict=True):
-            version = fio.version() or "" if name == "fio" else ""
-            found.append(judged(name, version, phase, ones, series))
+    for phase in PHASES:
+        while names:
+            progress.show("beside", f"{phase} with {' and '.join(names)}, {rounds} rounds")
+            runs = [functools.partial(run, name, phase) for name in (chosen.backend, *names)]
+            try:
+                ones, others = interleaved(runs[0], runs[1:], rounds)
+            except UnsupportedError:
+                if "fio" not in names:
+                    raise
+                names = [name for name in names if name != "fio"]  # the sweep does not need it
+                continue
+            for name, series in zip(names, others, strict=True):
+                version = fio.version() or "" if name == "fio" else ""
+                found.append(judged(name, version, phase, ones, series))
+            break
     return found
 
 
