@@ -80,12 +80,11 @@ def changes(first: Profile, second: Profile) -> list[Change]:
 
 def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     """What to print."""
-    rows = [("", *names)]
-    for label, values in _facts(first, second).items():
-        rows.append((label, *values))
+    one, other = _facts(first), _facts(second)
+    rows = [("", *names), *((label, one[label], other[label]) for label in one)]
     width = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
-    said = [f"{label:{width}}  {one:{middle}}  {other}".rstrip() for label, one, other in rows]
+    said = [f"{label:{width}}  {left:{middle}}  {right}".rstrip() for label, left, right in rows]
     said.append("")
     said += map(line, changes(first, second))
     said += [
@@ -112,38 +111,25 @@ def line(found: Change) -> str:
     return f"{found.phase:6}  {speeds}, {change(found.ratio, found.low, found.high)}: {sure}"
 
 
-def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
-    def both(value: object, other: object) -> tuple[str, str]:
-        return str(value), str(other)
-
-    drives = [profile.drive for profile in (first, second)]
-    engines = [profile.engine for profile in (first, second)]
-    gains = [
-        ", ".join(
-            f"{phase} {format_change(profile.performance[phase].relative)}" for phase in PHASES
-        )
-        for profile in (first, second)
-    ]
+def _facts(profile: Profile) -> dict[str, str]:
+    drive, engine = profile.drive, profile.engine
     return {
-        "swept": both(first.created, second.created),
-        "path": both(*(drive["path"] for drive in drives)),
-        "drive": both(*(drive["model"] or drive["device"] for drive in drives)),
-        "firmware": both(*(drive.get("firmware") or "not known" for drive in drives)),
-        "link": both(*(drive.get("pcie_link") or "not known" for drive in drives)),
-        "filesystem": both(*(drive["filesystem"] for drive in drives)),
-        "scheduler": both(*(drive.get("scheduler") or "not known" for drive in drives)),
-        "kernel": both(*(engine.get("kernel", "not known") for engine in engines)),
-        "engine": both(
-            *(
-                f"{engine.get('name')} {engine.get('version')}, {engine.get('backend')}"
-                for engine in engines
-            )
+        "swept": profile.created,
+        "path": drive["path"],
+        "drive": drive["model"] or drive["device"],
+        "firmware": drive.get("firmware") or "not known",
+        "link": drive.get("pcie_link") or "not known",
+        "filesystem": drive["filesystem"],
+        "scheduler": drive.get("scheduler") or "not known",
+        "kernel": engine.get("kernel", "not known"),
+        "engine": f"{engine.get('name')} {engine.get('version')}, {engine.get('backend')}",
+        "ranks": str(profile.workload.get("ranks", 1)),
+        "setting": describe(profile.chosen),
+        "over the defaults": ", ".join(
+            f"{phase} {format_change(profile.performance[phase].relative)}" for phase in PHASES
         ),
-        "ranks": both(*(profile.workload.get("ranks", 1) for profile in (first, second))),
-        "setting": (describe(first.chosen), describe(second.chosen)),
-        "over the defaults": (gains[0], gains[1]),
-        "evidence": both(*(grade(profile).name for profile in (first, second))),
-        "steady": both(*("yes" if profile.steady else "no" for profile in (first, second))),
+        "evidence": grade(profile).name,
+        "steady": "yes" if profile.steady else "no",
     }
 
 

@@ -202,7 +202,9 @@ class _Rank:
             while self._pumping and not self._connection.poll():
                 self._load.turn()
             name, arguments = self._connection.recv()
-            self._connection.send(("answer", getattr(self, name)(*arguments)))
+            # what this class does not define is an order to the rig
+            order = getattr(self if hasattr(self, name) else self._rig, name)
+            self._connection.send(("answer", order(*arguments)))
 
     def open(
         self,
@@ -215,20 +217,11 @@ class _Rank:
         self._rig = Rig(directory, file_bytes, direct, request_bytes, engine)
         return self._rig.direct
 
-    def memory_bytes_per_second(self) -> float:
-        return self._rig.memory_bytes_per_second()
-
     def fill(self, setting: Setting, seconds: float | None) -> tuple[float, int]:
         speed = self._rig.fill(
             setting, seconds, lambda done: self._connection.send(("progress", done))
         )
         return speed, self._rig.file_bytes
-
-    def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
-        return self._rig.block_seconds(setting, phase, seconds)
-
-    def paths(self, direction: str) -> list[str]:
-        return self._rig.paths(direction)
 
     def load(self, setting: Setting, phase: str) -> None:
         self._load = self._rig.load(setting, phase)
