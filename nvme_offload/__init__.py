@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hardware.config import AioConfig
     from .io.engine import Engine, File, Ticket
     from .io.pool import PinnedPool
+    from .offload import Offload
     from .optim import NVMeOptimizer
     from .store.store import TensorStore
     from .swap.swapper import TensorSwapper
@@ -43,6 +44,7 @@ _MODULES = {
     "IOFailure": "errors",
     "NVMeOptimizer": "optim",
     "NoSpaceError": "errors",
+    "Offload": "offload",
     "OffloadError": "errors",
     "OutOfHostMemoryError": "errors",
     "PinnedPool": "io.pool",
@@ -66,6 +68,7 @@ __all__ = [
     "IOFailure",
     "NVMeOptimizer",
     "NoSpaceError",
+    "Offload",
     "OffloadError",
     "OutOfHostMemoryError",
     "PinnedPool",

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..device.stayed import Stayed
 from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..units import format_bytes
@@ -24,7 +25,6 @@ from .saved import (
     Moved,
     Packed,
     Parts,
-    Stayed,
     counter_of,
     is_distributed,
     is_plain,

@@ -87,7 +87,10 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
 def _innermost_cache() -> ActivationCache | None:
     """The cache that the innermost hooks on saved tensors belong to."""
     hooks = _untyped_torch._autograd._top_saved_tensors_default_hooks(False)
-    owner = getattr(hooks[0], "__self__", None) if hooks else None
+    owner: Any = getattr(hooks[0], "__self__", None) if hooks else None
+    # The hooks of streamed parameters pass all other tensors to the hooks outside of them.
+    while getattr(owner, "outer", None):
+        owner = getattr(owner.outer[0], "__self__", None)
     return owner if isinstance(owner, ActivationCache) else None
 
 

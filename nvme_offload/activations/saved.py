@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..device.stayed import Stayed, check_version
+
 if TYPE_CHECKING:
     import torch
 
@@ -78,38 +80,6 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (0, whole) if 2 * (end - begin) >= whole else (begin // _ALIGNED * _ALIGNED, end)
 
 
-def _check(version: int, saved_version: int, what: str) -> None:
-    """Raises: RuntimeError when *what* was modified in place since it was saved, as autograd does
-    without hooks.
-    """
-    if version != saved_version:
-        raise RuntimeError(
-            f"a tensor that backward needs ({what}) was modified by an inplace operation after it was saved: it is at version {version}, "
-            f"and was saved at version {saved_version}"
-        )
-
-
-class Stayed:
-    """A tensor that stays on its device."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # not the output itself, which holds the graph that holds this
-        self._tensor = tensor.detach()
-        self._version = tensor._version
-
-    def restore(self) -> torch.Tensor:
-        """The tensor. Raises: RuntimeError when it was modified since it was saved."""
-        # A nested tensor has no shape, so the message has the number of elements.
-        _check(
-            self._tensor._version,
-            self._version,
-            f"{self._tensor.dtype}, {self._tensor.numel()} elements",
-        )
-        return self._tensor
-
-
 class Parts:
     """A tensor that consists of others, each packed separately. Source: the traceable wrapper
     subclass protocol, `__tensor_flatten__`.
@@ -141,7 +111,9 @@ class Parts:
         """The tensor, rebuilt from its parts. Raises: RuntimeError when it was modified since it
         was saved; as *unpack*.
         """
-        _check(self._like._version, self._version, f"{self._kind.__name__} of {list(self._size)}")
+        check_version(
+            self._like._version, self._version, f"{self._kind.__name__} of {list(self._size)}"
+        )
         parts = {
             name: unpack(part) if isinstance(part, Stayed | Parts | Moved) else part
             for name, part in self._parts.items()
@@ -169,7 +141,9 @@ class Moved:
 
     def check(self) -> None:
         """Raises: RuntimeError when the tensor was modified since it was saved."""
-        _check(self._like._version, self._version, f"{self._like.dtype} of {list(self._size)}")
+        check_version(
+            self._like._version, self._version, f"{self._like.dtype} of {list(self._size)}"
+        )
 
     def restore(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
         """The tensor on *storage*, which has the saved bytes; its first byte was byte *offset* of

@@ -34,6 +34,10 @@ class CopyStreams:
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
+    def wait(self, device: torch.device, to_device: bool, event: Any) -> None:
+        """Let later copies in one direction wait for *event*."""
+        self._stream(device, to_device).wait_event(event)
+
     def bring(
         self, source: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:

@@ -22,7 +22,7 @@ LEAVES = {"errors", "sizes", "units"}
 HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
-    "__init__": {"activations", "errors", "hardware", "io", "optim", "store", "swap"},
+    "__init__": {"activations", "errors", "hardware", "io", "offload", "optim", "store", "swap"},
     "autoload": {"errors", "zero3"},
     "sizes": set(),
     "units": set(),
@@ -38,6 +38,8 @@ MAY_IMPORT = {
     "optimizer_states": LEAVES | {"extension"},
     "optim": MOVING | {"device", "optimizer_states", "update"},
     "activations": MOVING | {"device"},
+    "parameters": MOVING | {"device"},
+    "offload": MOVING | {"parameters"},
     "device": MOVING | {"optimizer_states"},
     "update": LEAVES | {"io"},
     "zero3": MOVING | {"device", "ds_config", "optimizer_states", "planning", "update"},
@@ -89,7 +91,9 @@ _ZERO3 = (
     "working_weights",
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
-    f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
+    f"{room}/{path.name}"
+    for room in ("optim", "parameters")
+    for path in (PACKAGE / room).glob("*.py")
 }
 ON_FIRST_USE |= {
     f"optimizer_states/{name}.py" for name in ("by_torch", "by_triton", "traits", "tree")

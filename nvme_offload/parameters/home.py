@@ -1,0 +1,97 @@
+"""`Home`: the buckets' values in a tier, and the copies between them and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..device.copies import CopyStreams
+from ..device.staging import Returns
+from ..errors import OutOfHostMemoryError
+from ..swap.tier import Tier
+from .buckets import Bucket
+from .slots import Slot
+
+# Copies to or from a GPU that host memory is held for, if the values do not stay there.
+_IN_FLIGHT = 2
+
+
+class Home:
+    """Copies buckets between *tier* and slots of *device*. Copies to and from a GPU run on separate
+    streams, in the order of events; the CPU does not wait for them.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device) -> None:
+        self._tier = tier
+        self._device = device
+        self._copies = CopyStreams()
+        self._returns = Returns(tier)
+
+    def admit(self, bucket: Bucket, fill: Callable[[torch.Tensor], None]) -> None:
+        """Make the value of *bucket*, whose bytes *fill* writes."""
+        memory = self._tier.swapper.create(bucket.name, bucket.nbytes)
+        try:
+            memory.zero_()
+            fill(memory)
+        finally:
+            self._tier.end_use(bucket.name, changed=True)
+
+    def read(self, bucket: Bucket, use: Callable[[torch.Tensor], Any]) -> None:
+        """Call *use* with the bytes of *bucket* in host memory, valid for the time of the call."""
+        memory = self._obtain(bucket, lambda: self._tier.swapper.swap_in(bucket.name))
+        try:
+            use(memory)
+        finally:
+            self._tier.end_use(bucket.name, changed=False)
+
+    def fill(self, slot: Slot, bucket: Bucket) -> None:
+        """Copy the values of *bucket* into *slot*. Raises: as `TensorSwapper.swap_in`."""
+        target = slot.buffer[: bucket.nbytes]
+        if self._device.type != "cuda":
+            self.read(bucket, target.copy_)
+            return
+        memory = self._obtain(bucket, lambda: self._tier.swapper.swap_in(bucket.name))
+        slot.filled = self._start(target, memory, slot)
+        self._returns.add(bucket.name, changed=False, done=slot.filled)
+        slot.streams.clear()
+
+    def store(self, slot: Slot, bucket: Bucket) -> None:
+        """Copy the values in *slot* back. Raises: as `TensorSwapper.create`."""
+        source = slot.buffer[: bucket.nbytes]
+        memory = self._obtain(bucket, lambda: self._tier.swapper.create(bucket.name, bucket.nbytes))
+        if self._device.type != "cuda":
+            try:
+                memory.copy_(source)
+            finally:
+                self._tier.end_use(bucket.name, changed=True)
+            return
+        slot.emptied = self._start(memory, source, slot)
+        self._returns.add(bucket.name, changed=True, done=slot.emptied)
+
+    def drain(self) -> None:
+        """Wait until no copy is in flight."""
+        self._returns.release(at_most=0)
+
+    def _start(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> Any:
+        last = None
+        for event in slot.ends_of_uses():
+            self._copies.wait(self._device, target.is_cuda, event)
+            last = event
+        return self._copies.start(target, source, after=last)
+
+    def _obtain(self, bucket: Bucket, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Host memory of *bucket*. It may have to wait for copies that other buckets' memory is used
+        for.
+        """
+        stays = self._tier.swapper.stays(bucket.name)
+        at_most = len(self._returns) if stays else _IN_FLIGHT
+        self._returns.release(at_most=0 if bucket.name in self._returns else at_most)
+        while True:
+            try:
+                return ask()
+            except OutOfHostMemoryError:
+                if not self._returns:
+                    raise
+                self._returns.release(at_most=len(self._returns) - 1)

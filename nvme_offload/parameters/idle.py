@@ -1,0 +1,208 @@
+"""The classes of a streamed parameter: `UsedParameter` while a module uses it, and `IdleParameter` at
+other times. A function that gets an idle parameter brings its values for the time of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import UnsupportedError, UsageError
+
+_KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
+
+
+class UsedParameter(torch.nn.Parameter):
+    """A streamed parameter with its values on the device. Functions get it as any Parameter."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a Parameter: some programs call `type(parameter)`."""
+        return torch.nn.Parameter(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{self.detach()!r}"
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of a Tensor. A change of the result does not change the parameter's version."""
+        streamer_of(self).changes(self)
+        values: torch.Tensor = _data.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        streamer_of(self).replace_data(self, values)
+
+
+class IdleParameter(torch.nn.Parameter):
+    """A streamed parameter that no module uses at present. Its memory may hold no values."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a Parameter: some programs call `type(parameter)`."""
+        return torch.nn.Parameter(*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call *function* with the values. Raises: UsageError; as `TensorSwapper.swap_in`."""
+        kwargs = kwargs or {}
+        if function in _WITHOUT_VALUES:
+            return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
+        found = list({id(one): one for one in idle_in((args, kwargs))}.values())
+        if not found:
+            raise UsageError(
+                f"{_name(function)} got a streamed parameter in a container other than a list, tuple or dict: pass a clone() of the parameter"
+            )
+        if function in _OF_FORM:
+            form = torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")
+            return function(form, *args[1:], **kwargs)
+        if function in _ADDRESSES:
+            _refuse_address(function)
+        if function is torch.autograd.grad and not kwargs.get("materialize_grads"):
+            return function(*_as_edges(args), **_as_edges(kwargs))
+        if function == _SET_DATA and isinstance(args[0], IdleParameter):
+            return streamer_of(args[0]).replace_data(args[0], args[1])
+        by_streamer: dict[Any, list[Any]] = {}
+        for one in found:
+            by_streamer.setdefault(streamer_of(one), []).append(one)
+        with contextlib.ExitStack() as uses:
+            for streamer, parameters in by_streamer.items():
+                uses.enter_context(streamer.using(parameters))
+            return function(*args, **kwargs)
+
+    def as_subclass(self, kind: Any) -> Any:
+        """Refused: torch does not dispatch this method to `__torch_function__`, though it returns a
+        tensor that shares the memory.
+        """
+        _refuse_address(torch.Tensor.as_subclass)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with streamer_of(self).using([self]):
+            return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copied: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied.__reduce_ex__(protocol)
+
+
+def bind(parameter: torch.nn.Parameter, streamer: Any) -> None:
+    """Have *streamer* bring the values of *parameter*."""
+    parameter.__dict__[_KEY] = streamer
+    parameter.__class__ = IdleParameter
+
+
+def streamer_of(parameter: Any) -> Any:
+    """The streamer that brings the values of *parameter*; None if it is not streamed."""
+    return parameter.__dict__.get(_KEY)
+
+
+def idle_in(value: Any) -> Iterator[IdleParameter]:
+    """The idle parameters in the lists, tuples and dicts of *value*."""
+    if isinstance(value, IdleParameter):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from idle_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from idle_in(one)
+
+
+def _as_edges(value: Any) -> Any:
+    """*value* with the edge of the graph in place of each idle parameter: a gradient needs no
+    values of its parameter.
+    """
+    if isinstance(value, IdleParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(value)
+    if isinstance(value, list | tuple):
+        return [_as_edges(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _as_edges(one) for key, one in value.items()}
+    return value
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _refuse_address(function: Any) -> NoReturn:
+    raise UsageError(
+        f"{_name(function)} needs the address of a streamed parameter, which changes from use to use: call it in the forward() of the module "
+        "that has the parameter, or on a clone() of the parameter"
+    )
+
+
+def refuse_in_transforms() -> None:
+    """Let functions that pass tensors to C++ without `__torch_function__` refuse idle parameters."""
+    for module_name, name in [place for place in _ENTRANCES if place[0] in sys.modules]:
+        module: Any = sys.modules[module_name]
+        _ENTRANCES.remove((module_name, name))
+        if hasattr(module, name):
+            setattr(module, name, _refusing(getattr(module, name)))
+
+
+def _refusing(function: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if any(True for _ in idle_in((args, kwargs))):
+            raise UnsupportedError(
+                "torch.func and collectives cannot use a streamed parameter: pass a clone() of the parameter"
+            )
+        return function(*args, **kwargs)
+
+    return refuse
+
+
+_ENTRANCES = {
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+    ("torch._functorch.vmap", "_add_batch_dim"),
+    ("torch.distributed.distributed_c10d", "_check_single_tensor"),
+    ("torch.distributed.distributed_c10d", "_check_tensor_list"),
+}
+
+
+def _without_values() -> Iterator[Any]:
+    for name in (
+        *("shape", "dtype", "device", "layout", "is_leaf", "grad_fn", "requires_grad", "ndim"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "output_nr", "itemsize"),
+        *("nbytes", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad"),
+        *("grad_dtype", "is_nested", "is_mkldnn", "_grad_fn", "_base", "is_xpu", "is_mps"),
+    ):
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name).__get__
+    for name in ("grad", "requires_grad", "_grad", "_backward_hooks"):
+        attribute: Any = getattr(torch.Tensor, name)
+        yield attribute.__get__
+        yield attribute.__set__
+        yield attribute.__delete__
+    for name in (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point"),
+        *("is_complex", "is_signed", "is_inference", "get_device", "requires_grad_", "__len__"),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__"),
+        *("is_neg", "is_conj", "_is_zerotensor", "has_names"),
+    ):
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name)
+    yield from (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_grad_enabled)
+
+
+# The results of these do not depend on the values.
+_WITHOUT_VALUES = frozenset(_without_values())
+# Nor do these, but an idle parameter may have other strides than in use.
+_OF_FORM = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset})
+_ADDRESSES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage"),
+        *("_typed_storage", "share_memory_", "is_shared", "__dlpack__", "set_", "is_set_to"),
+    )
+    if hasattr(torch.Tensor, name)
+)
+_data: Any = torch.Tensor.data
+_SET_DATA = _data.__set__

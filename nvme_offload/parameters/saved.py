@@ -1,0 +1,104 @@
+"""`SavedTensors`: hooks on the tensors that autograd saves. A view of a streamed parameter is saved
+without its values, and brought back for backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..device.stayed import Stayed, check_version
+from .idle import UsedParameter
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+    from .streamer import Streamer
+
+_untyped_torch: Any = torch._C
+
+
+class SavedTensors:
+    """Hooks for the parameters of *streamer*. All other tensors are passed to the *outer* hooks."""
+
+    def __init__(self, streamer: Streamer, outer: Any) -> None:
+        self._streamer = streamer
+        self.outer = outer
+        # A checkpoint counts the tensors that are saved, so it has to get all of them.
+        self._is_in_checkpoint = (
+            outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
+        )
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps of *tensor*."""
+        slot = None
+        if _is_plain(tensor):
+            slot = self._streamer.slots.holding(tensor)
+        if slot is not None and slot.bucket is not None:
+            if not self._is_in_checkpoint:
+                return SavedView(slot.bucket, tensor)
+            # A recomputation keeps it until backward. Unlike the parameter itself, this tensor
+            # keeps the slot, too.
+            tensor = tensor.detach()
+        return Stayed(tensor) if self.outer is None else self.outer[0](tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor. Raises: RuntimeError when it was modified since it was saved; as
+        `TensorSwapper.swap_in`.
+        """
+        if isinstance(packed, SavedView):
+            return packed.restore(self._streamer)
+        if self.outer is None:
+            restored: torch.Tensor = packed.restore()
+        else:
+            restored = self.outer[1](packed)
+        return restored
+
+
+class SavedView:
+    """A view of a parameter of *bucket*."""
+
+    __slots__ = ("_bucket", "_dtype", "_offset", "_parameter", "_size", "_stride", "_version")
+
+    def __init__(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        self._bucket = bucket
+        self._dtype = tensor.dtype
+        self._offset = int(tensor.storage_offset())
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._parameter = bucket.at(self._offset * tensor.element_size())
+        self._version = self._parameter._version
+
+    def restore(self, streamer: Streamer) -> torch.Tensor:
+        """The view, in the bucket's present slot."""
+        check_version(
+            self._parameter._version, self._version, f"{self._dtype} of {list(self._size)}"
+        )
+        return streamer.view(self._bucket, self._dtype, self._offset, self._size, self._stride)
+
+
+def pushed(streamer: Streamer) -> Any:
+    """Hooks for *streamer* on the tensors that this thread saves from now on, until ``__exit__``;
+    None if these would have no effect, or are the innermost ones already.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    outer = _untyped_torch._autograd._top_saved_tensors_default_hooks(True)
+    if outer is not None:
+        owner = getattr(outer[0], "__self__", None)
+        if isinstance(owner, SavedTensors) and owner._streamer is streamer:
+            return None
+    own = SavedTensors(streamer, outer)
+    hooks = torch.autograd.graph.saved_tensors_hooks(own.pack, own.unpack)
+    hooks.__enter__()
+    return hooks
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is fully described by its storage, dtype, size and stride."""
+    return (
+        type(tensor) in (torch.Tensor, UsedParameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not tensor._is_zerotensor()
+    )

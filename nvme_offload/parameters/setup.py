@@ -1,0 +1,93 @@
+"""`stream`: divides a model into buckets, and makes its `Streamer`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import UnsupportedError, UsageError
+from ..swap.tier import Tier
+from ..units import format_bytes
+from . import idle
+from .buckets import Bucket, Division, divide
+from .slots import Slots
+from .streamer import LEAST_SLOTS, Streamer
+
+# Tests set both: small buckets, and `Streamer`'s *poison*.
+DIVISION = Division()
+POISON = False
+
+_serials = itertools.count()
+
+
+def stream(
+    model: torch.nn.Module,
+    tier: Tier,
+    device: torch.device,
+    gpu_memory: int | None,
+) -> Streamer:
+    """Stream the parameters of *model* from *tier* to *device*. *gpu_memory*: the most that may be
+    used there for parameters; None for what forward and backward passes leave free. Raises:
+    UsageError, UnsupportedError, NoSpaceError; the model is not changed then.
+    """
+    _check_model(model)
+    buckets, stays = divide(model, DIVISION, f"parameters{next(_serials)}")
+    each = max((bucket.nbytes for bucket in buckets), default=0)
+    stays_bytes = sum(one.numel() * one.element_size() for one in stays)
+    count = min(_slot_count(gpu_memory, stays_bytes, each), len(buckets))
+    _make_room(tier, buckets, each)
+    idle.refuse_in_transforms()
+    for parameter in stays:
+        parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    grows = gpu_memory is None and device.type == "cuda"
+    slots = Slots(device, count, each)
+    return Streamer(model, tier, device, buckets, slots, grows=grows, poison=POISON)
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UnsupportedError(
+            "offload.parameters is for one process: on several GPUs use FSDP2 with CPUOffloadPolicy and NVMeOptimizer, "
+            "or DeepSpeed ZeRO-3 with nvme_offload.zero3"
+        )
+    for name, parameter in model.named_parameters():
+        if idle.streamer_of(parameter) is not None:
+            raise UsageError(f"parameter {name} streams already: call offload.parameters once")
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name} is on the meta device and has no values: load the model first"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UsageError(
+                f"buffer {name} is on the meta device and has no values: make the model with its buffers in memory"
+            )
+
+
+def _slot_count(gpu_memory: int | None, stays_bytes: int, each: int) -> int:
+    if gpu_memory is None:
+        return LEAST_SLOTS
+    count = (gpu_memory - stays_bytes) // each if each else 0
+    if count < LEAST_SLOTS and each:
+        raise UsageError(
+            f"gpu_memory of {format_bytes(gpu_memory)} is too little for the parameters in use: allow at least {stays_bytes + LEAST_SLOTS * each} bytes"
+        )
+    return count
+
+
+def _make_room(tier: Tier, buckets: Sequence[Bucket], largest: int) -> None:
+    total = sum(bucket.nbytes for bucket in buckets)
+    if largest > tier.cap_bytes:
+        raise UsageError(
+            f"host_memory of {format_bytes(tier.cap_bytes)} cannot hold the largest bucket of parameters: allow at least {largest} bytes"
+        )
+    tier.require_memory(total)
+    tier.require_space(max(total - tier.cap_bytes, 0))
+    tier.require(total)

@@ -1,0 +1,149 @@
+"""`Slots`: a fixed number of pieces of device memory, each with the values of one bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..units import format_bytes
+from .buckets import Bucket
+
+_log = logging.getLogger(__name__)
+
+
+class Slot:
+    """Memory of *device* for one bucket, in a storage that nothing else shares.
+
+    Attributes: *bucket*, whose values it has; *filled* and *emptied*, the events at the end of the
+    last copy in and out, None on a CPU; *streams*, whose kernels may use the values.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        # Outside of inference mode: autograd saves views of this memory.
+        with torch.inference_mode(False):
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.storage = self.buffer.untyped_storage()
+        self.bucket: Bucket | None = None
+        self.filled: Any = None
+        self.emptied: Any = None
+        self.streams: list[Any] = []
+        self._own_references = 0
+
+    def count_own_references(self) -> None:
+        """The tensors that refer to the memory now are the bucket's own."""
+        self._own_references = self._references()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no use is open, and no tensor but the bucket's own refers to the memory. A view
+        that autograd or the program has kept is such a tensor.
+        """
+        users = 0 if self.bucket is None else self.bucket.users
+        return users == 0 and self._references() <= self._own_references
+
+    def order_after_copy(self) -> None:
+        """Let the current stream wait until the values are copied in."""
+        if self.filled is not None:
+            stream = torch.cuda.current_stream(self.buffer.device)
+            if stream not in self.streams:
+                stream.wait_event(self.filled)
+                self.streams.append(stream)
+
+    def ends_of_uses(self) -> Iterator[Any]:
+        """The events after which no kernel uses the values, and the copy out has ended."""
+        for stream in self.streams:
+            yield stream.record_event()
+        if self.emptied is not None:
+            yield self.emptied
+
+    def _references(self) -> int:
+        return int(torch._C._storage_Use_Count(self.storage._cdata))
+
+
+class Slots:
+    """At least *count* slots of *nbytes* each on *device*.
+
+    There are more for as long as tensors refer to all of them: a slot that a tensor refers to is
+    never given to another bucket.
+    """
+
+    def __init__(self, device: torch.device, count: int, nbytes: int) -> None:
+        self._device = device
+        self._nbytes = nbytes
+        self.count = count
+        self._slots: list[Slot] = []
+        self._by_storage: dict[int, Slot] = {}
+        self._has_warned = False
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory of all slots."""
+        return sum(slot.buffer.nbytes for slot in self._slots)
+
+    @property
+    def each_nbytes(self) -> int:
+        """The device memory of one slot."""
+        return self._nbytes
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(list(self._slots))
+
+    def holding(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot whose memory *tensor* refers to."""
+        slot = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return None if slot is None or slot.bucket is None else slot
+
+    def take(
+        self, when_used: Callable[[Bucket], float], empty: Callable[[Slot], None], before: float
+    ) -> Slot | None:
+        """An empty slot. If there is none, *empty* empties the free slot whose bucket is used last,
+        as *when_used* says, but only after *before*. None if no slot qualifies. Raises: as *empty*.
+        """
+        while True:
+            unused = [slot for slot in self._slots if slot.bucket is None]
+            if unused:
+                return unused[0]
+            if len(self._slots) < self.count:
+                return self._add()
+            free = [slot for slot in self._slots if slot.is_free]
+            chosen = max(free, key=lambda slot: _when(slot, when_used), default=None)
+            if chosen is None or _when(chosen, when_used) <= before:
+                return None
+            empty(chosen)
+            if len(self._slots) > self.count:
+                self._drop(chosen)
+
+    def exceed(self) -> Slot:
+        """One slot more, for a bucket that is needed while tensors refer to all others."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "tensors refer to all %s on the device for streamed parameters, so more is taken: drop views of parameters that the program keeps, "
+                "or allow more gpu_memory",
+                format_bytes(self.nbytes),
+            )
+        return self._add()
+
+    def _add(self) -> Slot:
+        slot = Slot(self._device, self._nbytes)
+        self._slots.append(slot)
+        self._by_storage[slot.storage._cdata] = slot
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        del self._by_storage[slot.storage._cdata]
+        current = torch.cuda.current_stream(self._device) if slot.filled is not None else None
+        for event in slot.ends_of_uses():
+            current.wait_event(event)  # type: ignore[union-attr]
+        if current is not None:
+            # The allocator may give the memory to later work of the current stream.
+            slot.buffer.record_stream(current)
+
+
+def _when(slot: Slot, when_used: Callable[[Bucket], float]) -> float:
+    assert slot.bucket is not None
+    return when_used(slot.bucket)

@@ -1,0 +1,396 @@
+"""`Streamer`: brings the parameters of a model to the device when they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..device.room import DeviceRoom
+from ..errors import OffloadError, UsageError
+from ..swap.access_order import AccessOrder
+from ..swap.tier import Tier
+from . import idle
+from .buckets import Bucket, Place
+from .home import Home
+from .saved import pushed
+from .slots import Slot, Slots
+
+AHEAD = 2  # buckets that are copied to the device before their use
+LEAST_SLOTS = AHEAD + 2  # in addition, one is in use and one is being written back
+
+_untyped_torch: Any = torch._C
+_no_subclass: Any = torch._C.DisableTorchFunctionSubclass
+
+
+class Streamer:
+    """Streams *buckets*, the parameters of *model*, from *tier* to *device*.
+
+    A parameter is in use while the forward pass runs of the module that owns it, or of a module
+    that has read it from its owner. Its class is then `UsedParameter`. At other times the class is
+    `IdleParameter`, and a function that gets it brings the values for the time of the call. In
+    backward, a tensor that autograd has saved brings the values back.
+
+    A bucket keeps its slot after its use until another bucket needs the slot. *poison*: fill the
+    memory of a slot with NaN when its bucket leaves, for tests.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tier: Tier,
+        device: torch.device,
+        buckets: Sequence[Bucket],
+        slots: Slots,
+        *,
+        grows: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self._tier = tier
+        self._device = device
+        self._home = Home(tier, device)
+        self._buckets = {bucket.name: bucket for bucket in buckets}
+        self._of: dict[torch.nn.Parameter, Bucket] = {
+            place.parameter: bucket for bucket in buckets for place in bucket.places
+        }
+        self.slots = slots
+        self._room = DeviceRoom(device, slots.each_nbytes) if grows else None
+        self._poison = poison
+        self._lock = threading.RLock()  # backward() has a thread for every GPU
+        self._order = AccessOrder()
+        self._clock = 0
+        self._last: Bucket | None = None
+        self._first_module: torch.nn.Module | None = None
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._running = _Running()
+        self._model = weakref.ref(model)
+        self._admit(buckets)
+        tier.abandon_with(self, list(self._buckets), [bucket.nbytes for bucket in buckets])
+        self._watch(model)
+
+    # Uses.
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begin a use of *bucket*. Raises: as `TensorSwapper.swap_in`; no use has begun then."""
+        with self._lock:
+            self._present(bucket)
+            bucket.users += 1
+            if bucket.users == 1:
+                for place in bucket.places:
+                    place.parameter.__class__ = idle.UsedParameter
+            self._note(bucket)
+
+    def end(self, bucket: Bucket) -> None:
+        """End a use of *bucket*."""
+        with self._lock:
+            bucket.users -= 1
+            if bucket.users == 0:
+                for place in bucket.places:
+                    place.parameter.__class__ = idle.IdleParameter
+
+    @contextlib.contextmanager
+    def using(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Context in which *parameters* are in use."""
+        begun: list[Bucket] = []
+        hooks = None
+        try:
+            for bucket in dict.fromkeys(self._of[one] for one in parameters):
+                self.begin(bucket)
+                begun.append(bucket)
+            hooks = pushed(self)
+            yield
+        finally:
+            if hooks is not None:
+                hooks.__exit__(None, None, None)
+            for bucket in begun:
+                self.end(bucket)
+                # The caller has a view, perhaps `data`, and may change the values through it.
+                bucket.written |= not bucket.slot.is_free
+
+    def view(
+        self,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        offset: int,
+        size: torch.Size,
+        stride: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A view of the values of *bucket*, which keeps the slot until it is dropped."""
+        with self._lock, torch.inference_mode(False):
+            slot = self._present(bucket)
+            empty: Any = torch.empty(0, dtype=dtype, device=self._device)
+            viewed: torch.Tensor = empty.set_(slot.storage, offset, size, stride)
+            self._note(bucket)
+            return viewed
+
+    def replace_data(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+        """Carry out ``parameter.data = values``. Raises: UsageError."""
+        if values is parameter:
+            return
+        if (values.shape, values.dtype, values.device) != (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        ):
+            raise UsageError(
+                "a streamed parameter keeps its shape, dtype and device: convert or move the model before offload.parameters"
+            )
+        with self.using([parameter]):
+            parameter.data.copy_(values)
+
+    def changes(self, parameter: torch.nn.Parameter) -> None:
+        """The program may change *parameter* in a way that its version does not show."""
+        self._of[parameter].written = True
+
+    def copy_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The values of *parameter*, in new host memory. Raises: as `TensorSwapper.swap_in`."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            bucket = self._of[parameter]
+            place = bucket.place_of(parameter)
+            copied = torch.empty(place.shape, dtype=place.dtype)
+            if bucket.slot is not None:
+                bucket.slot.order_after_copy()
+                copied.copy_(place.within(bucket.slot.buffer))
+            else:
+                self._home.read(bucket, lambda memory: copied.copy_(place.within(memory)))
+            return copied
+
+    def flush(self) -> None:
+        """Copy the values that have changed on the device back to the tier."""
+        with self._lock:
+            for slot in self.slots:
+                if slot.bucket is not None and self._has_changed(slot.bucket):
+                    self._store(slot, slot.bucket)
+            self._home.drain()
+
+    # Slots.
+
+    def _present(self, bucket: Bucket) -> Slot:
+        slot = bucket.slot or self._fetch(bucket)
+        slot.order_after_copy()
+        return slot
+
+    def _fetch(self, bucket: Bucket) -> Slot:
+        slot = self.slots.take(self._next_use, self._empty, before=-math.inf)
+        slot = slot or self.slots.exceed()
+        self._fill(slot, bucket)
+        return slot
+
+    def _fetch_ahead(self, bucket: Bucket) -> None:
+        slot = self.slots.take(self._next_use, self._empty, before=self._next_use(bucket))
+        if slot is not None:
+            self._fill(slot, bucket)
+
+    def _fill(self, slot: Slot, bucket: Bucket) -> None:
+        with torch.inference_mode(False), torch.no_grad(), _no_subclass():
+            self._home.fill(slot, bucket)
+            for place in bucket.places:
+                place.parameter.data = place.within(slot.buffer)
+            bucket.versions = [place.parameter._version for place in bucket.places]
+        bucket.written = False
+        bucket.slot, slot.bucket = slot, bucket
+        slot.count_own_references()
+
+    def _empty(self, slot: Slot) -> None:
+        """Take the bucket out of *slot*. Raises: as `TensorSwapper.create`; nothing is changed then."""
+        bucket = slot.bucket
+        if bucket is None:
+            return
+        if self._has_changed(bucket):
+            self._store(slot, bucket)
+        with torch.inference_mode(False), torch.no_grad(), _no_subclass():
+            bucket.slot = slot.bucket = None
+            for place in bucket.places:
+                place.parameter.data = self._placeholder(place)
+            if self._poison:
+                if slot.filled is not None:
+                    torch.cuda.synchronize(self._device)
+                slot.buffer.fill_(255)
+                if slot.filled is not None:
+                    torch.cuda.synchronize(self._device)
+
+    def _store(self, slot: Slot, bucket: Bucket) -> None:
+        with torch.inference_mode(False), torch.no_grad(), _no_subclass():
+            self._home.store(slot, bucket)
+            bucket.versions = [place.parameter._version for place in bucket.places]
+
+    def _has_changed(self, bucket: Bucket) -> bool:
+        with _no_subclass():
+            return bucket.written or any(
+                place.parameter._version != version
+                for place, version in zip(bucket.places, bucket.versions, strict=True)
+            )
+
+    def _placeholder(self, place: Place) -> torch.Tensor:
+        """Memory for one element, NaN in every floating-point dtype."""
+        if place.dtype not in self._placeholders:
+            ones = torch.full((place.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
+            self._placeholders[place.dtype] = ones.view(place.dtype)
+        return self._placeholders[place.dtype].expand(place.shape)
+
+    # The order of uses.
+
+    def _note(self, bucket: Bucket) -> None:
+        """Record a use of *bucket*, and fetch the buckets that are used next."""
+        self._clock += 1
+        bucket.last_use = self._clock
+        if bucket is self._last:
+            return
+        self._last = bucket
+        self._order.use(bucket.name, bucket.nbytes, created=False)
+        if self._order.followed:
+            # What fails ahead of its use fails again, and is raised, when it is used.
+            with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
+                for distance in range(AHEAD):
+                    following = self._buckets[self._order.at(self._order.now + distance).name]
+                    if following.slot is None:
+                        self._fetch_ahead(following)
+
+    def _next_use(self, bucket: Bucket) -> float:
+        """When *bucket* is used next. Without a known order, the bucket whose last use is longest
+        ago is assumed to be used last.
+        """
+        if not self._order.followed:
+            return -bucket.last_use
+        position = self._order.next_use(bucket.name)
+        return math.inf if position is None else position
+
+    def _begin_period(self) -> None:
+        self._order.step()
+        self._last = None
+        self._tier.swapper.step()
+        if self._room is not None:
+            more = self.slots.each_nbytes
+            while self.slots.count < len(self._buckets) and self._room.suffices(
+                self.slots.count * more, more
+            ):
+                self.slots.count += 1
+
+    # Modules.
+
+    def _admit(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+
+            def fill(memory: torch.Tensor, places: Sequence[Place] = bucket.places) -> None:
+                for place in places:
+                    place.within(memory).copy_(place.parameter.detach())
+
+            self._home.admit(bucket, fill)
+            for place in bucket.places:
+                place.parameter.data = self._placeholder(place)
+                idle.bind(place.parameter, self)
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            untyped: Any = module
+            if any(one in self._of for one in module._parameters.values()):
+                module._parameters = ModuleParameters(self, module._parameters)
+                untyped.register_state_dict_post_hook(_Hook(self._copy_state))
+            module.register_forward_pre_hook(_Hook(self._enter), prepend=True)
+            module.register_forward_hook(_Hook(self._leave), always_call=True)
+
+    def read(self, parameter: torch.nn.Parameter) -> None:
+        """A program has read *parameter* from its module: it is in use until the forward pass ends
+        of the module that runs now.
+        """
+        frames = self._running.frames
+        bucket = self._of.get(parameter)
+        if frames and bucket is not None and bucket not in frames[-1].buckets:
+            self.begin(bucket)
+            frames[-1].buckets.append(bucket)
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        running = self._running
+        if module is self._model():
+            self._leave(module)  # a KeyboardInterrupt may have left it running
+        if not running.frames and _untyped_torch._current_graph_task_id() == -1:
+            if self._first_module is module:
+                with self._lock:
+                    self._begin_period()
+            elif self._first_module is None:
+                self._first_module = module
+        running.frames.append(_Frame(module, pushed(self)))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self.read(parameter)
+
+    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
+        running = self._running
+        # The end of a recomputation skips the ends of the modules that run.
+        while running.frames:
+            frame = running.frames.pop()
+            for bucket in frame.buckets:
+                self.end(bucket)
+            if frame.hooks is not None:
+                frame.hooks.__exit__(None, None, None)
+            if frame.module is module:
+                break
+
+    def _copy_state(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any
+    ) -> None:
+        """Put copies in host memory into the *state* dict, in place of views of the device's."""
+        for name, parameter in module._parameters.items():
+            key = prefix + name
+            if parameter in self._of and state.get(key, parameter) is not parameter:
+                state[key] = None  # so that it keeps no slot
+                state[key] = self.copy_of(parameter)
+
+
+class _Frame:
+    """The forward pass of a module: the buckets in use, and hooks on saved tensors, until it ends."""
+
+    __slots__ = ("buckets", "hooks", "module")
+
+    def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
+        self.module = module
+        self.hooks = hooks
+        self.buckets: list[Bucket] = []
+
+
+class _Running(threading.local):
+    """The forward passes that run in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+class _Hook:
+    """A hook of a module. A copy of the module would share the streamer, and is refused."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_copy()
+
+
+class ModuleParameters(dict[str, Any]):
+    """The parameters of a module. Reading one begins a use of its bucket."""
+
+    def __init__(self, streamer: Streamer, parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self._streamer = streamer
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._streamer.read(parameter)
+        return parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_copy()
+
+
+def _refuse_copy() -> NoReturn:
+    raise UsageError(
+        "a model with streamed parameters cannot be copied or pickled: copy it before offload.parameters, or load its state_dict() into another model"
+    )

@@ -1,0 +1,59 @@
+"""Modules of all kinds compute the same bits with streamed parameters as in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from modules import KINDS, WAYS, WIDTH, Stack
+
+from nvme_offload import Offload, UsageError
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("checkpointing", ["", "other", "reentrant"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_to_train_gives_the_bits_of_the_run_in_memory(
+    make: Callable[..., Offload], kind: str, checkpointing: str
+) -> None:
+    offload = make("1MB")
+    for way in WAYS:
+        torch.manual_seed(0)
+        x, y = torch.randn(3, 8, WIDTH, requires_grad=True), torch.randint(0, 7, (24,))
+        model = Stack(KINDS[kind], checkpointing)
+        in_memory = copy.deepcopy(model)
+        try:
+            expected = [way(in_memory, x, y) for _ in range(2)]
+        except RuntimeError:
+            continue  # torch refuses it
+        offload.parameters(model, "cpu")
+        losses = [way(model, x, y) for _ in range(2)]
+        assert all(map(_same, losses, expected)), way
+        for (name, one), other in zip(
+            model.named_parameters(), in_memory.parameters(), strict=True
+        ):
+            assert (one.grad is None) == (other.grad is None), (way, name)
+            assert one.grad is None or _same(one.grad, other.grad), (way, name)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_a_parameter_that_changes_before_backward_is_detected(offload: Offload) -> None:
+    model = Stack(KINDS["tied"])
+    offload.parameters(model, "cpu")
+    loss = model(torch.randn(3, 8, WIDTH)).sum()
+    with torch.no_grad():
+        model.blocks[2].first.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_model_streams_once(offload: Offload) -> None:
+    model = Stack(KINDS["tied"])
+    offload.parameters(model, "cpu")
+    with pytest.raises(UsageError, match="streams already"):
+        offload.parameters(model, "cpu")

@@ -1,0 +1,262 @@
+"""Whoever reads or writes a streamed parameter sees its true values, or an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from nvme_offload import Offload, UnsupportedError, UsageError
+from nvme_offload.parameters import setup
+from nvme_offload.parameters.buckets import Division
+
+Make = Callable[..., Offload]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(12)))
+
+
+@pytest.fixture
+def pair(offload: Offload) -> tuple[nn.Sequential, nn.Sequential]:
+    """A model whose parameters stream, and the same model in memory."""
+    model = _model()
+    in_memory = copy.deepcopy(model)
+    offload.parameters(model, "cpu")
+    return model, in_memory
+
+
+def _assert_equal(model: nn.Module, in_memory: nn.Module) -> None:
+    x = torch.randn(2, 24)
+    with torch.no_grad():
+        assert torch.equal(model(x), in_memory(x))
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_state_dict_has_copies_in_host_memory(pair):
+    model, in_memory = pair
+    state = model.state_dict()
+    for key, values in in_memory.state_dict().items():
+        assert torch.equal(state[key], values)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(state["0.weight"], in_memory[0].weight)  # it is a copy
+
+
+def test_a_loaded_state_dict_is_used(pair):
+    model, in_memory = pair
+    torch.manual_seed(1)
+    other = nn.Sequential(*(nn.Linear(24, 24) for _ in range(12)))
+    model.load_state_dict(other.state_dict())
+    in_memory.load_state_dict(other.state_dict())
+    _assert_equal(model, in_memory)
+
+
+def test_torch_saves_the_values_of_the_state_dict(pair):
+    model, in_memory = pair
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    for key, values in torch.load(file).items():
+        assert torch.equal(values, in_memory.state_dict()[key])
+
+
+CHANGES = {
+    "in place": lambda one: one.mul_(0.5),
+    "by data": lambda one: one.data.add_(1.0),
+    "by detach": lambda one: one.detach().neg_(),
+    "by an assignment to data": lambda one: setattr(one, "data", one.detach() * 3),
+    "by nn.init": lambda one: nn.init.constant_(one, 0.25),
+    "by NumPy": lambda one: one.detach().numpy().fill(2.0),
+    "by copy_": lambda one: one.copy_(torch.full_like(one, 4.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_to_every_parameter_is_kept(pair, change):
+    model, in_memory = pair
+    with torch.no_grad():
+        for one in (*model.parameters(), *in_memory.parameters()):
+            CHANGES[change](one)
+    _assert_equal(model, in_memory)
+
+
+def test_an_assignment_to_data_in_a_forward_pass_is_kept(offload):
+    class Assigns(nn.Linear):
+        def forward(self, x):
+            self.weight.data = self.weight.detach() + 1
+            self.bias.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Assigns(24, 24) for _ in range(8)))
+    in_memory = copy.deepcopy(model)
+    offload.parameters(model, "cpu")
+    x = torch.randn(2, 24)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), in_memory(x))
+
+
+def test_an_optimizer_of_torch_trains_streamed_parameters(pair):
+    model, in_memory = pair
+    for one in (model, in_memory):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            one(torch.randn(4, 24)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_equal(model, in_memory)
+
+
+def test_an_average_of_the_parameters_is_that_of_the_model_in_memory(pair):
+    averages = [[one.detach().clone() for one in each.parameters()] for each in pair]
+    with torch.no_grad():
+        for each, average in zip(pair, averages, strict=True):
+            for one, mean in zip(each.parameters(), average, strict=True):
+                one.add_(1)
+                mean.lerp_(one, 0.1)
+    assert all(map(torch.equal, *averages))
+
+
+def test_a_parameter_is_copied_with_its_values(pair):
+    model, in_memory = pair
+    one, other = model[3].weight, in_memory[3].weight
+    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), one.clone(), one + 0):
+        assert torch.equal(copied, other)
+    assert type(copy.deepcopy(one)) is nn.Parameter
+
+
+def test_a_copy_of_the_model_is_refused(pair):
+    model, _ = pair
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"load its state_dict\(\) into another model"):
+            make(model)
+
+
+def test_the_form_of_a_parameter_does_not_bring_its_values(pair):
+    model, in_memory = pair
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert isinstance(one, nn.Parameter)
+        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        assert (one.stride(), one.is_contiguous()) == (other.stride(), other.is_contiguous())
+        assert one.numel() == other.numel()
+        assert (one.is_leaf, one.requires_grad, one.grad) == (True, True, None)
+
+
+@pytest.mark.parametrize("use", ["data_ptr", "untyped_storage", "share_memory_"])
+def test_an_address_is_refused(pair, use):
+    with pytest.raises(UsageError, match="needs the address of a streamed parameter"):
+        getattr(pair[0][5].weight, use)()
+
+
+def test_transforms_of_functions_are_refused(pair):
+    model, _ = pair
+    with pytest.raises(UnsupportedError, match=r"torch\.func and collectives"):
+        torch.func.grad(lambda weight: weight.sum())(model[0].weight)
+
+
+def test_another_dtype_is_refused_after_streaming_and_the_same_is_not(pair):
+    model, in_memory = pair
+    model.to("cpu").float()
+    _assert_equal(model, in_memory)
+    with pytest.raises(UsageError, match="keeps its shape, dtype and device"):
+        model.half()
+
+
+def test_views_that_the_program_keeps_stay_valid(pair):
+    model, in_memory = pair
+    views = [one.detach() for one in model.parameters()]
+    _assert_equal(model, in_memory)
+    for view, other in zip(views, in_memory.parameters(), strict=True):
+        assert torch.equal(view, other)
+
+
+def test_the_device_holds_no_more_than_asked(make: Make):
+    offload, model = make("1MB"), _model()
+    in_memory = copy.deepcopy(model)
+    with pytest.raises(UsageError, match=r"allow at least (\d+) bytes") as refused:
+        offload.parameters(model, "cpu", gpu_memory=1000)
+    least = int(str(refused.value).split("at least ")[1].split()[0])
+    offload.parameters(model, "cpu", gpu_memory=least)
+    _assert_equal(model, in_memory)
+
+
+def test_every_share_of_the_model_on_the_device_gives_the_same_bits(make: Make):
+    for gpu_memory in ("16KB", "24KB", "1MB"):
+        model = _model()
+        in_memory = copy.deepcopy(model)
+        make("1MB").parameters(model, "cpu", gpu_memory=gpu_memory)
+        for _ in range(3):
+            x = torch.randn(2, 24)
+            model(x).sum().backward()
+            in_memory(x).sum().backward()
+        for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_small_and_few_trainable_parameters_stay_on_the_device(
+    offload: Offload, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(setup, "DIVISION", Division(3 << 10, small_bytes=24 * 4))
+    model = _model()
+    for one in model[1:].parameters():
+        one.requires_grad_(False)
+    model.insert(1, nn.Linear(24, 2))
+    model.append(nn.Linear(24, 24, bias=False))
+    model[0].requires_grad_(False)
+    offload.parameters(model, "cpu")
+    assert type(model[0].bias) is nn.Parameter  # small
+    assert type(model[0].weight) is not nn.Parameter
+
+
+def test_parameters_of_other_kinds_are_refused(offload: Offload):
+    class Special(nn.Parameter):
+        pass
+
+    model = _model()
+    model[0].weight = Special(torch.zeros(24, 24))
+    with pytest.raises(UnsupportedError, match=r"parameter 0.weight is a Special"):
+        offload.parameters(model, "cpu")
+    with pytest.raises(UsageError, match="on the meta device"):
+        offload.parameters(nn.Linear(24, 24, device="meta"), "cpu")
+
+
+def test_8_bit_weights_stream(offload: Offload):
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            codes = torch.randint(0, 255, (24, 24), dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(24) / 100)
+
+        def forward(self, x):
+            return x @ (self.codes.to(x.dtype) * self.scale)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Quantized() for _ in range(12)))
+    in_memory = copy.deepcopy(model)
+    offload.parameters(model, "cpu")
+    for each in (model, in_memory):
+        torch.manual_seed(1)
+        each(torch.randn(2, 24)).sum().backward()
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_a_closed_offload_refuses_further_use(make: Make):
+    offload, model = make(), _model()
+    offload.parameters(model, "cpu")
+    offload.close()
+    with pytest.raises(UsageError), torch.no_grad():
+        model(torch.randn(2, 24))
