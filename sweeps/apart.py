@@ -1,5 +1,5 @@
 """A side in a separate process: start it with a job, receive its events, monitor it, and end it
-after a time limit. In that process, `teller` returns the function that reports events.
+after a time limit. In that process, `event_sender` returns the function that reports events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from .command import stop_at_sigterm
 
 ROOT = Path(__file__).parents[1]
-_LOOKING_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 15
 _NOISE = ("Exception ignored", "[W", "[E", "  ", "Traceback")
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
@@ -38,8 +38,8 @@ def run(
     *,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
-    hear: Callable[[Event], object] | None = None,
-    look: Callable[[int], object] | None = None,
+    on_event: Callable[[Event], object] | None = None,
+    poll: Callable[[int], object] | None = None,
 ) -> tuple[list[Event], str | None]:
     """Run `python -m module JOB.json RANK`, once for each of *ranks*, and wait for all.
 
@@ -49,9 +49,9 @@ def run(
         Written to `job.json` in the directory *work*, next to the log.
     environment
         Variables in addition to the environment, RANK and LOCAL_RANK.
-    hear
+    on_event
         Called with each event of the first rank, in another thread.
-    look
+    poll
         Called with the number of the first process, every 50 ms while it runs.
 
     Returns
@@ -76,16 +76,16 @@ def run(
             )
             for rank in range(ranks)
         ]
-        listener = threading.Thread(target=_listen, args=(sides[0].stdout, events, hear))
+        listener = threading.Thread(target=_listen, args=(sides[0].stdout, events, on_event))
         listener.start()
         deadline, ended = time.monotonic() + timeout_seconds, False
         try:
             while not ended and time.monotonic() < deadline:
-                if look is not None:
-                    look(sides[0].pid)
+                if poll is not None:
+                    poll(sides[0].pid)
                 running = next((side for side in sides if side.poll() is None), sides[0])
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    running.wait(_LOOKING_SECONDS)
+                    running.wait(_POLL_SECONDS)
                 statuses = [side.poll() for side in sides]
                 ended = None not in statuses or any(statuses)  # a failed rank ends the others
         finally:
@@ -140,7 +140,7 @@ def of(events: Sequence[Event], kind: str) -> list[Event]:
     ]
 
 
-def teller() -> Callable[..., None]:
+def event_sender() -> Callable[..., None]:
     """In a side's process: the function that reports an event with its values to the command.
 
     From here on standard output is the log, for the prints of libraries; SIGTERM raises
@@ -152,13 +152,13 @@ def teller() -> Callable[..., None]:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
-    def tell(event: str, **values: Any) -> None:
+    def send(event: str, **values: Any) -> None:
         print(json.dumps({"event": event, **values}), file=events)
 
-    return tell
+    return send
 
 
-def last_words(log: str) -> str:
+def last_error(log: str) -> str:
     """The error in *log*: the exception of the last traceback, or the last line outside of
     tracebacks.
     """
@@ -168,7 +168,7 @@ def last_words(log: str) -> str:
     said = next((line for line in after if not line.startswith(" ")), None)
     if said is None:
         said = next(
-            (line for line in reversed(lines) if not line.startswith(_NOISE)), "it said nothing"
+            (line for line in reversed(lines) if not line.startswith(_NOISE)), "it printed nothing"
         )
     return said.strip()[:300]
 
@@ -177,14 +177,16 @@ def _environment(rank: int, beside: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), **beside}
 
 
-def _listen(told: TextIO, events: list[Event], hear: Callable[[Event], object] | None) -> None:
-    for line in told:
+def _listen(
+    stream: TextIO, events: list[Event], on_event: Callable[[Event], object] | None
+) -> None:
+    for line in stream:
         try:
             events.append(json.loads(line))
         except ValueError:  # cut short by the end of the process
             return
-        if hear is not None:
-            hear(events[-1])
+        if on_event is not None:
+            on_event(events[-1])
 
 
 def _end(sides: Sequence[subprocess.Popen[str]]) -> None:
@@ -210,4 +212,4 @@ def _error(status: int, log: TextIO) -> str | None:
     text = log.read()
     sys.stderr.write(text[-6000:])
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return f"{last_words(text)} ({how})"
+    return f"{last_error(text)} ({how})"

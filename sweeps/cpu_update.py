@@ -32,7 +32,7 @@ _STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
 
 
 class Side(NamedTuple):
-    """What is updated, by which kernels of torch, and how."""
+    """The states to update, the kernels of torch, and the way."""
 
     what: str
     fused: bool

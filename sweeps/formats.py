@@ -226,8 +226,8 @@ def main(
         job = {"recipe": dataclasses.asdict(recipe), "state_format": name, "seed": seed}
         job |= {"text_bytes": nbytes, "device": device + gpu}
         with apart.place("formats", directory) as work:
-            told, error = apart.run("sweeps.formats", job, work, timeout)
-        found = apart.of(told, "trained")
+            events, error = apart.run("sweeps.formats", job, work, timeout)
+        found = apart.of(events, "trained")
         say(f"{name}, seed {seed}: {error or format(found[0]['validation'], '.4f')}")
         return {"format": name, "seed": seed, "error": error, **(found[0] if found else {})}
 
@@ -289,10 +289,10 @@ def render(described: dict[str, str], trained: list[dict[str, Any]]) -> str:
 
 
 def _train_job(path: Path) -> None:
-    job, tell = json.loads(path.read_text()), apart.teller()
+    job, send = json.loads(path.read_text()), apart.event_sender()
     recipe = Recipe(**job.pop("recipe"))
     (path.parent / "states").mkdir()
-    tell("trained", **train(path.parent / "states", recipe, **job))
+    send("trained", **train(path.parent / "states", recipe, **job))
 
 
 if __name__ == "__main__":

@@ -329,7 +329,7 @@ SYSTEMS = {
 
 def _train(job: dict[str, Any]) -> None:
     """Run one system in this process; the first rank reports every step."""
-    tell = apart.teller()
+    send = apart.event_sender()
     rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
@@ -337,7 +337,7 @@ def _train(job: dict[str, Any]) -> None:
     meter, tokens = Meter(Path(job["directory"])), torch.Generator().manual_seed(1 + rank)
     began = time.monotonic()
     step = SYSTEMS[job["system"]].make(job)
-    tell("made", seconds=time.monotonic() - began)
+    send("made", seconds=time.monotonic() - began)
     words = _example()["SHAPES"][job["model"]][5]
     for number in range(job["steps"]):
         shape = (job["batch"], job["sequence"])
@@ -349,7 +349,7 @@ def _train(job: dict[str, Any]) -> None:
                 torch.cuda.synchronize()
             dist.barrier()
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        tell("step", number=number, loss=loss, gpu_bytes=peak, taken=taken)
+        send("step", number=number, loss=loss, gpu_bytes=peak, taken=taken)
     del step
     gc.collect()  # FSDP2's reference cycles keep gloo's threads alive past interpreter exit
     dist.destroy_process_group()
@@ -421,28 +421,28 @@ def _run(
     """Train by the system *name* in round *number*."""
     before = lowest = available_bytes()
 
-    def look(_process: int) -> None:
+    def poll(_process: int) -> None:
         nonlocal lowest
         lowest = min(lowest, available_bytes())
 
     with apart.place("systems", directory) as work:
-        told, error = apart.run(
+        events, error = apart.run(
             "sweeps.systems",
             {"system": name, "directory": str(work), **options},
             work,
             timeout,
             ranks=options["gpus"],
             environment=apart.launched(options["gpus"]),
-            hear=lambda event: say(json.dumps(event)),
-            look=look,
+            on_event=lambda event: say(json.dumps(event)),
+            poll=poll,
         )
     taken = before - lowest
-    return {"system": name, "round": number, "error": error, "host_bytes": taken, "told": told}
+    return {"system": name, "round": number, "error": error, "host_bytes": taken, "events": events}
 
 
 def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
     """The figures of a run, medians over its settled steps; "steps" is 0 if it had none."""
-    steps = apart.of(one["told"], "step")
+    steps = apart.of(one["events"], "step")
     settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]
     figures = {"system": one["system"], "round": one["round"], "steps": len(settled)}
     if not settled:
@@ -452,7 +452,7 @@ def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
     floor = traffic.transfer(*moved, speeds).seconds if speeds and any(moved) else math.nan
     return {
         **figures,
-        "made": apart.of(one["told"], "made")[0]["seconds"],
+        "made": apart.of(one["events"], "made")[0]["seconds"],
         "seconds": taken["seconds"],
         "cpu": taken["cpu_seconds"],
         "read": moved[0] / 1e9,

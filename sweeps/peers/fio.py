@@ -24,7 +24,7 @@ _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 _PREFAULT = "glibc.malloc.perturb=165"
 _HUGE = "glibc.malloc.hugetlb=1"
 # Switch off work that other sides do not do: stamping buffers, timing every block.
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _PLAIN = (
     "--gtod_reduce=1",
     "--scramble_buffers=0",
@@ -104,7 +104,7 @@ def _watch(process: subprocess.Popen[Any]) -> int:
     most = 0
     while True:
         try:
-            process.wait(_LOOK_SECONDS)
+            process.wait(_POLL_SECONDS)
             return most
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):

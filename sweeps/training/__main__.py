@@ -105,8 +105,8 @@ def train(results: Results, variant: Variant, number: int, directory: Path, rank
         }
         environment = apart.launched(ranks)
         module, timeout = "sweeps.training.trainee", plan.timeout_seconds
-        told, error = apart.run(module, job, work, timeout, ranks=ranks, environment=environment)
-    return assemble(variant.name, number, error, told)
+        events, error = apart.run(module, job, work, timeout, ranks=ranks, environment=environment)
+    return assemble(variant.name, number, error, events)
 
 
 def _note(results: Results, run: Run) -> None:

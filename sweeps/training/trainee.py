@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import meter
-from ..apart import teller
+from ..apart import event_sender
 from .runs import Phase
 
 _SUMMED = ("cpu_seconds", "read_bytes", "written_bytes", "peak_bytes")
@@ -52,7 +52,7 @@ class _Reporter:
     """Reports events of the first rank, and measures phases."""
 
     def __init__(self, directory: Path) -> None:
-        self.tell = teller()
+        self.send = event_sender()
         self._meter = meter.Meter(directory)
 
     @contextlib.contextmanager
@@ -64,7 +64,7 @@ class _Reporter:
         every = gathered({key: took[key] for key in _SUMMED})
         took |= {key: sum(one[key] for one in every) for key in _SUMMED}
         fields = {key: value for key, value in took.items() if key in Phase._fields}
-        self.tell("phase", name=name, step=step, **fields)
+        self.send("phase", name=name, step=step, **fields)
 
 
 def gathered(own: Any) -> list[Any]:
@@ -107,10 +107,10 @@ def _train(job: dict[str, Any], reporter: _Reporter) -> None:
         with reporter.phase("optimizer", step):
             trainer.step()
             synchronize()
-        reporter.tell("step", number=step, loss=loss.item().hex(), ended=time.monotonic())
+        reporter.send("step", number=step, loss=loss.item().hex(), ended=time.monotonic())
         del loss  # otherwise the graph of a step outlives it, and so do gathered parameters
     cuda = torch.cuda.is_available()
-    reporter.tell(
+    reporter.send(
         "done",
         versions=[
             *trainer.versions,
@@ -123,7 +123,7 @@ def _train(job: dict[str, Any], reporter: _Reporter) -> None:
         threads=torch.get_num_threads(),
     )
     digest = _digest(trainer.weights())
-    reporter.tell("weights", digest=_digest_of_ranks(digest) if plain else digest)
+    reporter.send("weights", digest=_digest_of_ranks(digest) if plain else digest)
 
 
 def _input(job: dict[str, Any], device: Any) -> Any:

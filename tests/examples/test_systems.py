@@ -59,20 +59,20 @@ def test_every_system_trains_the_same_model(tmp_path, gpus, profile, request):
     )
     assert ran.returncode == 0, ran.stderr
     assert not any(drive.iterdir())
-    told = {
+    runs = {
         one["system"]: one
         for one in json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["systems"]
     }
     losses = {
-        name: [event["loss"] for event in told[name]["told"] if event["event"] == "step"]
+        name: [event["loss"] for event in runs[name]["events"] if event["event"] == "step"]
         for name in trained
     }
-    assert [told[name]["error"] for name in trained] == [None] * len(trained)
+    assert [runs[name]["error"] for name in trained] == [None] * len(trained)
     assert all(len(found) == 3 for found in losses.values())
     for name in trained[gpus - 1 :]:  # with several FSDP2 makes the weights of the first, in parts
         assert losses[name] == pytest.approx(losses["cpu-offload-policy"], abs=1e-3)
     assert losses["zero3-overlap"] == losses["zero3"]
-    assert told["megatrain"]["error"]
+    assert runs["megatrain"]["error"]
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert text == ran.stdout.removesuffix("\n")
     rows = [line for line in text.splitlines() if line.startswith("| ")]

@@ -110,8 +110,8 @@ def test_the_plan_that_is_shipped_is_sound() -> None:
     assert [side.name for side in plan.narrowed(["fio"], ["read"]).sides_of(plan.task("read"))] == [
         "fio"
     ]
-    with pytest.raises(UsageError, match="'nobody' is none of"):
-        plan.narrowed(["nobody"], None)
+    with pytest.raises(UsageError, match="'other' is none of"):
+        plan.narrowed(["other"], None)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,16 @@ def test_the_report_has_ratios_and_skipped_sides() -> None:
 def test_a_wrong_byte_is_found_wherever_it_is() -> None:
     buffer = np.zeros(MIB, np.uint8)
     fill(buffer, 7)
-    require_filled(buffer, 7, "nobody")
+    require_filled(buffer, 7, "other")
     with pytest.raises(CorruptionError, match="did not move this byte"):
-        require_filled(buffer, 8, "somebody")
+        require_filled(buffer, 8, "a side")
     buffer[MIB - 1] ^= 1
     with pytest.raises(CorruptionError, match="did not move this byte"):
-        require_filled(buffer, 7, "somebody")
+        require_filled(buffer, 7, "a side")
     fill(buffer, 7)
     buffer.view(np.uint64)[512 * 3] += 256  # the page of another place
     with pytest.raises(CorruptionError, match="did not read this page"):
-        require_filled(buffer, 7, "somebody")
+        require_filled(buffer, 7, "a side")
 
 
 def test_a_part_of_a_file_is_filled_as_the_whole_is() -> None:
@@ -202,13 +202,13 @@ def test_a_wrong_state_is_found() -> None:
     import torch
 
     built = state.build(MIB)
-    state.require_same(built, MIB, "nobody")
+    state.require_same(built, MIB, "other")
     name = "layers.3.up.exp_avg"
     built[name].view(torch.uint8)[-1] ^= 1
     with pytest.raises(CorruptionError, match=name):
-        state.require_same(built, MIB, "somebody")
+        state.require_same(built, MIB, "a side")
     with pytest.raises(CorruptionError, match="other tensors"):
-        state.require_same({}, MIB, "somebody")
+        state.require_same({}, MIB, "a side")
 
 
 def test_a_file_leaves_the_page_cache(tmp_path: Path) -> None:

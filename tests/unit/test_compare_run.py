@@ -79,7 +79,7 @@ def test_a_wrong_option_is_an_error_of_one_line(tmp_path: Path) -> None:
     for arguments, said in (
         (("--size", "many"), "'many' is not a size"),
         (("--size", "1KiB"), "at least 8 MiB"),
-        (("--only", "nobody"), "'nobody' is none of ours-libaio"),
+        (("--only", "other"), "'other' is none of ours-libaio"),
         (("--size", "900TiB", "--only", "fio"), "a comparison with --size 900 TiB needs"),
     ):
         ran = compare(str(tmp_path), *arguments)
@@ -110,8 +110,8 @@ def test_a_side_that_ends_or_hangs_is_reported_and_gets_a_new_process(tmp_path: 
         os.kill(team._processes["one"].pid, signal.SIGKILL)
         with pytest.raises(SideFailed, match="its process ended with SIGKILL"):
             team.ask("one", PREPARE)
-        with pytest.raises(SideFailed, match="'nobody' is no side"):
-            team.ask("one", {**PREPARE, "transfer": "nobody"})
+        with pytest.raises(SideFailed, match="'other' is no side"):
+            team.ask("one", {**PREPARE, "transfer": "other"})
         # Answers that come together are both there to be read.
         for _ in range(3):
             team.start("one", PREPARE)

@@ -84,7 +84,7 @@ def test_every_side_moves_every_byte_and_a_worker_looks_at_each(
     assert answer["nbytes"] == (8 if direction == "mixed" else 4) * MIB
     assert answer["seconds"] > 0
     read = np.fromfile(place / "read", np.uint8)
-    require_filled(read, READ_SEED, "somebody wrote to the file that is only read, which")
+    require_filled(read, READ_SEED, "another side wrote to the file to read, which")
     if direction == "write" and side not in ("fio", "tensornvme"):
         require_filled(np.fromfile(place / "write", np.uint8)[: 4 * MIB], 5, side)
 

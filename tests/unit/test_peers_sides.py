@@ -73,10 +73,10 @@ def test_fio_has_as_many_threads_and_blocks_in_flight(
 def test_a_page_that_was_not_read_is_noticed() -> None:
     buffer = np.zeros(MIB, np.uint8)
     fill(buffer, 0)
-    require_read(buffer, "nobody")
+    require_read(buffer, "other")
     buffer.view(np.uint64)[512 * 7] = 7
     with pytest.raises(CorruptionError, match="28 KiB"):
-        require_read(buffer, "somebody")
+        require_read(buffer, "a side")
     spoil(buffer)
     with pytest.raises(CorruptionError, match="0 bytes"):
-        require_read(buffer, "somebody")
+        require_read(buffer, "a side")

@@ -104,7 +104,7 @@ class PackedAdamW:
         self.steps += 1
 
 
-# What lies where
+# Layout
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_working_weights_are_the_masters_rounded(name):
 
 
 def rounded_to_24(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """By the extension, whose bits are those of torch's operations."""
+    """By the extension, which gives the bits of torch's operations."""
     ours, reference = values.clone(), values.clone()
     round_to_24(ours, seed=(seed,))
     by_torch.round_to_24(reference, seed=(seed,))
@@ -187,7 +187,7 @@ def test_masters_of_24_bits_come_back_as_they_were_rounded(numel):
     again = torch.empty_like(buffer)
     format.pack(layout, again, working, back.clone(), format.unpack(layout, buffer, working)[1], 9)
     kept, _ = format.unpack(layout, again, working)
-    assert torch.equal(kept, back)  # what was rounded once is not rounded again
+    assert torch.equal(kept, back)  # a rounded value is not rounded again
 
 
 def test_rounding_to_24_bits_moves_by_less_than_a_step_and_is_unbiased():
@@ -520,7 +520,7 @@ def test_codes_do_not_depend_on_how_the_processor_treats_denormals(signed):
     assert torch.equal(found, expected)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("name", ["split", "compact", "compact24"])

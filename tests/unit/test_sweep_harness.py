@@ -1,4 +1,4 @@
-"""What all benchmarks share: the order of rounds, their end, and sides in processes of their own."""
+"""The common harness of the benchmarks: the order of rounds, their end, and sides in separate processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import pytest
 
 from sweeps import apart, report, turns
 
-TELLS = (
-    "from sweeps.apart import teller; tell = teller(); print('to the log'); tell('step', number=1)"
-)
+SENDS = "from sweeps.apart import event_sender; send = event_sender(); print('to the log'); send('step', number=1)"
 
 
 @pytest.fixture
 def side(tmp_path: Path):
-    """Runs a module that has this text; what it told, and why it failed."""
+    """Runs a module with this text; returns its events, and why it failed."""
 
     def run(text: str, timeout_seconds: float = 300, ranks: int = 1):
         (tmp_path / "its_side.py").write_text(text)
@@ -56,28 +54,28 @@ def test_an_interrupt_is_noted_and_an_error_is_not_held_back():
         raise OSError("full")
 
 
-def test_a_side_tells_its_events(side):
-    assert side(TELLS) == ([{"event": "step", "number": 1}], None)
+def test_a_side_sends_its_events(side):
+    assert side(SENDS) == ([{"event": "step", "number": 1}], None)
 
 
-def test_what_a_side_told_before_it_failed_is_kept_with_the_reason(side):
-    told, error = side(f"{TELLS}; raise ValueError('no room')")
-    assert told == [{"event": "step", "number": 1}]
+def test_events_before_a_failure_are_kept_with_the_reason(side):
+    events, error = side(f"{SENDS}; raise ValueError('no room')")
+    assert events == [{"event": "step", "number": 1}]
     assert error == "ValueError: no room (exit status 1)"
     _, error = side("import os; os.kill(os.getpid(), 9)")
     assert error == "killed by SIGKILL, as the kernel does when memory runs out"
 
 
 def test_a_side_that_hangs_is_ended(side):
-    told, error = side("import signal; signal.pause()", timeout_seconds=0.5)
-    assert (told, error) == ([], "not done after 0.5 s")
+    events, error = side("import signal; signal.pause()", timeout_seconds=0.5)
+    assert (events, error) == ([], "not done after 0.5 s")
 
 
 def test_a_rank_that_fails_ends_the_others(side):
     _, error = side(
         "import sys, signal; sys.exit(3) if sys.argv[2] == '1' else signal.pause()", 300, 2
     )
-    assert error == "it said nothing (exit status 3)"
+    assert error == "it printed nothing (exit status 3)"
 
 
 def test_ratios_are_of_rounds_that_have_both():

@@ -7,7 +7,7 @@ from sweeps.systems import SYSTEMS, Results, render
 
 def run(system, number, seconds, moved=(0, 0), error=None):
     """The events of a run of three steps, of which one counts."""
-    told = [{"event": "made", "seconds": 7.0}]
+    events = [{"event": "made", "seconds": 7.0}]
     for step in range(3):
         taken = {
             "seconds": seconds if step == 2 else 50.0,
@@ -15,11 +15,11 @@ def run(system, number, seconds, moved=(0, 0), error=None):
             "disk_read_bytes": moved[0],
             "disk_written_bytes": moved[1],
         }
-        told.append(
+        events.append(
             {"event": "step", "number": step, "loss": 9.0 - step, "gpu_bytes": 4e9, "taken": taken}
         )
-    told = told[: 2 if error else None]
-    return {"system": system, "round": number, "error": error, "host_bytes": 3e9, "told": told}
+    events = events[: 2 if error else None]
+    return {"system": system, "round": number, "error": error, "host_bytes": 3e9, "events": events}
 
 
 def cells(found, speeds):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nvme_offload.errors import UsageError
-from sweeps.apart import last_words
+from sweeps.apart import last_error
 from sweeps.floor import Speeds, floor_seconds
 from sweeps.meter import parse_io
 from sweeps.report import spread
@@ -195,7 +195,9 @@ def test_a_run_that_failed_has_no_figures_that_it_did_not_come_to() -> None:
 def test_the_floor_is_the_slowest_way() -> None:
     drive = Speeds(2.0, 4.0, 3.0)
     assert floor_seconds(12, 0, drive) == 6
-    assert floor_seconds(0, 12, drive) == 4  # not 3: both at once is faster than either may be
+    assert (
+        floor_seconds(0, 12, drive) == 4
+    )  # not 3: reading and writing together is faster than either alone
     assert floor_seconds(12, 12, drive) == 8
 
 
@@ -258,8 +260,8 @@ def test_io_of_a_process() -> None:
             "AssertionError: no buffers",
         ),
         ("loading\nfree(): invalid pointer\n", "free(): invalid pointer"),
-        ("", "it said nothing"),
+        ("", "it printed nothing"),
     ],
 )
 def test_last_words(log: str, said: str) -> None:
-    assert last_words(log) == said
+    assert last_error(log) == said
