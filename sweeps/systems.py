@@ -489,7 +489,7 @@ def render(results: Results) -> str:
         "": lambda name: SYSTEMS[name].title,
         "steps that count": lambda name: str(by_name[name].steps.sum()),
         "s a step": known(lambda run: f"{run.seconds:.2f}"),
-        "over the first": ratio,
+        f"over {names[0] if names else 'the first'}": ratio,
         "tokens a second": known(lambda run: f"{tokens / run.seconds:,.0f}"),
         "CPU s a step, of a rank": known(lambda run: f"{run.cpu:.1f}"),
         "host memory, GB": known(lambda run: f"{run.host:.1f}"),
@@ -512,7 +512,7 @@ def render(results: Results) -> str:
         listed(results.facts),
         f"{billions:.2f} billion parameters. Each figure is the median over the rounds of the median over a run's steps past the first {_SETTLING}; "
         "each ratio is the median over the rounds of the ratio in one round. The floor is the least time that a drive of the profile's speeds takes "
-        "for the bytes that a step moves.",
+        "for the bytes that a step moves. Host memory and bytes of the drive are the whole machine's.",
         columns(names, cells),
         "\n".join(stopped),
         *results.notes,

@@ -47,7 +47,7 @@ def test_a_row_has_the_drives_floor_and_the_ratio_within_each_round():
     assert rows["zero-infinity"]["floor / time"] == "0.40"
     assert rows["zero-infinity"]["s a step"] == "8.00"
     assert rows["zero3"]["floor / time"] == ""
-    assert rows["zero3"]["over the first"] == "0.38 [0.25 to 0.50]"
+    assert rows["zero3"]["over zero-infinity"] == "0.38 [0.25 to 0.50]"
     assert rows["zero3"]["tokens a second"] == "800"
     assert cells(found, {})[0]["zero-infinity"]["floor / time"] == ""
 
@@ -55,7 +55,12 @@ def test_a_row_has_the_drives_floor_and_the_ratio_within_each_round():
 def test_a_system_that_ended_before_a_step_that_counts_has_a_reason_and_no_figures():
     rows, text = cells([run("zero3", 0, 2.0, error="out | of memory"), run("exact", 0, 2.0)], {})
     assert rows["zero3"]["steps that count"] == "0"
-    assert rows["exact"]["over the first"] == ""
+    assert rows["exact"]["over zero3"] == ""
     assert rows["exact"]["s a step"] == "2.00"
     assert "updates" not in text
     assert '- ZeRO-3 with nvme_offload, "compact": out \\| of memory' in text
+
+
+def test_an_interrupt_before_the_first_run_leaves_an_empty_table():
+    text = render(Results({}, {"model": "7b", "gpus": 1, "batch": 4, "sequence": 8}, 7, {}, [], []))
+    assert text.startswith("# 7b by each system\n")
