@@ -120,7 +120,7 @@ class Search:
             for plan in _FINAL_PLANS
             if plan[1] <= most and (2 * plan[0] * (plan[1] + 1) + 2) * each <= left
         ]
-        rounds, count = fitting[0] if fitting else (LEAST_FINAL_ROUNDS, most)
+        rounds, count = fitting[0] if fitting else (LEAST_FINAL_ROUNDS, 2)
         finalists = self._survivors(count)
         if not finalists:
             return
