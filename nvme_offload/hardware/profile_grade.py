@@ -101,7 +101,7 @@ def inconsistencies(profile: Profile) -> list[str]:
             ),
             default=0.0,
         )
-        # each direction has its own lanes
+        # the directions have separate lanes
         carried = link * (2 if phase == "mixed" else 1)
         if reached > LINK_EXCESS * carried:
             found.append(
@@ -134,7 +134,7 @@ def speed_spread(speeds: Sequence[float]) -> float:
     if min(speeds) <= 0:
         return math.inf
     logs = [math.log(speed) for speed in speeds]
-    # 1.253: the standard error of a median over that of a mean
+    # 1.253: the standard error of a median over the standard error of a mean
     error = 1.253 * statistics.stdev(logs) / math.sqrt(len(logs))
     return math.expm1(quantile(len(logs) - 1) * error)
 

@@ -188,7 +188,7 @@ def documents(draw: st.DrawFn) -> Pieces:
 
 
 def text_of(pieces: Pieces, values: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The text of *pieces*; *values* are written in place of those in the aio section."""
+    """The text of *pieces*, with *values* in the aio section."""
     return "".join(
         piece if isinstance(piece, str) else values.get(piece.key, piece.text) for piece in pieces
     )

@@ -19,7 +19,7 @@ FRAME = """<!doctype html>
 <script>addEventListener("message", event => { document.documentElement.dataset.probe = event.data; });</script>
 <iframe src="report.html" style="width: %dpx; height: 2000px; border: 0"></iframe>"""
 
-# Stands before the policy of the page, which would not let it run.
+# Comes before the page's policy, which would block it.
 PROBE = """<script>
 const problems = [];
 addEventListener("error", event => problems.push("error: " + event.message));

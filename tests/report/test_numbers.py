@@ -94,7 +94,7 @@ def test_the_share_of_the_limit(made_up):
         "95\N{EN DASH}101 %",
         f"{100 * read / link:.0f} %",
     ]
-    # Under the mixed load each direction has half of the bytes, here, and lanes of its own.
+    # Under the mixed load each direction has half of the bytes here, and separate lanes.
     assert rows[2][-1] == f"{50 * made_up.best(made_up.chosen, 'mixed').gb_per_s / link:.0f} %"
     assert [row[0] for row in rows] == ["read", "write", "mixed"]
 
@@ -107,7 +107,7 @@ def test_tables_are_rectangles(made_up):
 
 
 def test_a_setting_has_one_ratio_and_one_speed_wherever_it_is_shown(made_up):
-    """The median of a setting's trials is not what it was judged by; a report shows the latter."""
+    """A report shows the estimate of the finals, not the median of a setting's trials."""
     profile = made_up.shapes["everything"]()
     for phase, name in (("read", "Read"), ("write", "Write"), ("mixed", "Mixed")):
         judged = {one.setting: one for one in (profile.best[phase], profile.performance[phase])}
@@ -131,7 +131,7 @@ def test_a_setting_has_one_ratio_and_one_speed_wherever_it_is_shown(made_up):
             )
     mixed = profile.performance["mixed"]
     assert plain(tables.limits(profile).rows[2])[1] == f"{mixed.gb_per_s:#.3g}"
-    # what is shown of fio is the speed that is shown of the setting, times their ratio
+    # fio's speed on the page is the setting's speed on the page, times their ratio
     fio = summary.beside(profile, "fio")["mixed"]
     assert plain(tables.limits(profile).rows[2])[2] == f"{mixed.gb_per_s * fio.relative:#.3g}"
 

@@ -31,7 +31,7 @@ def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def disk(
     tmp_path_factory: pytest.TempPathFactory, filesystems: Callable[[str], Path]
 ) -> Iterator[Path]:
-    """An empty directory with direct I/O: on a filesystem of its own where one can be mounted, so
+    """An empty directory with direct I/O: on a separate filesystem if one can be mounted, so
     that no other sweep holds its lock.
     """
     try:

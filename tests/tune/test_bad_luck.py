@@ -76,8 +76,8 @@ def test_a_closed_standard_output_is_no_failure(disk: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: Path) -> None:
-    """A name that a report would get leads elsewhere: the report takes another name, and what the
-    link leads to stays.
+    """The name of the new report is a symlink: the report takes another name, and the target of the
+    link stays.
     """
     first = run(disk, "--report-dir", tmp_path, *SHORT)
     assert first.returncode == 0, first.stderr

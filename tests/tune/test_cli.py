@@ -1,4 +1,4 @@
-"""The command as a user runs it, in a process of its own."""
+"""The command as a user runs it, in a separate process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SWEEP = [sys.executable, "-m", "nvme_offload.tune.cli"]
 
 
 def _undisturbed() -> None:
-    """A shell's background jobs ignore Ctrl-C, and so would what they start."""
+    """A shell's background jobs ignore Ctrl-C, and their child processes inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -79,8 +79,8 @@ def wait_for(process: subprocess.Popen[str], topic: str) -> None:
 def swept(
     disk: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, subprocess.CompletedProcess[str]]:
-    """A short sweep with two configs: where its reports went, where the configs are, and what it
-    said.
+    """A short sweep with two configs: the directories of its reports and of the configs, and its
+    output.
     """
     place = tmp_path_factory.mktemp("swept")
     (place / "ds.json").write_text(PLAIN_CONFIG)

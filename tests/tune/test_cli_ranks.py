@@ -63,7 +63,7 @@ def arguments(disk: Path, reports: Path, seconds: int = 60) -> list[str]:
 def sweeping(
     disk: Path, reports: Path, topic: str
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A sweep in a process group of its own, once its progress is at *topic*; and its ranks."""
+    """A sweep in a separate process group, once its progress is at *topic*; and its ranks."""
     command = [*SWEEP, *arguments(disk, reports)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_in_front
@@ -79,7 +79,7 @@ def sweeping(
 
 
 def _in_front() -> None:
-    """As a terminal's job: a group of its own, and Ctrl-C ends it, which a shell's background jobs
+    """As a terminal's job: a separate group, and Ctrl-C ends it, which a shell's background jobs
     ignore.
     """
     os.setpgid(0, 0)

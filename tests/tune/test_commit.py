@@ -61,10 +61,10 @@ def test_a_report_is_whole_or_not_there(
         assert seen[-1] in ({}, whole)
         assert whole == seen[-1] or not (image / report.name).exists()
     assert len(seen) > 2 * len(whole)
-    assert whole in seen  # the last syncs are of what is shown
+    assert whole in seen  # the last syncs are of the complete report
 
 
-# Each write in a process of its own, which a SIGTERM comes to before the call with its number,
+# Each write in a separate process, which a SIGTERM comes to before the call with its number,
 # until there is no such call.
 STOPPED = f"""
 import ctypes, json, os, shutil, signal, sys, threading
@@ -111,7 +111,7 @@ for number in range(0, 10_000, step):
     config.write_text(json.dumps({{"aio": {{"block_size": 1 << 20}}}}))
     child = os.fork()
     if child == 0:
-        if listener == "thread":  # the kernel has the signal come to one that does not block it
+        if listener == "thread":  # the kernel delivers the signal to a thread that does not block it
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             ready = threading.Event()
             threading.Thread(target=listen, args=(ready,), daemon=True).start()

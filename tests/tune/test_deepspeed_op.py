@@ -1,5 +1,5 @@
-"""DeepSpeed's op under a trial: batches, errors, and what is verified. Where the op is built, the
-op itself; a handle that does as told otherwise.
+"""DeepSpeed's op in a trial: batches, errors and verification. With the op itself where it is built,
+otherwise with a scripted handle.
 """
 
 from __future__ import annotations

@@ -50,12 +50,12 @@ def test_warnings_are_of_heat_and_wear(
 
 
 def log_page() -> bytes:
-    """A SMART log as the specification lays it out, with a value of its own in every field here."""
+    """A SMART log as the specification lays it out, with a different value in every field here."""
     page = bytearray(nvme_log.LOG_BYTES)
     page[0] = 0b1001
     page[1:3] = (273 + 45).to_bytes(2, "little")
     page[5] = 4
-    page[32:48] = (7).to_bytes(16, "little")  # units read, which is not what is written
+    page[32:48] = (7).to_bytes(16, "little")  # units read; written units are elsewhere
     page[48:64] = (60_000_000).to_bytes(16, "little")
     for place, value in ((192, 2), (196, 3), (216, 900), (220, 901), (224, 11), (228, 4)):
         page[place : place + 4] = value.to_bytes(4, "little")

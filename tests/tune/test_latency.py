@@ -1,5 +1,5 @@
-"""The time that blocks take: as many are timed as were moved, and they add up to what the queues
-held.
+"""The latencies of blocks: every moved block is timed, and the sum of the times matches the depth of
+the queues.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def rig(disk: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_no_more_blocks_are_under_way_than_there_may_be(rig: Rig, phase: str) -> None:
-    """The times of what used one buffer after another do not overlap, so together they are at most
-    the time that passed, for each of sixteen.
+    """The times of blocks in the same buffer do not overlap, so for each of sixteen buffers they sum to
+    the elapsed time at most.
     """
     began = time.monotonic()
     taken = rig.block_seconds(SETTING, phase, 0.2)

@@ -147,7 +147,7 @@ def test_what_each_rank_has_fits_what_it_moves(count: int) -> None:
     assert DEEPSPEED_DEFAULTS in settings
     deepest = count * max(setting.bytes_in_flight for setting in settings)
     assert (64 << 20) < deepest <= 128 << 20
-    # A ring each way, what it is compared with, what it is read back into; 24 MiB for the
+    # A ring for each direction, the pattern, the buffer for reading back; 24 MiB for the
     # interpreter and its libraries (20 measured).
     assert 2 * deepest + count * (4 * request_bytes(count) + (24 << 20)) < 10**9
 

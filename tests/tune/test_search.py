@@ -254,8 +254,9 @@ def test_steady_is_said_of_a_steady_drive_only() -> None:
 
 
 def test_every_speed_is_at_the_level_that_its_ratio_is_of() -> None:
-    """What was chosen and what was best come from the same finals: the quotient of two speeds is
-    that of their ratios, the best is never slower than what was chosen, and both were candidates.
+    """The chosen setting and the best come from the same finals: the quotient of two speeds equals
+    the quotient of their ratios, the best is never slower than the chosen one, and both were
+    candidates.
     """
     for seed in range(20):
         simulated = SimulatedDrive(seed, half_bytes=16 << 20, jumps=0.3, drift=2.0)
@@ -266,7 +267,7 @@ def test_every_speed_is_at_the_level_that_its_ratio_is_of() -> None:
             assert best.gb_per_s >= chosen.gb_per_s
             assert chosen in verdict.finals[phase]
             assert best == max(verdict.finals[phase], key=lambda one: one.relative)
-            # nothing that ran under one load alone
+            # no setting that ran under one load only
             others = {other.setting for other in verdict.finals["mixed"]}
             assert {one.setting for one in verdict.finals[phase]} == others
 

@@ -1,5 +1,5 @@
-"""Several paths: each is swept, all are used at once, and the weights are shares of what they then
-give.
+"""Several paths: each is swept, then all are used concurrently, and the weights are shares of their
+speeds then.
 """
 
 from __future__ import annotations

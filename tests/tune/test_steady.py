@@ -13,12 +13,12 @@ SPEEDS = st.floats(1e6, 1e11)
     ("speeds", "expected"),
     [
         ([100, 100, 100, 100, 100], True),
-        ([100, 100, 100, 100], False),  # too few to tell
+        ([100, 100, 100, 100], False),  # too few
         ([], False),
         ([1, 5000, 95, 105, 98, 101, 100], True),  # only the last five count
         ([92, 105, 100, 108, 95], True),
         ([89, 105, 100, 111, 95], False),  # a range of 22 %
-        ([94, 97, 100, 103, 106], False),  # a range of 12 %, all of it slope
+        ([94, 97, 100, 103, 106], False),  # a range of 12 %, entirely slope
         ([106, 103, 100, 97, 94], False),
         ([96, 98, 100, 102, 104], True),  # a slope of 8 %
     ],

@@ -1,6 +1,4 @@
-"""`nvme-sweep show`, `compare` and `check`: on profiles that are kept, in reports, and beside a
-drive that is measured.
-"""
+"""`nvme-sweep show`, `compare` and `check`: on kept profiles, on reports, and on a drive."""
 
 from __future__ import annotations
 
@@ -281,7 +279,7 @@ def test_a_drive_that_is_too_unsteady_is_not_said_to_hold() -> None:
     ("scatter", "least", "most"), [(0.0, 12, 15), (0.2, 14, 61), (3.0, 55, 61)]
 )
 def test_an_unsteady_drive_is_measured_for_longer(scatter: float, least: int, most: int) -> None:
-    """15 s are asked for; more are taken until it can be told, and at most four times as many."""
+    """15 s are asked for; more are taken until there is a result, and at most four times as many."""
     chance = random.Random(8)
     now = [0.0]
 
@@ -319,7 +317,7 @@ def test_check_measures_and_its_status_is_for_scripts(
     assert "in the config, and chosen by the sweep" in held.stdout or chosen == DEEPSPEED_DEFAULTS
     lost = run("check", disk, "--config", tmp_path / "accelerate.yaml", "--seconds", "1")
     assert "4 KiB x 1: in the config" in lost.stdout
-    # what else uses the disk of a test decides how much can be told, but never that they hold
+    # other users of the disk may make the result unclear, but never positive
     assert (lost.returncode, lost.stdout.splitlines()[-1].split(":")[0]) in (
         (3, "The settings no longer hold"),
         (0, "The drive is too unsteady for a result"),

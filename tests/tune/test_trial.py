@@ -158,8 +158,8 @@ class HeldWrite:
 def test_writes_that_end_out_of_order_are_no_corruption(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file with room for no more than is under way: its first request is still being written when
-    the second one's buffer is free for the next.
+    """A file with room for the pending requests only: its first request is still being written when the
+    buffer of the second is free for the next.
     """
     monkeypatch.setattr(trial, "READ_BACK_SHARE", 1)
     held: list[HeldWrite] = []

@@ -1,4 +1,4 @@
-"""The command `nvme-offload`: what its checks find, what it prints, and how it ends."""
+"""The command `nvme-offload`: its checks, its output and its exit status."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
 
 def test_a_serial_number_is_known_again_wherever_it_is_mounted(machine: Machine) -> None:
     """By its number, its layers and its filesystem, and by neither its name nor its path; the
-    number itself is not told.
+    number itself is not shown.
     """
     first, second = machine.nvme(0), machine.nvme(1)
     for index, disk in enumerate((first, second)):

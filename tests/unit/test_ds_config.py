@@ -1,4 +1,4 @@
-"""Edits of a DeepSpeed config: what changes, what must not, and what is refused."""
+"""Edits of a DeepSpeed config: changes, text that must stay, and refusals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ TUNED_BY_HAND = """\
 """
 
 
-# What is added, and in which style
+# Additions and their style
 
 
 def test_a_missing_section_is_added_in_the_indentation_of_the_file() -> None:
@@ -282,7 +282,7 @@ def test_other_values_read_the_same_after_an_edit() -> None:
     assert before["notes"] == '"aio": { not this one }'
 
 
-# What is refused
+# Refusals
 
 REFUSED = [
     pytest.param(
@@ -662,7 +662,7 @@ def test_a_section_that_is_no_object_does_not_read(tmp_path: Path) -> None:
         read_aio(path)
 
 
-# The ready config, and DeepSpeed's own word on all of this
+# The complete config, and DeepSpeed's own parser
 
 
 def test_the_ready_config_puts_everything_on_the_drive() -> None:

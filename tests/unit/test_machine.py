@@ -1,4 +1,4 @@
-"""Memory that processes can still take, by what files of the kernel tell."""
+"""Memory that processes can still allocate, from files of the kernel."""
 
 from __future__ import annotations
 

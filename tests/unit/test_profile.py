@@ -82,7 +82,7 @@ PROFILE = Profile(
         phase: dataclasses.replace(BEST, relative=float(place))
         for place, phase in enumerate(PHASES)
     },
-    reasons=("the cheapest that the data cannot tell from the best",),
+    reasons=("as fast as the best",),
     steady=True,
     warnings=("the drive slowed down", "twice"),
     latencies=(Latency("read", SETTING, 100, 1.0, 2.0, 3.0, 4.5, 4.25),),
@@ -291,7 +291,7 @@ def test_a_missing_file_is_the_callers_to_see(tmp_path: Path) -> None:
 
 
 def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The way to every value in *data*, but for what may be anything."""
+    """The keys that lead to every value in *data* of a declared type."""
     items: Any = (
         data.items()
         if isinstance(data, dict)
@@ -309,7 +309,7 @@ def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 
 
 def test_no_value_of_another_type_is_read() -> None:
-    """Every field, by turns something that it cannot be: refused, in one line that names
+    """Every field with a value of each wrong type: refused, in one line that names
     the file.
     """
     text = PROFILE.to_json()

@@ -1,4 +1,4 @@
-"""How much evidence a profile needs, and what is said of one that has less."""
+"""How much evidence a profile needs, and the messages if it has less."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_no_speed_can_be_more_than_the_link_carries() -> None:
     for link, said in ((3.0, []), (2.0, ["read: 3 GB/s is more than the link carries, 2 GB/s"])):
         drive = {**profile().drive, "link_bytes_per_second": int(link * 1e9)}
         assert inconsistencies(profile(drive=drive)) == said
-    # each direction has lanes of its own
+    # each direction has separate lanes
     narrow = {**profile().drive, "link_bytes_per_second": 10**9}
     assert inconsistencies(profile(drive=narrow))[-1].startswith(
         "mixed: 2.5 GB/s is more than the link carries, 2 GB/s"
@@ -195,7 +195,7 @@ def test_for_path_says_when_the_evidence_is_little(
         assert AioConfig.for_path(tmp_path) == AioConfig.of(CHOSEN)
         assert caplog.messages == []
         profile_shelf.keep(profile(tmp_path, trials=evidence(rounds=3)))
-        for _ in range(2):  # it is told once
+        for _ in range(2):  # it is logged once
             assert AioConfig.for_path(tmp_path) == AioConfig.of(CHOSEN)
     (said,) = caplog.messages
     assert said == (
@@ -220,7 +220,7 @@ def test_what_has_more_evidence_is_found_before_it_is_replaced(tmp_path: Path, s
     # another engine's is another profile
     by_deepspeed = dataclasses.replace(poor, engine={"name": "deepspeed"})
     assert profile_shelf.better(by_deepspeed) is None
-    # and what cannot be read keeps nothing out
+    # an unreadable profile does not block a new one
     (kept,) = (shelf / "profiles").iterdir()
     kept.write_text("{")
     assert profile_shelf.better(poor) is None

@@ -201,7 +201,7 @@ def test_a_path_that_was_swept_on_another_drive_is_told_of_once(
             "for this one, which has no tuned settings"
         ]
     assert tell(tmp_path / "elsewhere") == []
-    profile_shelf.keep(profile_of(swept))  # the one that is there
+    profile_shelf.keep(profile_of(swept))  # the existing profile
     (swept / "job2").mkdir()
     assert tell(swept / "job2") == []
 
