@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import UsageError
-from .swap.tier import Tier, engine_config, memory_size
+from .swap.tier import Tier, automatic_bytes, engine_config, memory_size
+from .units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from .activations import save_on_nvme
     from .hardware.config import AioConfig
     from .io.engine import StrPath
-    from .parameters.streamer import Streamer
+    from .optim import NVMeOptimizer
+
+# A part of a training takes this share of the host memory that is left, if it needs so much.
+_SHARE = 3 / 4
 
 
 class Offload:
-    """Drives, and a budget of host memory, for parameters that stream.
+    """Drives, and a budget of host memory, for parameters, optimizer states and activations.
+
+    Each part gets a share of the budget when it is made, so make them in the order of the bytes
+    that they move: parameters, then the optimizer, then activations.
 
     Parameters
     ----------
@@ -35,13 +44,11 @@ class Offload:
     ------
     UsageError
         An argument is wrong.
-    IOFailure, UnsupportedError
-        A path cannot be used.
 
     Notes
     -----
-    Lifetime: memory and drive space are freed by `close`, or when this object and the models whose
-    parameters stream are gone.
+    Lifetime: memory and drive space are freed by `close`. The share of a part is freed also when the
+    model, the optimizer or the context is gone.
     """
 
     def __init__(
@@ -54,13 +61,11 @@ class Offload:
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not given:
             raise UsageError("Offload needs at least one path")
-        names = [os.fspath(path) for path in given]
-        self._tier = Tier(
-            names,
-            engine_config(names[0]) if aio is None else aio,
-            host_memory=_size(host_memory, "host_memory"),
-        )
-        self._streamers: weakref.WeakSet[Streamer] = weakref.WeakSet()
+        self._paths = [os.fspath(path) for path in given]
+        memory = _size(host_memory, "host_memory")
+        self._left_bytes = automatic_bytes() if memory == "auto" else memory
+        self._aio = engine_config(self._paths[0]) if aio is None else aio
+        self._parts = contextlib.ExitStack()
 
     def parameters(
         self,
@@ -68,6 +73,7 @@ class Offload:
         device: torch.device | str,
         *,
         gpu_memory: int | str | Literal["auto"] = "auto",
+        host_memory: int | str | Literal["auto"] = "auto",
     ) -> None:
         """Stream the parameters of *model* to *device* as they are used.
 
@@ -84,6 +90,9 @@ class Offload:
             The most memory of *device* for parameters: bytes, or a size such as "8GB". The more it
             is, the fewer parameters are copied. "auto" starts with a few hundred megabytes, and takes
             more if forward and backward passes leave it free.
+        host_memory
+            The part of the budget for these parameters. "auto" takes as much as they need, but at
+            most three quarters of the rest if any can be trained.
 
         Raises
         ------
@@ -93,24 +102,148 @@ class Offload:
             A parameter is of a kind that cannot stream; the message says which.
         NoSpaceError
             The drives have no room for the parameters that do not fit in host memory.
+        IOFailure
+            A path cannot be used.
         """
-        from .parameters.setup import stream
+        from .parameters.setup import stream, streamed_bytes
 
         target = _indexed(device)
         limit = _size(gpu_memory, "gpu_memory")
-        self._streamers.add(stream(model, self._tier, target, None if limit == "auto" else limit))
+        needed, trains = streamed_bytes(model)
+        cap = self._share(host_memory, needed, everything=not trains)
+        tier = Tier(self._paths, self._aio, host_memory=cap)
+        try:
+            stream(model, tier, target, None if limit == "auto" else limit)
+        except BaseException:
+            tier.close()
+            raise
+        self._take(cap, tier.close)
+
+    def optimizer(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer] | None = None,
+        *,
+        host_memory: int | str | Literal["auto"] = "auto",
+        **settings: Any,
+    ) -> NVMeOptimizer:
+        """Make an `NVMeOptimizer` on the same drives, for parameters that stream or do not.
+
+        With ``step_in_backward=True`` a parameter is updated while it is on the device for
+        backward. Streamed parameters do not take ``overlap_step=True``.
+
+        Parameters
+        ----------
+        params
+            Parameters, or groups of them.
+        optimizer_class
+            By default `torch.optim.AdamW`.
+        host_memory
+            The part of the budget for states. "auto" takes three quarters of the rest.
+        **settings
+            Further arguments of `NVMeOptimizer`, and of *optimizer_class*.
+
+        Returns
+        -------
+        NVMeOptimizer
+            The optimizer.
+
+        Raises
+        ------
+        UsageError, UnsupportedError, NoSpaceError, IOFailure
+            As `NVMeOptimizer`.
+        """
+        import torch
+
+        from .optim import NVMeOptimizer
+
+        cap = self._share(host_memory)
+        made = NVMeOptimizer(
+            params,
+            optimizer_class or torch.optim.AdamW,
+            paths=self._paths,
+            host_memory=cap,
+            aio=self._aio,
+            **settings,
+        )
+        self._take(cap, made.close)
+        return made
+
+    def activations(
+        self,
+        min_bytes: int | str = 1 << 20,
+        *,
+        host_memory: int | str | Literal["auto"] = "auto",
+    ) -> save_on_nvme:
+        """Make a `save_on_nvme` on the same drives.
+
+        Parameters
+        ----------
+        min_bytes
+            Smaller tensors stay on their device.
+        host_memory
+            The part of the budget for activations. "auto" takes three quarters of the rest.
+
+        Returns
+        -------
+        save_on_nvme
+            The context; enter it in every step.
+
+        Raises
+        ------
+        UsageError, UnsupportedError, IOFailure
+            As `save_on_nvme`.
+        """
+        from .activations import save_on_nvme
+
+        cap = self._share(host_memory)
+        made = save_on_nvme(self._paths, min_bytes, cap, aio=self._aio)
+        self._take(cap, made.close)
+        return made
 
     def close(self) -> None:
-        """Free host memory and drive space. A second call does nothing. Streamed parameters cannot
-        be used afterwards.
+        """Free host memory and drive space. A second call does nothing. Streamed parameters and the
+        optimizer cannot be used afterwards.
         """
-        self._tier.close()
+        self._parts.close()
 
     def __reduce__(self) -> NoReturn:
         raise UsageError("Offload cannot be pickled or copied: make one in each process")
 
     def __repr__(self) -> str:
-        return f"<Offload {', '.join(self._tier.paths)}: {len(self._streamers)} models>"
+        return f"<Offload {', '.join(self._paths)}: {format_bytes(self._left_bytes)} of host memory left>"
+
+    def _share(self, wanted: object, needed: int | None = None, *, everything: bool = False) -> int:
+        """The bytes of the budget for a part that has *wanted* so many, or "auto", and can use the
+        *needed* ones. Raises: UsageError.
+        """
+        asked = _size(wanted, "host_memory")
+        most = self._left_bytes if everything else int(self._left_bytes * _SHARE)
+        share = asked if asked != "auto" else most if needed is None else min(needed, most)
+        if share > self._left_bytes:
+            raise UsageError(
+                f"host_memory of {format_bytes(share)} is more than the {format_bytes(self._left_bytes)} that Offload has left: "
+                "give Offload more, or this part less"
+            )
+        return max(share, 1)
+
+    def _take(self, nbytes: int, close: Callable[[], Any]) -> None:
+        self._left_bytes -= nbytes
+        self._parts.callback(_weakly(close))
+
+
+def _weakly(close: Callable[[], Any]) -> Callable[[], Any]:
+    """Call *close* if its object is alive still."""
+    if not hasattr(close, "__self__"):
+        return close  # a finalizer, which does nothing once its object is gone
+    method = weakref.WeakMethod(close)
+
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 def _size(value: object, name: str) -> int | Literal["auto"]:

@@ -16,6 +16,7 @@ import torch
 from ..optimizer_states import BLOCK, Layout, block_names
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, dense_strides, is_for_each
+from ..parameters.idle import address_of
 
 if TYPE_CHECKING:
     from .awaited import Awaited
@@ -161,7 +162,7 @@ class Weight:
         self.updates += 1
 
     def _now(self) -> tuple[int, int]:
-        return self.parameter._version, local(self.parameter).data_ptr()
+        return self.parameter._version, address_of(local(self.parameter))
 
 
 def _mark_of(gradient: torch.Tensor) -> tuple[Any, int]:

@@ -101,6 +101,17 @@ def streamer_of(parameter: Any) -> Any:
     return parameter.__dict__.get(_KEY)
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of *tensor*; of a streamed parameter, a number that changes when the program
+    assigns to its `data`.
+    """
+    streamer = streamer_of(tensor)
+    if streamer is None:
+        return tensor.data_ptr()
+    assignments: int = streamer.assignments_to(tensor)
+    return assignments
+
+
 def idle_in(value: Any) -> Iterator[IdleParameter]:
     """The idle parameters in the lists, tuples and dicts of *value*."""
     if isinstance(value, IdleParameter):

@@ -19,6 +19,7 @@ from .streamer import LEAST_SLOTS, Streamer
 DIVISION = Division()
 POISON = False
 
+_PAGE_BYTES = 4096
 _serials = itertools.count()
 
 
@@ -48,6 +49,17 @@ def stream(
     grows = gpu_memory is None and device.type == "cuda"
     slots = Slots(device, count, each)
     return Streamer(model, tier, device, buckets, slots, grows=grows, poison=POISON)
+
+
+def streamed_bytes(model: torch.nn.Module) -> tuple[int, bool]:
+    """The bytes in host memory of the parameters of *model* that would stream, and whether it
+    has trainable parameters. Raises: UnsupportedError.
+    """
+    _check_model(model)
+    buckets, _ = divide(model, DIVISION, "")
+    # a page more for each, since the pool is divided in pages
+    nbytes = sum(bucket.nbytes + 2 * _PAGE_BYTES for bucket in buckets)
+    return nbytes, any(one.requires_grad for one in model.parameters())
 
 
 def _check_model(model: torch.nn.Module) -> None:

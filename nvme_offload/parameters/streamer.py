@@ -66,6 +66,7 @@ class Streamer:
         self._clock = 0
         self._last: Bucket | None = None
         self._first_module: torch.nn.Module | None = None
+        self._assignments: dict[torch.nn.Parameter, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._running = _Running()
         self._model = weakref.ref(model)
@@ -142,6 +143,11 @@ class Streamer:
             )
         with self.using([parameter]):
             parameter.data.copy_(values)
+        self._assignments[parameter] = self.assignments_to(parameter) + 1
+
+    def assignments_to(self, parameter: torch.nn.Parameter) -> int:
+        """How often the program has assigned to the `data` of *parameter*."""
+        return self._assignments.get(parameter, 0)
 
     def changes(self, parameter: torch.nn.Parameter) -> None:
         """The program may change *parameter* in a way that its version does not show."""

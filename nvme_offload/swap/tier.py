@@ -100,11 +100,7 @@ class Tier:
         self._foretold: tuple[dict[str, int], int] | None = None  # the arguments of `foretell`
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
-        self.cap_bytes = (
-            int(available_bytes() * AUTO_SHARE / local_ranks())
-            if host_memory == "auto"
-            else host_memory
-        )
+        self.cap_bytes = automatic_bytes() if host_memory == "auto" else host_memory
         self._exceeded_bytes = 0  # see `exceed`
         _log.info(
             "engine for %s: %s, blocks of %s, %d in flight in each of %d threads",
@@ -413,6 +409,11 @@ class Tier:
             status.f_bavail * status.f_frsize
             for status in map(filesystem_space, _one_of_each_filesystem(self.paths))
         )
+
+
+def automatic_bytes() -> int:
+    """The budget "auto": a share of the memory available now, divided by the ranks of this machine."""
+    return int(available_bytes() * AUTO_SHARE / local_ranks())
 
 
 def local_ranks() -> int:

@@ -39,7 +39,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Offload]]:
     """A function to an `Offload` with little host memory, so that the drive is used, too."""
-    made = []
+    made: list[Offload] = []
 
     def offload(host_memory: int | str = 160 << 10) -> Offload:
         aio = AioConfig(block_size=16 << 10, queue_depth=4, direct="auto")

@@ -1,0 +1,219 @@
+"""Training with streamed parameters: `Offload.optimizer` and `Offload.activations` give the weights of
+the same run with parameters in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
+from nvme_offload.parameters import setup
+from nvme_offload.parameters.buckets import Division
+
+Make = Callable[..., Offload]
+WIDTH = 48
+
+
+class _Blocks(nn.Module):
+    """Forty linear layers, of which a checkpoint recomputes half, if asked to."""
+
+    def __init__(self, checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            recomputes = self.checkpointing and index % 2
+            change = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+            x = torch.tanh(x + change)
+        return x
+
+
+def _batch(step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype = torch.float32,
+    *,
+    steps: range = range(4),
+    clips: bool = False,
+    accumulates: int = 1,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in range(accumulates):
+            loss = model(_batch(10 * step + part, dtype)).float().square().mean()
+            loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _assert_equal(model: nn.Module, in_memory: nn.Module) -> None:
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "after backward": ({}, {"clips": True}),
+    "in backward": ({"step_in_backward": True}, {}),
+    "provisional": ({"step_in_backward": "provisional"}, {"clips": True}),
+    "split": ({"state_format": "split"}, {"accumulates": 2}),
+    "compact": ({"state_format": "compact", "step_in_backward": True}, {}),
+    "accumulated in host memory": ({"accumulate": "host"}, {"accumulates": 2}),
+    "without masters": ({"masters": False}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_optimizer_gives_the_weights_of_the_run_in_memory(
+    make: Make, tmp_path: Path, mode: str, dtype: torch.dtype
+) -> None:
+    settings, training = MODES[mode]
+    model = _Blocks(dtype=dtype)
+    in_memory = copy.deepcopy(model)
+    offload = make("3MB")
+    offload.parameters(model, "cpu", host_memory="128KB")
+    optimizer = offload.optimizer(model.parameters(), lr=1e-2, **settings)
+    losses = _train(model, optimizer, dtype, **training)
+    with NVMeOptimizer(
+        in_memory.parameters(), paths=tmp_path, host_memory="1MB", lr=1e-2, **settings
+    ) as other:
+        assert _train(in_memory, other, dtype, **training) == losses
+    _assert_equal(model, in_memory)
+
+
+def test_adamw_of_torch_in_memory_gives_the_same_weights(make: Make) -> None:
+    model = _Blocks()
+    in_memory = copy.deepcopy(model)
+    offload = make("3MB")
+    offload.parameters(model, "cpu")
+    losses = _train(model, offload.optimizer(model.parameters(), lr=1e-2))
+    other = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, foreach=False)
+    assert _train(in_memory, other) == losses
+    _assert_equal(model, in_memory)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_offloaded_with_streamed_parameters(
+    make: Make, checkpointing: bool
+) -> None:
+    model = _Blocks(checkpointing)
+    in_memory = copy.deepcopy(model)
+    offload = make("4MB")
+    offload.parameters(model, "cpu")
+    optimizer = offload.optimizer(model.parameters(), lr=1e-2)
+    context = offload.activations(min_bytes=256)
+    other = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, foreach=False)
+    for step in range(3):
+        for one, update in ((model, optimizer), (in_memory, other)):
+            with context:
+                loss = one(_batch(step, torch.float32)).square().mean()
+            loss.backward()
+            update.step()
+            update.zero_grad()
+    assert context.stats().saved_bytes > 0
+    _assert_equal(model, in_memory)
+
+
+def test_adapters_train_on_the_device_over_a_frozen_base(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = nn.Parameter(torch.randn(WIDTH, 1) / 10)
+            self.up = nn.Parameter(torch.zeros(1, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + x @ self.down @ self.up
+
+    monkeypatch.setattr(setup, "DIVISION", Division(20 << 10, small_bytes=0))
+    model = _Blocks(checkpointing=True)
+    model.blocks = nn.ModuleList(map(Adapted, model.blocks))
+    in_memory = copy.deepcopy(model)
+    make("1MB").parameters(model, "cpu")
+    trained = [
+        [one for one in each.parameters() if one.requires_grad] for each in (model, in_memory)
+    ]
+    assert all(type(one) is nn.Parameter for one in trained[0])
+    for each, parameters in zip((model, in_memory), trained, strict=True):
+        _train(each, torch.optim.AdamW(parameters, lr=0.1))
+    _assert_equal(model, in_memory)
+
+
+def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
+    make: Make, tmp_path: Path
+) -> None:
+    model = _Blocks(dtype=torch.bfloat16)
+    offload = make("3MB")
+    offload.parameters(model, "cpu")
+    optimizer = offload.optimizer(model.parameters(), lr=1e-2, state_format="split")
+    _train(model, optimizer, torch.bfloat16, steps=range(2))
+    state = model.state_dict()
+    optimizer.save(tmp_path / "states")
+    expected = _train(model, optimizer, torch.bfloat16, steps=range(2, 4))
+
+    resumed = _Blocks(dtype=torch.bfloat16)
+    other = make("3MB")
+    other.parameters(resumed, "cpu")
+    resumed.load_state_dict(state)
+    again = other.optimizer(resumed.parameters(), lr=1e-2, state_format="split")
+    again.load(tmp_path / "states")
+    assert _train(resumed, again, torch.bfloat16, steps=range(2, 4)) == expected
+    _assert_equal(resumed, model)
+
+
+def test_a_change_by_the_program_between_steps_reaches_the_masters(
+    make: Make, tmp_path: Path
+) -> None:
+    model = _Blocks(dtype=torch.bfloat16)
+    in_memory = copy.deepcopy(model)
+    offload = make("3MB")
+    offload.parameters(model, "cpu")
+    own = offload.optimizer(model.parameters(), lr=1e-2)
+    with NVMeOptimizer(in_memory.parameters(), paths=tmp_path, host_memory="1MB", lr=1e-2) as other:
+        for step in range(3):
+            for each, optimizer in ((model, own), (in_memory, other)):
+                _train(each, optimizer, torch.bfloat16, steps=range(step, step + 1))
+                with torch.no_grad():
+                    for one in each.parameters():
+                        one.data = one.detach() * 0.9
+    _assert_equal(model, in_memory)
+
+
+def test_updates_under_the_next_forward_pass_are_refused(make: Make) -> None:
+    model = _Blocks()
+    offload = make("3MB")
+    offload.parameters(model, "cpu")
+    with pytest.raises(UnsupportedError, match="step_in_backward"):
+        offload.optimizer(model.parameters(), overlap_step=True)
+
+
+def test_the_parts_share_one_budget(make: Make) -> None:
+    offload = make("3MB")
+    model = _Blocks()
+    with pytest.raises(UsageError, match="that Offload has left"):
+        offload.parameters(model, "cpu", host_memory="4MB")
+    offload.parameters(model, "cpu", host_memory="2MB")
+    with pytest.raises(UsageError, match="that Offload has left"):
+        offload.optimizer(model.parameters(), host_memory="2MB")
+    offload.optimizer(model.parameters(), host_memory="1MB")
