@@ -22,3 +22,23 @@ SCRATCH_PARTS = 8
 # a third of the time of both, or a quarter with recomputation. If the drive takes longer than both
 # passes, any share will do with which it is idle in neither.
 FORWARD_SHARE = 0.3
+# The smallest budget of `NVMeOptimizer` that is useful for a model of any size: its buckets have 4 MiB.
+LEAST_BUDGET_BYTES = 64 << 20
+# The smallest share of a budget that values take which stay in memory, apart from space for a few of the
+# other values.
+_HELD_SHARE, _PASSING = 0.95, 6
+
+
+def bucket_elements(cap_bytes: int, value_bytes: float, scratch_bytes: float) -> float:
+    """Elements of a bucket of `NVMeOptimizer` with a budget of *cap_bytes*. An element takes
+    *value_bytes* in the value, and *scratch_bytes* during an update.
+    """
+    largest = min(LARGEST_BUCKET_BYTES, cap_bytes // IN_MEMORY)
+    return largest / max(value_bytes, scratch_bytes / 2, 1.0)
+
+
+def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:
+    """The space on the drive, in bytes, that is enough for values of *nbytes* in total, each of at
+    most *largest*, in addition to *memory_bytes* of memory.
+    """
+    return max(min(nbytes, nbytes - int(_HELD_SHARE * memory_bytes) + _PASSING * largest), 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..optimizer_states.traits import UNIT
-from ..sizes import IN_MEMORY, LARGEST_BUCKET_BYTES, SCRATCH_PARTS
+from ..sizes import SCRATCH_PARTS, bucket_elements
 from ..units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
     """The largest number of elements that a bucket should have. An element takes *value_bytes* in
     the value, and *beside* bytes of scratch memory during an update.
     """
-    wanted = min(LARGEST_BUCKET_BYTES, cap_bytes // IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
+    wanted = bucket_elements(cap_bytes, value_bytes, beside)
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 

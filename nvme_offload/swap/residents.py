@@ -13,11 +13,6 @@ from .access_order import NEVER, Period
 # The fixed cost of a transfer, in bytes: all else being equal, small values stay.
 REQUEST_BYTES = 256 << 10
 
-# The smallest share of memory that residents take, apart from space for a few of the other values.
-# A choice that saves a little more is not worth a move.
-_HELD_SHARE = 0.95
-_PASSING = 6
-
 # Residents that save this share of the best choice are kept, since a new choice moves them all.
 _GOOD_ENOUGH = 0.95
 _LEAST_GOOD = 0.75  # the share if a single value exceeds the remainder
@@ -159,13 +154,6 @@ class Chooser:
 
     def _bytes(self, names: Collection[str]) -> int:
         return sum(self._sizes[name] for name in names)
-
-
-def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:
-    """The space on the drive, in bytes, that is enough for values of *nbytes* in total, each of at
-    most *largest*, in addition to *memory_bytes* of memory.
-    """
-    return max(min(nbytes, nbytes - int(_HELD_SHARE * memory_bytes) + _PASSING * largest), 0)
 
 
 def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict[str, int]:

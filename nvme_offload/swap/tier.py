@@ -18,10 +18,9 @@ from ..hardware.config import AioConfig
 from ..hardware.drive import describe, filesystem_space
 from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
-from ..sizes import AUTO_SHARE
+from ..sizes import AUTO_SHARE, overflow
 from ..store.store import TensorStore
 from ..units import format_bytes, parse_bytes
-from .residents import overflow
 from .swapper import SwapperStats, TensorSwapper
 
 if TYPE_CHECKING:
