@@ -102,7 +102,14 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
             type=Path,
             help="Or its Hugging Face config.json, or the directory with one.",
         ),
-        _paths_option,
+        click.option(
+            "--path",
+            "paths",
+            metavar="DIR",
+            multiple=True,
+            type=click.Path(file_okay=False),
+            help="A directory on a drive to offload to. Repeatable.",
+        ),
         click.option(
             "--drive-read",
             **size,
@@ -116,6 +123,11 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
         ),
         click.option(
             "--drive-free", **size, help="Its free bytes, such as 1TB.  [default: enough]"
+        ),
+        click.option(
+            "--drive-rated",
+            **size,
+            help="Bytes that a drive is rated to write (TBW), such as 1200TB, to predict its life.",
         ),
         click.option(
             "--gpus",
@@ -157,10 +169,17 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
             help="Identical machines.",
         ),
         click.option(
+            "--trainable",
+            metavar="COUNT",
+            help="Parameters that are trained, such as 40M of LoRA; the others are frozen.  [default: all]",
+        ),
+        click.option(
             "--seq",
             metavar="N",
             type=number,
-            help="Tokens of a sequence, to predict compute and activations too.",
+            default=2048,
+            show_default=True,
+            help="Tokens of a sequence.",
         ),
         click.option(
             "--micro-batch",
@@ -212,6 +231,7 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
             type=Path,
             help="Write the DeepSpeed config of the fastest way of DeepSpeed that fits; a file that is there stays.",
         ),
+        click.option("--all", "every", is_flag=True, help="Show all ways to train, not only six."),
         _json_option,
     ]
     for option in reversed(options):
@@ -223,7 +243,7 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
 @_plan_options
 def plan(**given: Any) -> int:
     """Which ways to train a model fit a machine, and which of them is the fastest: the answer in a
-    sentence, code or configuration to paste, and a table of all ways.
+    sentence, code or configuration to paste, and a table of the ways that matter.
 
     ZeRO 1 to 3 on GPU and CPU, DeepSpeed's own NVMe offload, nvme_offload.zero3 and NVMeOptimizer,
     in each state format. The speed of a drive is taken from its profile: run nvme-sweep on it first.
@@ -254,13 +274,13 @@ def plan(**given: Any) -> int:
             )
     change = None if chosen else cheapest_change(question)
     if write is not None and chosen is not None:
-        config = paste.ds_config(chosen, question.machine, question.work)
+        config = paste.ds_config(chosen, question)
         commit.write_file(write, json.dumps(config, indent=2) + "\n")
     if given["as_json"]:
         _print(json.dumps(table.as_json(question, found, chosen, change), indent=2))
     else:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-        _print(table.text(question, found, chosen, change, width))
+        _print(table.text(question, found, chosen, change, width, given["every"]))
         if write is not None and chosen is not None:
             _print(f"\nWrote {write}: set the learning rate.")
     return 0 if chosen else EXIT_NEGATIVE

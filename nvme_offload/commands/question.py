@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -35,12 +37,24 @@ def asked(given: Mapping[str, Any]) -> Question:
     Raises: click.UsageError when options contradict each other or are missing; UsageError when the
     size of the model is unknown.
     """
+    for path in given["paths"]:
+        if not Path(path).is_dir():
+            raise click.UsageError(
+                f"directory {path!r} does not exist: give one on the drive, or describe a drive by --drive-read and --drive-write"
+            )
     model = _model(given)
+    if given["trainable"] is not None:
+        trainable = models.of_count(given["trainable"]).parameters
+        if trainable > model.parameters:
+            raise click.UsageError("--trainable is at most the number of all parameters")
+        model = dataclasses.replace(model, trainable=trainable)
     described = any(given[name] is not None for name in _DESCRIBES)
     here, ranks_here = planning.this_machine(
         given["paths"], probe_seconds=0.0 if described else PROBE_SECONDS
     )
     drives = _drives(given, here)
+    if given["drive_rated"]:
+        drives = tuple(dataclasses.replace(one, rating=given["drive_rated"]) for one in drives)
     gpu = _gpu(given, here)
     machine = Machine(
         gpu,
@@ -52,7 +66,7 @@ def asked(given: Mapping[str, Any]) -> Question:
     if gpus is None:
         gpus = 1 if given["gpu_name"] or given["gpu_memory"] else ranks_here
     world = World(given["ranks"] or max(gpus, 1), given["nodes"], not given["no_zero_init"])
-    work = Work(given["seq"] or 0, given["micro_batch"], given["accumulate"], given["activations"])
+    work = Work(given["seq"], given["micro_batch"], given["accumulate"], given["activations"])
     return Question(
         model,
         machine,

@@ -11,10 +11,9 @@ from typing import Any
 
 from nvme_offload.hardware import gpu_models
 from nvme_offload.planning import paste
-from nvme_offload.planning.advice import Change, Question
+from nvme_offload.planning.advice import Change, Question, faster, hiding, shown
 from nvme_offload.planning.paste import weights
 from nvme_offload.planning.plan import (
-    AS_FAST,
     DESCRIBED_PATH,
     UNLIMITED_BYTES,
     Drive,
@@ -25,7 +24,15 @@ from nvme_offload.planning.plan import (
 SCHEMA = 2  # of the JSON; docs/planning.md describes it
 _HEAD = ("", "way to train", "GPU GB", "host GB", "drive GB", "s/step", "tokens/s")
 _TITLES = 1  # the column of titles, which is to the left
-_WORN_AFTER = 5 * 365  # days that a drive should last
+_ROWS = 6  # of the table, unless all are asked for
+_USUAL_RATING = 1200e12  # bytes that a consumer drive of 2 TB is rated to write
+_EXCLUDES = {  # by `Strategy.updates`
+    "in forward": "After a use of torch.compile, updates no longer run under the forward pass.",
+    "host gradients": "It excludes FSDP2, tensor parallelism and operations on several gradients together.",
+    "provisional": "A step that is clipped by a norm takes longer.",
+    "in both": "A step that is clipped by a norm takes longer.",
+    "in backward": "It excludes clipping by a norm, GradScaler, DDP and the Hugging Face Trainer.",
+}
 
 
 def text(
@@ -34,13 +41,20 @@ def text(
     chosen: Plan | None,
     change: Change | None,
     width: int = 100,
+    every: bool = False,
 ) -> str:
-    """The output, in lines of at most *width* columns unless a word is longer."""
-    blocks = [_lines([_answer(question, chosen, change)], width)]
+    """The output, in lines of at most *width* columns unless a word is longer. *every*: with all rows of
+    the table.
+    """
+    blocks = [_lines([_answer(question, found, chosen, change)], width)]
     if chosen is not None:
         blocks.append(list(_to_paste(question, chosen)))
         blocks.append(_lines(_found_how(question, found, chosen), width))
-    blocks.append(list(_table(found, chosen, width)))
+    best = change.plan if change else chosen
+    rows = list(found) if every else shown(found, best, _ROWS)
+    blocks.append(list(_table(rows, chosen, width)))
+    if len(rows) < len(found):
+        blocks[-1].append(f"--all shows {len(found) - len(rows)} more.")
     blocks.append(_lines(_given(question), width))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -49,7 +63,7 @@ def as_json(
     question: Question, found: Sequence[Plan], chosen: Plan | None, change: Change | None
 ) -> dict[str, Any]:
     """The output as plain values, by the schema in docs/planning.md."""
-    model, machine, work = question.model, question.machine, question.work
+    machine = question.machine
     drives = [
         {
             "path": drive.path,
@@ -61,20 +75,20 @@ def as_json(
     has_config = chosen is not None and chosen.strategy.door != "plain"
     return {
         "schema": SCHEMA,
-        "answer": _answer(question, chosen, change),
-        "model": dataclasses.asdict(model),
+        "answer": _answer(question, found, chosen, change),
+        "model": dataclasses.asdict(question.model),
         "machine": {
             **dataclasses.asdict(dataclasses.replace(machine, drives=())),
             "gpu": machine.gpu._asdict() if machine.gpu else None,
             "drives": drives,
         },
         "world": dataclasses.asdict(question.world),
-        "work": work._asdict(),
+        "work": question.work._asdict(),
         "plans": [_plain(plan) for plan in found],
         "fastest": chosen.strategy.name if chosen else None,
         "change": {"words": change.words, "plan": _plain(change.plan)} if change else None,
-        "script": paste.script(chosen, machine, work) if chosen else None,
-        "ds_config": paste.ds_config(chosen, machine, work) if chosen and has_config else None,
+        "script": paste.script(chosen, question) if chosen else None,
+        "ds_config": paste.ds_config(chosen, question) if chosen and has_config else None,
         "not_modelled": list(_not_modelled(question)),
     }
 
@@ -126,30 +140,38 @@ def _lines(texts: Iterator[str] | Sequence[str], width: int) -> list[str]:
 # The answer.
 
 
-def _answer(question: Question, chosen: Plan | None, change: Change | None) -> str:
+def _answer(
+    question: Question, found: Sequence[Plan], chosen: Plan | None, change: Change | None
+) -> str:
     verb = "Run" if question.inference else "Train"
     if chosen is not None:
-        return f"{verb} it with {chosen.strategy.title}: it fits, {_speed(question, chosen)}.{_conceded(question, chosen)}"
+        title = chosen.strategy.title
+        return f"{verb} it with {title}: it fits, {_speed(question, chosen)}.{_conceded(question, found, chosen)}"
     if change is None:
-        return "Nothing fits, whatever is changed of format, way, activations, host memory and drive: a larger GPU is needed."
+        return "Nothing fits, whatever is changed of format, way, activations, host memory and drive: larger or more GPUs are needed."
     return (
-        f"Nothing fits. The cheapest change that does: {change.words}; "
-        f"then {change.plan.strategy.title} fits, {_speed(question, change.plan)}.{_conceded(question, change.plan)}"
+        f"Nothing fits. The cheapest change that does: {change.words}; then {change.plan.strategy.title} "
+        f"fits, {_speed(question, change.plan)}.{_conceded(question, change.found, change.plan)}"
     )
 
 
-def _conceded(question: Question, plan: Plan) -> str:
-    """The concessions of the plan that the options did not ask for."""
-    said = []
-    if plan.strategy.state_format == "split" and not question.state_format:
-        said.append('states are in "split", which rounds last bits another way')
-    if plan.strategy.state_format == "compact" and not question.state_format:
-        said.append('states are rounded to 8 bits ("compact")')
-    if plan.strategy.state_format == "compact24" and not question.state_format:
-        said.append('states are rounded to 8 bits and masters to 24 ("compact24")')
-    if plan.strategy.updates == "in backward":
-        said.append("gradients cannot be clipped by a norm")
-    return f" Nothing fits without this: {' and '.join(said)}." if said else ""
+def _conceded(question: Question, found: Sequence[Plan], plan: Plan) -> str:
+    """The concessions of the plan that the options did not ask for, and the features that it excludes."""
+    said = {
+        "exact": "",
+        "split": 'states are in "split", which rounds last bits another way',
+        "compact": 'states are rounded to 8 bits ("compact")',
+        "compact24": 'states are rounded to 8 bits and masters to 24 ("compact24")',
+    }[plan.strategy.state_format]
+    text = ""
+    if said and not question.state_format:
+        finer = [other for other in found if other.fits and other.rounding < plan.rounding]
+        text = f" {said[0].upper()}{said[1:]}; no way without that fits."
+        if finer:  # which concede more in clipping
+            other = min(finer, key=lambda other: (other.concession, other.seconds or math.inf))
+            text = f" {said[0].upper()}{said[1:]}; without that, {_price(other)}, {other.strategy.title} fits, {_speed(question, other)}."
+    excludes = _EXCLUDES.get(plan.strategy.updates)
+    return f"{text} {excludes}" if excludes else text
 
 
 def _speed(question: Question, plan: Plan) -> str:
@@ -166,16 +188,15 @@ def _speed(question: Question, plan: Plan) -> str:
 
 
 def _to_paste(question: Question, chosen: Plan) -> Iterator[str]:
-    machine, work = question.machine, question.work
     if chosen.strategy.door != "plain":
         yield "ds_config.json (--write FILE writes it):"
         yield ""
-        config = paste.ds_config(chosen, machine, work)
+        config = paste.ds_config(chosen, question)
         yield from textwrap.indent(json.dumps(config, indent=2), "    ").splitlines()
         yield ""
-    yield "In the training script, with your model as `model`:"
+    yield "The training script, for your `model` and `batches`, where model(**batch).loss is the loss:"
     yield ""
-    yield from textwrap.indent(paste.script(chosen, machine, work), "    ").splitlines()
+    yield from textwrap.indent(paste.script(chosen, question), "    ").splitlines()
 
 
 def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
@@ -184,30 +205,15 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
         yield "How the seconds were found:"
         for formula in chosen.formulas:
             yield f"  {formula}"
-    yield from _faster(question, found, chosen)
-    hidden = [plan for plan in found if plan.fits and plan.free_tokens]
-    if hidden:
-        plan = min(hidden, key=lambda plan: (plan.rounding, plan.free_tokens))
+    for plan in faster(found, chosen):
+        yield f"Faster, {_price(plan)}: {plan.strategy.title}, {_speed(question, plan)}."
+    if hidden := hiding(question, found):
+        plan, batch = hidden
         yield (
-            f"From {plan.free_tokens:,.0f} tokens a rank in a micro-batch on, "
-            f"{plan.strategy.title}, hides the drive under the {' and the '.join(plan.strategy.windows)} pass."
+            f"With --micro-batch {batch}, {plan.strategy.title}, hides the drive under the "
+            f"{' and the '.join(plan.strategy.windows)} pass."
         )
     yield from _wear(machine, chosen)
-
-
-def _faster(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
-    """Plans that are faster than every plan with fewer concessions."""
-    better = [chosen]
-    for plan in sorted(found, key=lambda plan: (plan.concession, plan.seconds or math.inf)):
-        seconds = plan.seconds if plan.fits else None
-        if seconds is None or not all(
-            other.seconds is not None and seconds * AS_FAST < other.seconds
-            for other in better
-            if plan.concedes_all_of(other)
-        ):
-            continue
-        better.append(plan)
-        yield f"Faster, {_price(plan)}: {plan.strategy.title}, {_speed(question, plan)}."
 
 
 def _price(plan: Plan) -> str:
@@ -217,12 +223,9 @@ def _price(plan: Plan) -> str:
         "compact": "states may be rounded to 8 bits",
         "compact24": "states may be rounded to 8 bits and masters to 24",
     }[plan.strategy.state_format]
-    clipping = ""
-    if plan.strategy.provisional:
-        clipping = "gradients are clipped in few steps"
-    elif plan.strategy.updates == "in backward":
-        clipping = "gradients are not clipped by a norm"
-    return f"if {' and '.join(filter(None, (rounding, clipping)))}"
+    clipping = ("", "gradients are clipped in few steps", "gradients are not clipped by a norm")
+    said = filter(None, (rounding, clipping[plan.clipping]))
+    return f"if {' and '.join(said)}"
 
 
 def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:
@@ -230,13 +233,15 @@ def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:
     if not a_day:
         return
     for drive, share in zip(machine.drives, weights(machine), strict=True):
-        line = f"It writes {chosen.written_bytes * share / 1e9:.3g} GB a step and {a_day * share / 1e12:.3g} TB a day to {_name(drive)}"
-        if drive.rated_bytes:
-            days = drive.rated_bytes / (a_day * share)
-            line += f", which is rated for {drive.rated_bytes / 1e12:.3g} TB" + (
-                f": {days:.0f} days of that" if days < _WORN_AFTER else ""
-            )
-        yield f"{line}."
+        rated = drive.rated_bytes or _USUAL_RATING
+        yield (
+            f"It writes {chosen.written_bytes * share / 1e9:.3g} GB a step and {a_day * share / 1e12:.3g} TB a day to "
+            f"{_name(drive)}: a drive that is rated for {rated / 1e12:,.4g} TB lasts {_days(rated / (a_day * share))}."
+        )
+
+
+def _days(days: float) -> str:
+    return f"{days:.0f} days" if days < 730 else f"{days / 365:.0f} years"
 
 
 # The table.

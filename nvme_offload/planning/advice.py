@@ -1,17 +1,19 @@
-"""The cheapest change of the options with which training fits."""
+"""The plans that matter to a user, and the cheapest change of the options with which training fits."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import known
 from .model import Model
 from .passes import Work
 from .placement import INFERENCE, STRATEGIES, Strategy, World
-from .plan import UNLIMITED_BYTES, Drive, Machine, Plan, drive_described, fastest, plans
+from .plan import AS_FAST, UNLIMITED_BYTES, Drive, Machine, Plan, drive_described, fastest, plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +49,67 @@ class Question:
         return plans(*found)
 
 
+def faster(found: Sequence[Plan], chosen: Plan) -> list[Plan]:
+    """The plans that are faster than *chosen*, and than every plan with fewer concessions."""
+    better = [chosen]
+    seconds = [plan for plan in found if plan.fits and plan.seconds is not None]
+    for plan in sorted(seconds, key=lambda plan: (plan.concession, plan.seconds or 0.0)):
+        compared = [
+            other
+            for other in better[1:]
+            if plan.rounding >= other.rounding and plan.clipping >= other.clipping
+        ]
+        if all(
+            (plan.seconds or 0.0) * AS_FAST < (other.seconds or 0.0)
+            for other in (chosen, *compared)
+        ):
+            better.append(plan)
+    return better[1:]
+
+
+def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
+    """At most *count* of the plans, in their order: the way of *chosen*, the best of each other `door`, and
+    the plans that are faster. The best of a door fits, or lacks the least.
+    """
+    ranked = sorted(
+        found,
+        key=lambda plan: (
+            *(plan.shortage, len(plan.problems), plan.concession),
+            plan.seconds or math.inf,
+        ),
+    )
+    doors = {plan.strategy.door: plan.strategy.name for plan in reversed(ranked)}
+    others = ranked
+    if chosen is not None:
+        doors[chosen.strategy.door] = chosen.strategy.name
+        others = faster(found, chosen)
+    names = [*doors.values(), *(plan.strategy.name for plan in others)]
+    wanted = list(dict.fromkeys(names))[:count]
+    return [plan for plan in found if plan.strategy.name in wanted]
+
+
+def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None:
+    """The plan that hides the drive under the passes with the smallest micro-batch that fits, with the
+    least rounding; and that micro-batch. None if no such batch fits.
+    """
+    tries = [plan for plan in found if plan.fits and plan.free_tokens]
+    for plan in sorted(tries, key=lambda plan: (plan.rounding, plan.free_tokens)):
+        micro_batch = math.ceil((plan.free_tokens or 0.0) / question.work.sequence)
+        changed = _working(question, micro_batch=max(micro_batch, question.work.micro_batch))
+        again = {each.strategy.name: each for each in changed.answers()}
+        if again[plan.strategy.name].fits:
+            return plan, micro_batch
+    return None
+
+
 class Change(NamedTuple):
-    """A change that helps. words: the change in words; plan: the plan that then fits."""
+    """A change that helps. words: the change in words; plan: the plan that then fits; found: all plans
+    with that change.
+    """
 
     words: str
     plan: Plan
+    found: list[Plan]
 
 
 class _Lever(NamedTuple):
@@ -91,9 +149,9 @@ def cheapest_change(question: Question) -> Change | None:
         if changed.machine.free_bytes > question.machine.free_bytes:
             changed, said = _least_drive(question, changed)
             amounts.append(said)
-        chosen = known(fastest(changed.answers()))
+        found = changed.answers()
         words = [lever.words for lever in each if lever.words]
-        return Change(" and ".join([*words, *amounts]), chosen)
+        return Change(" and ".join([*words, *amounts]), known(fastest(found)), found)
     return None
 
 
@@ -106,40 +164,32 @@ def _levers(question: Question) -> list[_Lever]:
         )
     if question.way is not None:
         found.append(_Lever(2, "another way to train", lambda q: dataclasses.replace(q, way=None)))
-    if work.tokens and not question.inference:
-        if not work.recomputes:
-            found.append(
-                _Lever(
-                    4,
-                    "activation checkpointing (--activations checkpoint)",
-                    lambda q: _working(q, activations="checkpoint"),
-                )
-            )
-        if work.activations != "checkpoint-drive":
-            found.append(
-                _Lever(
-                    8,
-                    "checkpointed activations on the drive (--activations checkpoint-drive)",
-                    lambda q: _working(q, activations="checkpoint-drive"),
-                )
-            )
+    for cost, activations, words in (
+        (4, "checkpoint", "activation checkpointing"),
+        (8, "checkpoint-drive", "checkpointed activations on the drive"),
+    ):
+        if work.tokens and not question.inference and _saves_more(work, activations):
+            words = f"{words} (--activations {activations})"
+            found.append(_Lever(cost, words, partial(_working, activations=activations)))
     if question.budget is not None:
         found.append(_Lever(16, "no --budget", lambda q: dataclasses.replace(q, budget=None)))
     if work.tokens and work.micro_batch > 1:
-        found.append(
-            _Lever(
-                32,
-                f"--micro-batch 1 --accumulate {work.accumulation * work.micro_batch}",
-                lambda q: _working(
-                    q, micro_batch=1, accumulation=work.accumulation * work.micro_batch
-                ),
-            )
-        )
+        count = work.accumulation * work.micro_batch
+        smaller = partial(_working, micro_batch=1, accumulation=count)
+        found.append(_Lever(32, f"--micro-batch 1 --accumulate {count}", smaller))
     twice = 2 * question.machine.host_bytes
     found.append(_Lever(64, "", lambda q: _machine(q, host_bytes=twice)))
     found.append(_Lever(128, "", lambda q: _machine(q, drives=_roomy(q.machine))))
     found.append(_Lever(256, "", lambda q: _machine(q, host_bytes=UNLIMITED_BYTES)))
     return found
+
+
+def _saves_more(work: Work, activations: str) -> bool:
+    """Whether *activations* would take less GPU memory than the way of *work*."""
+    return not work.recomputes or (work.activations, activations) == (
+        "checkpoint",
+        "checkpoint-drive",
+    )
 
 
 def _working(question: Question, **changes: object) -> Question:

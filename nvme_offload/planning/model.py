@@ -55,6 +55,8 @@ class Model:
         Whether everything but the count is assumed.
     idle : int
         Parameters of experts that a token does not use.
+    trainable : int or None
+        Parameters that are trained; None for all.
     """
 
     parameters: int
@@ -66,11 +68,22 @@ class Model:
     source: str = ""
     assumed: bool = False
     idle: int = 0
+    trainable: int | None = None
 
     @property
     def active(self) -> int:
         """Parameters that compute for a token."""
         return self.parameters - self.idle
+
+    @property
+    def trained(self) -> int:
+        """Parameters with gradients and optimizer states."""
+        return self.parameters if self.trainable is None else self.trainable
+
+    @property
+    def block(self) -> int:
+        """Parameters of a layer of the usual decoders, or of the largest module."""
+        return max(self.largest_layer, self.parameters // (self.layers or 1))
 
 
 def of_count(text: str | int) -> Model:
@@ -131,6 +144,7 @@ def of_module(module: Any) -> Model:
         *module* has no parameters.
     """
     sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
+    trained = sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
     if not sizes:
         raise UsageError(f"{type(module).__name__} has no parameters")
     layers = [
@@ -152,6 +166,7 @@ def of_module(module: Any) -> Model:
         *_shape(described),
         source=type(module).__name__,
         idle=_idle(described, sum(experts.values())),
+        trainable=trained if trained < sum(sizes.values()) else None,
     )
 
 

@@ -1,9 +1,9 @@
-"""Operations and saved activations of the forward and backward pass, and the number of tokens from
-which a step's drive time is hidden.
+"""Operations and saved activations of the forward and backward pass.
 
 Operations of a transformer with P parameters, L layers of width w and sequences of s tokens, for
-each token: forward 2 P + 2 L s w (causal attention), backward twice that, and with activation
-checkpointing the forward once more. Source: Korthikanti et al., 2022; docs/plain-pytorch.md.
+each token: forward 2 P + 2 L s w (causal attention), backward as many for the gradients of inputs and,
+for trained parameters, of weights, and with activation checkpointing the forward once more. Source:
+Korthikanti et al., 2022; docs/plain-pytorch.md.
 """
 
 from __future__ import annotations
@@ -72,25 +72,28 @@ def operations(model: Model, work: Work) -> Operations:
     """Operations of one micro-batch; attention only where the model's shape is known."""
     attention = 2 * work.sequence * (model.hidden or 0) * (model.layers or 0)
     forward = float(work.tokens * (2 * model.active + attention))
-    return Operations(forward, (3 if work.recomputes else 2) * forward)
+    frozen = 2.0 * work.tokens * max(model.active - model.trained, 0)
+    return Operations(forward, (3 if work.recomputes else 2) * forward - frozen)
 
 
 def activation_bytes(model: Model, work: Work) -> int:
     """Bytes of GPU memory for activations; 0 if the shape is unknown.
 
-    The attention keeps no matrix of scores. The logits and the temporaries of one layer's backward
-    pass are included.
+    The attention keeps no matrix of scores. The logits, and the temporaries of one layer's backward pass,
+    are included; they do not exist at the same time.
     """
     if not (work.tokens and model.hidden and model.layers):
         return 0
-    layers = {
-        "keep": LAYER_BYTES * model.layers,
-        "checkpoint": WEIGHT_BYTES * model.layers + LAYER_BYTES,
-        "drive": LAYER_BYTES * (model.layers * (1 - work.offloaded_share) + 1),
-        "checkpoint-drive": _TRAILING_SHARE * WEIGHT_BYTES * model.layers + LAYER_BYTES,
+    whole = LAYER_BYTES * model.layers  # a token, in units of the width
+    kept = {
+        "keep": whole,
+        "checkpoint": WEIGHT_BYTES * model.layers,
+        "drive": whole * (1 - work.offloaded_share),
+        "checkpoint-drive": _TRAILING_SHARE * WEIGHT_BYTES * model.layers,
     }[work.activations]
-    layers = min(layers, LAYER_BYTES * model.layers)
-    return int(work.tokens * (model.hidden * layers + LOGITS_BYTES * (model.vocabulary or 0)))
+    at_loss = model.hidden * kept + LOGITS_BYTES * (model.vocabulary or 0)
+    in_a_layer = model.hidden * min(kept + LAYER_BYTES, whole)
+    return int(work.tokens * max(at_loss, in_a_layer))
 
 
 def saved_bytes(model: Model, work: Work) -> float:
@@ -99,19 +102,3 @@ def saved_bytes(model: Model, work: Work) -> float:
         return 0.0
     each = WEIGHT_BYTES if work.recomputes else SAVED_BYTES * work.offloaded_share
     return each * work.tokens * model.hidden * model.layers
-
-
-def free_tokens(
-    moved_bytes: float, flops: float, bytes_per_second: float, operations_a_token: float
-) -> float:
-    """Tokens of a rank from which a step's transfers are hidden behind compute.
-
-    The drive takes ``b P / B`` seconds for a step that transfers b bytes a parameter in both directions;
-    concurrent compute takes ``k P t / F`` for t tokens. Equal times give ``t* = b F / (k B)`` for any number
-    P of parameters. k is 4 for the backward pass (``step_in_backward``), 2 for the next forward pass, 6
-    for both; with activation checkpointing, which repeats the forward pass, 6 and 8.
-
-    moved_bytes: ``b P``, of all ranks that share the drive. flops: F, of a rank. bytes_per_second: B, of
-    concurrent reads and writes. operations_a_token: ``k P``, of one rank.
-    """
-    return moved_bytes / bytes_per_second * flops / operations_a_token

@@ -1,23 +1,29 @@
-"""Output of a plan to paste: a DeepSpeed configuration, or the lines of a training script."""
+"""Output of a plan to paste: a DeepSpeed configuration, or a training script."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ..ds_config.edit import aio_section
 from ..errors import UsageError
 from ..hardware import gpu_models
-from .passes import Work
+from .advice import Question
 from .plan import DESCRIBED_PATH, Machine, Plan
+from .traffic import WEIGHT_BYTES
+
+# Usual ones for training all weights of a pretrained model, and for adapters next to frozen weights.
+_LEARNING_RATE, _ADAPTER_LEARNING_RATE = 1e-5, 1e-4
+_CLIP_NORM = 1.0
 
 
-def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, Any]:  # noqa: B008  a tuple of numbers
+def ds_config(plan: Plan, question: Question) -> dict[str, Any]:
     """A DeepSpeed configuration for *plan*, complete except for the learning rate, which the user edits.
 
     Raises: UsageError when the plan does not fit, or its door is "plain".
     """
-    strategy = plan.strategy
+    strategy, machine, work = plan.strategy, question.machine, question.work
     if strategy.door == "plain":
         raise UsageError(f"{strategy.title} takes no DeepSpeed config: add --way zero3")
     if not plan.fits:
@@ -28,13 +34,14 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
         _precision(machine): {"enabled": True},
         # required by Lightning's test and predict
         "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": _learning_rate(question)}},
+        "gradient_clipping": _CLIP_NORM,
         "zero_optimization": zero,
     }
     if work.accumulation > 1:  # Lightning refuses this key; it sets it from its Trainer
         config["gradient_accumulation_steps"] = work.accumulation
     if strategy.optimizer is None:
-        del config["optimizer"]
+        del config["optimizer"], config["gradient_clipping"]
     for key, place in (
         ("offload_optimizer", strategy.optimizer),
         ("offload_param", strategy.parameters),
@@ -46,14 +53,15 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
     if strategy.parameters == "drive" and not strategy.ours:
         # otherwise DeepSpeed keeps the first billion parameters in host memory
         zero["offload_param"] |= {"max_in_cpu": 0}
-    if strategy.uses_drive and machine.drives[0].profile:
-        config["aio"] = aio_section(machine.drives[0].profile)
+    profile = machine.drives[0].profile if strategy.uses_drive else None
+    if profile:
+        config["aio"] = aio_section(profile)
     if strategy.ours:
         section: dict[str, Any] = {"host_memory": plan.budget_bytes}
         if strategy.state_format != "exact":
             section["state_format"] = strategy.state_format
-        if machine.drives[0].profile and machine.drives[0].profile.chosen.backend != "libaio":
-            section["backend"] = machine.drives[0].profile.chosen.backend
+        if profile and profile.chosen.backend != "libaio":
+            section["backend"] = profile.chosen.backend
         if len(machine.drives) > 1:
             section["paths"] = [drive.path for drive in machine.drives]
             if machine.speeds:
@@ -62,39 +70,158 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
     return config
 
 
-def script(plan: Plan, machine: Machine, work: Work = Work()) -> str:  # noqa: B008  a tuple of numbers
-    """The lines of a training script for *plan*; the script defines `model`, a torch.nn.Module.
+def script(plan: Plan, question: Question) -> str:
+    """A training script for *plan*, without the definitions of `model`, a torch.nn.Module, and of
+    `batches`, the arguments of its forward passes, whose result has the attribute `loss`.
 
-    With DeepSpeed they read the configuration of `ds_config` from "ds_config.json".
+    With DeepSpeed it reads the configuration of `ds_config` from "ds_config.json".
     """
-    strategy, lines = plan.strategy, []
+    return "\n".join(_script(plan, question)) + "\n"
+
+
+def _script(plan: Plan, question: Question) -> Iterator[str]:
+    strategy, machine, world = plan.strategy, question.machine, question.world
+    work, plain = question.work, strategy.door == "plain"
+    trains = strategy.optimizer is not None
+    shards = plain and world.size > 1
     paths = [drive.path for drive in machine.drives] or [DESCRIBED_PATH]
     where = json.dumps(paths[0] if len(paths) == 1 else paths)
-    if strategy.door == "plain":
-        lines += ["import torch", "from nvme_offload import NVMeOptimizer", ""]
-        lines += ["optimizer = NVMeOptimizer(", "    model.parameters(),", "    torch.optim.AdamW,"]
-        lines += [f"    paths={where},", f"    host_memory={plan.budget_bytes},"]
+    windows = plain and strategy.updates in ("provisional", "in both", "in backward")
+    offloads = trains and work.offloads
+
+    # imports
+    nodes = f"--nnodes {world.nodes} " if world.nodes > 1 else ""
+    if not plain:
+        yield f"# deepspeed --num_gpus {world.ranks} train.py"
+    elif shards:
+        yield f"# torchrun {nodes}--nproc_per_node {world.ranks} train.py"
+    if windows and work.accumulation > 1:
+        yield "import contextlib"
+    if trains and work.recomputes:
+        yield "import functools"
+    if shards and machine.gpu:
+        yield "import os"
+    yield ""
+    yield "import torch"
+    if shards:
+        yield "import torch.distributed as dist"
+        yield "from torch.distributed.fsdp import fully_shard"
+    if trains and work.recomputes:
+        yield "from torch.utils.checkpoint import checkpoint"
+    if not plain:
+        yield "import deepspeed"
+    if strategy.door == "zero3":
+        yield "import nvme_offload.zero3"
+    ours = ["NVMeOptimizer"] * plain + ["save_on_nvme"] * offloads
+    if ours:
+        yield f"from nvme_offload import {', '.join(ours)}"
+    yield ""
+
+    # the model
+    if strategy.door == "zero3":
+        yield "nvme_offload.zero3.enable()"
+    if shards:
+        if machine.gpu:
+            yield 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+        yield f'dist.init_process_group("{"nccl" if machine.gpu else "gloo"}")'
+    whole = WEIGHT_BYTES * question.model.parameters * world.ranks
+    if shards and whole > machine.host_bytes:
+        yield "# all ranks together cannot have it in host memory: make `model` under torch.device('meta'),"
+        yield "# and load its weights after fully_shard (torch.distributed.checkpoint.state_dict)"
+    if plain:
+        to_gpu = '"cuda", ' if machine.gpu and not shards else ""
+        yield f"model.to({to_gpu}torch.bfloat16)"
+    if trains:
+        yield "model.train()"
+    if shards or (trains and work.recomputes):
+        yield "lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]"
+        yield "layers = max(lists, key=len, default=())"
+    if trains and work.recomputes:
+        for name in ("activation", "gradient"):  # in transformers 5, and before
+            yield f'enable = {"enable or " * (name == "gradient")}getattr(model, "{name}_checkpointing_enable", None)'
+        yield "if enable:  # a model of transformers"
+        yield '    enable({"use_reentrant": False})'
+        yield "else:"
+        yield "    for layer in layers:"
+        yield "        again = functools.partial(checkpoint, layer.forward, use_reentrant=False)"
+        yield "        layer.forward = again"
+    if shards:
+        yield "parts = list(layers)"
+        yield "named = list(model.named_parameters(remove_duplicate=False))"
+        yield "if len(named) == len(list(model.parameters())):  # no weight is used twice"
+        yield "    inside = {each for layer in layers for each in layer.modules()}"
+        yield "    kinds = torch.nn.Embedding, torch.nn.Linear"
+        yield "    outside = [each for each in model.modules() if each not in inside]"
+        yield "    parts += [each for each in outside if isinstance(each, kinds)]"
+        yield "for part in parts:"
+        yield "    fully_shard(part)"
+        yield "fully_shard(model)"
+    yield ""
+
+    # the optimizer, or the engine
+    if plain:
+        yield from (
+            "optimizer = NVMeOptimizer(",
+            "    model.parameters(),",
+            "    torch.optim.AdamW,",
+        )
+        yield f"    paths={where},"
+        yield f"    host_memory={plan.budget_bytes},"
         if strategy.state_format != "exact":
-            lines.append(f'    state_format="{strategy.state_format}",')
-        lines += {
-            "after": [],
+            yield f'    state_format="{strategy.state_format}",'
+        yield from {
             "in forward": ["    overlap_step=True,"],
+            "host gradients": ['    accumulate="host",'],
             "provisional": ['    step_in_backward="provisional",'],
             "in both": ['    step_in_backward="provisional",', "    overlap_step=True,"],
             "in backward": ["    step_in_backward=True,"],
-        }[strategy.updates]
-        lines += ["    lr=1e-3,", ")"]
+        }.get(strategy.updates, [])
+        yield f"    lr={_learning_rate(question):.0e},".replace("e-0", "e-")
+        yield ")"
     else:
-        lines.append("import deepspeed")
-        if strategy.ours:
-            lines += ["import nvme_offload.zero3", "", "nvme_offload.zero3.enable()"]
-        lines += ["", "engine, *_ = deepspeed.initialize("]
-        lines += ['    model=model, config="ds_config.json"', ")"]
-    if strategy.optimizer and work.offloads:
-        lines += ["", "from nvme_offload import save_on_nvme", "", "offload = save_on_nvme("]
-        lines += [f"    {where},", f"    host_memory={work.activation_host_bytes},", ")"]
-        lines.append("# with offload: loss = model(...), and backward outside of it")
-    return "\n".join(lines) + "\n"
+        yield 'engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")'
+    if offloads:
+        yield f"offload = save_on_nvme({where}, host_memory={work.activation_host_bytes})"
+    yield ""
+
+    # the steps
+    if not trains:
+        yield from ("engine.eval()", "with torch.no_grad():", "    for batch in batches:")
+        yield "        output = engine(**batch)"
+        return
+    name, count = "model" if plain else "engine", work.accumulation if plain else 1
+    several = count > 1
+    divided = f" / {count}" if several else ""
+    yield f"for {'number, batch in enumerate(batches, 1)' if several else 'batch in batches'}:"
+    indent = "    "
+    if several:
+        yield f"    last = number % {count} == 0"
+    if several and windows:
+        yield "    with contextlib.nullcontext() if last else optimizer.no_sync():"
+        indent *= 2
+    if offloads:
+        yield f"{indent}with offload:"
+        yield f"{indent}    loss = {name}(**batch).loss{divided}"
+    else:
+        yield f"{indent}loss = {name}(**batch).loss{divided}"
+    if not plain:
+        yield from ("    engine.backward(loss)", "    engine.step()")
+        return
+    yield f"{indent}loss.backward()"
+    if several:
+        yield "    if not last:"
+        yield "        continue"
+    if strategy.updates == "host gradients":
+        yield f"    optimizer.clip_grad_norm_({_CLIP_NORM})"
+    elif strategy.updates != "in backward":
+        yield f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {_CLIP_NORM})"
+    yield from ("    optimizer.step()", "    optimizer.zero_grad()", "optimizer.close()")
+    if offloads:
+        yield "offload.close()"
+
+
+def _learning_rate(question: Question) -> float:
+    return _LEARNING_RATE if question.model.trainable is None else _ADAPTER_LEARNING_RATE
 
 
 def _precision(machine: Machine) -> str:

@@ -1,12 +1,12 @@
 """The place of parameters, gradients and optimizer states under each way to train, and their bytes.
 
-Adam in mixed precision takes 2 bytes a parameter for the weights, 2 for the gradients, 4 for the
-widened gradients, 4 for the master weights and 8 for the moments. DeepSpeed's own estimates are used
-where they exist, with their factor of 1.5 for buffers in host memory; the other numbers follow from
-this package's code, or were measured.
+Adam in mixed precision takes 2 bytes a parameter for the weights, and for each trained one 2 for the
+gradient, 4 for the widened gradient, 4 for the master weight and 8 for the moments. DeepSpeed's own
+estimates are used where they exist, with their factor of 1.5 for buffers in host memory; the other
+numbers follow from this package's code, or were measured.
 
 Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` of
-DeepSpeed 0.19.8; `optim/budget.py` for the buckets of `NVMeOptimizer`.
+DeepSpeed 0.19.8; `sizes.py` for the buckets of `NVMeOptimizer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple, get_args
 
-from ..sizes import IN_MEMORY, LARGEST_BUCKET_BYTES, LARGEST_SUB_GROUP, SCRATCH_PARTS
+from ..sizes import (
+    IN_MEMORY,
+    LARGEST_BUCKET_BYTES,
+    LARGEST_SUB_GROUP,
+    LEAST_BUDGET_BYTES,
+    SCRATCH_PARTS,
+    bucket_elements,
+    overflow,
+)
 from . import traffic
 from .model import Model
 from .traffic import WEIGHT_BYTES, WIDE_BYTES
@@ -28,8 +36,6 @@ DEEPSPEED_NVME_HOST_BYTES = 17.5
 AHEAD = 2  # sub-groups of memory for reading ahead
 _ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # values are rounded up to pages
 _PLACES = 3  # buckets of `NVMeOptimizer`, or sub-groups of ZeRO-3, on a GPU at a time
-_LEAST_BYTES = 64 << 20  # the smallest useful budget of `NVMeOptimizer`
-_HELD_SHARE, _PASSING = 0.95, 6  # of a budget, for residents; buckets that stream through the rest
 # Scratch bytes of an element during its update: the widened gradient, copies and new states; on CPUs
 # also for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and bfloat16.
 _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 16, "compact24": 16}
@@ -37,10 +43,11 @@ _PACKING_BYTES = {"exact": 0, "split": 0, "compact": 16, "compact24": 16}
 
 Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
-# When `NVMeOptimizer` updates: in `step`; during the next forward pass (`overlap_step`); or during the
-# backward pass (`step_in_backward`). "provisional" keeps the old values, to undo an update whose
-# gradients change afterwards. "in both": provisionally, and partly during the next forward pass.
-Updates = Literal["after", "in forward", "provisional", "in both", "in backward"]
+# When `NVMeOptimizer` updates: in `step`; during the next forward pass (`overlap_step`); in `step`, with
+# gradients in host memory until then (`accumulate="host"`); or during the backward pass
+# (`step_in_backward`). "provisional" keeps the old values, to undo an update whose gradients change
+# afterwards. "in both": provisionally, and partly during the next forward pass.
+Updates = Literal["after", "in forward", "host gradients", "provisional", "in both", "in backward"]
 UPDATES: tuple[Updates, ...] = get_args(Updates)
 
 
@@ -60,7 +67,7 @@ class Strategy(NamedTuple):
         `nvme_offload.NVMeOptimizer`.
     state_format : {"exact", "split", "compact", "compact24"}
         Of the states on a drive.
-    updates : {"after", "in forward", "provisional", "in both", "in backward"}
+    updates : {"after", "in forward", "host gradients", "provisional", "in both", "in backward"}
         When states are updated. "in backward" excludes clipping by a norm; with "provisional" and
         "in both" a step that is clipped takes longer.
     update_device : {"gpu", "cpu"}
@@ -92,8 +99,9 @@ class Strategy(NamedTuple):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that ZeRO-3's swapper reserves for a 16-bit gradient, even if it is on the GPU."""
-        return WEIGHT_BYTES if self.optimizer and self.door == "zero3" else 0
+        """Bytes that the swapper reserves for a 16-bit gradient; ZeRO-3's even if it is on the GPU."""
+        swapped = self.door == "zero3" or self.updates == "host gradients"
+        return WEIGHT_BYTES if self.optimizer and swapped else 0
 
     @property
     def parameter_bytes(self) -> int:
@@ -120,10 +128,11 @@ class Strategy(NamedTuple):
     def windows(self) -> tuple[str, ...]:
         """The passes during which updates run."""
         return {
-            "after": (),
             "in forward": ("forward",),
+            "provisional": ("backward",),
             "in both": ("forward", "backward"),
-        }.get(self.updates, ("backward",))
+            "in backward": ("backward",),
+        }.get(self.updates, ())
 
     @property
     def provisional(self) -> bool:
@@ -213,16 +222,18 @@ class Needs(NamedTuple):
     drive_bytes: int
 
 
-def needs(strategy: Strategy, model: Model, world: World, activations: int = 0) -> Needs:
+def needs(
+    strategy: Strategy, model: Model, world: World, activations: int = 0, accumulation: int = 1
+) -> Needs:
     """The bytes of *strategy* for the states of *model*, and on the GPU for *activations* bytes, which
-    are freed before an update.
+    are freed before an update. *accumulation*: passes before an update.
     """
     drive = 0.0
     if strategy.uses_drive:
         gradients = WIDE_BYTES if strategy.door == "deepspeed" else strategy.gradient_bytes
-        each = strategy.state_bytes + strategy.parameter_bytes + gradients
-        drive = each * model.parameters / world.size
-    gpu_bytes = _gpu_bytes(strategy, model, world)
+        drive = (strategy.state_bytes + gradients) * model.trained / world.size
+        drive += strategy.parameter_bytes * model.parameters / world.size
+    gpu_bytes = _gpu_bytes(strategy, model, world, accumulation)
     if strategy.door == "zero3" and strategy.update_device == "gpu":  # sub-groups, one unpacked
         sub_group = _sub_group(model, world)
         unpacked = int((strategy.beside_bytes + strategy.gradient_bytes) * sub_group)
@@ -231,66 +242,67 @@ def needs(strategy: Strategy, model: Model, world: World, activations: int = 0) 
     return Needs(gpu_bytes + activations, _host_bytes(strategy, model, world), int(drive))
 
 
-def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    total, each = model.parameters, model.parameters / world.size
+def _gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int) -> int:
+    """Under ZeRO: weights, gradients in 16 bits, and 16 bytes of states and widened gradients."""
     if strategy.door == "plain":
-        return _plain_gpu_bytes(strategy, model, world)
+        return _plain_gpu_bytes(strategy, model, world, accumulation)
+    weights, trained, size = WEIGHT_BYTES * model.parameters, model.trained, world.size
     if strategy.stage == 1:  # gradients in 16 bits whole on every rank
-        return 2 * WEIGHT_BYTES * total + int(16 * each)
+        return weights + WEIGHT_BYTES * trained + int(16 * trained / size)
     if strategy.stage == 2:
-        return WEIGHT_BYTES * total + (int(18 * each) if strategy.optimizer == "gpu" else 0)
+        return weights + (int(18 * trained / size) if strategy.optimizer == "gpu" else 0)
     gathered = 2 * WEIGHT_BYTES * model.largest_layer
     if strategy.optimizer == "gpu":
-        return gathered + int(18 * each)
-    held = (strategy.parameters == "gpu") * WEIGHT_BYTES
-    held += (strategy.gradients == "gpu") * strategy.gradient_bytes
-    return gathered + int(held * each)
+        return gathered + int((weights + 16 * trained) / size)
+    held = weights if strategy.parameters == "gpu" else 0
+    held += strategy.gradient_bytes * trained if strategy.gradients == "gpu" else 0
+    return gathered + int(held / size)
+
+
+def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int) -> int:
+    """Weights and gradients in 16 bits, and the buckets in flight.
+
+    A gradient is freed when its bucket is updated in the backward pass, or when it is copied to host
+    memory, so that the gradients of a layer or two exist at a time; before the last of several backward
+    passes, updates in backward leave all gradients. FSDP2 gathers a layer and the next, and holds the
+    layer's gradients before they are reduced.
+    """
+    trained, block = model.trained / world.size, min(model.block, model.trained)
+    passing = strategy.updates == "host gradients" or (
+        strategy.updates == "in backward" and accumulation == 1
+    )
+    gradients = min(2 * block / world.size, trained) if passing else trained
+    gathered = 2 * model.block + block if world.size > 1 else 0
+    bucket = _bucket_elements(strategy, LARGEST_BUCKET_BYTES * IN_MEMORY)
+    staged = (_PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, trained)
+    return int(WEIGHT_BYTES * (model.parameters / world.size + gradients + gathered) + staged)
 
 
 def _sub_group(model: Model, world: World, wanted: float = LARGEST_SUB_GROUP) -> float:
     """Elements of the largest sub-group of a rank, which has at least one parameter."""
-    each = model.parameters / world.size
-    return max(min(LARGEST_SUB_GROUP, wanted, each), model.largest_parameter / world.size)
+    return max(min(LARGEST_SUB_GROUP, wanted, model.trained / world.size), _largest(model, world))
 
 
-def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """Weights and gradients in 16 bits, and the buckets in flight.
-
-    With updates in backward a gradient is freed when its bucket is updated, so that the gradients of
-    a layer or two exist at a time. FSDP2 gathers a layer and the next, and holds the layer's
-    gradients before they are reduced.
-    """
-    each = model.parameters / world.size
-    block = max(model.largest_layer, model.parameters // (model.layers or 1))
-    gradients = min(2.0 * block, each) if strategy.updates == "in backward" else each
-    gathered = 3 * WEIGHT_BYTES * block if world.size > 1 else 0
-    bucket = _bucket_elements(strategy, LARGEST_BUCKET_BYTES * IN_MEMORY)
-    staged = (_PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, each)
-    return int(WEIGHT_BYTES * (each + gradients) + gathered + staged)
+def _largest(model: Model, world: World) -> float:
+    """A rank's elements of the largest trained parameter, or more."""
+    return min(model.largest_parameter, model.trained) / world.size
 
 
-def _bucket_elements(strategy: Strategy, budget: float) -> float:
-    """Elements of a bucket of `NVMeOptimizer`. Source: `optim.budget.most_elements`."""
-    most = min(LARGEST_BUCKET_BYTES, budget / IN_MEMORY)
+def _bucket_elements(strategy: Strategy, budget: int) -> float:
+    """Elements of a bucket of `NVMeOptimizer`."""
     packing = 0 if strategy.update_device == "gpu" else _PACKING_BYTES[strategy.state_format]
-    return most / max(strategy.state_bytes, (strategy.beside_bytes + packing) / 2)
+    return bucket_elements(budget, strategy.state_bytes, strategy.beside_bytes + packing)
 
 
 def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """Of one rank; DeepSpeed's estimates are for a node."""
-    total, ranks = model.parameters, world.ranks
+    total, trained, ranks = model.parameters, model.trained, world.ranks
     if strategy.door == "plain":  # the model is made on the GPU or on the meta device
         return 0
     whole = WIDE_BYTES * total  # if every rank makes the whole model
     if strategy.stage < 3:
-        return int(
-            BUFFER_FACTOR
-            * (
-                whole
-                if strategy.optimizer == "gpu"
-                else total * max(WIDE_BYTES * world.size, 16) / ranks
-            )
-        )
+        offloaded = max(whole * world.size, 16 * trained) / ranks
+        return int(BUFFER_FACTOR * (whole if strategy.optimizer == "gpu" else offloaded))
     made = WIDE_BYTES * model.largest_layer if world.zero_init else whole
     if strategy.optimizer is None:
         held = WEIGHT_BYTES * total / world.size if strategy.parameters == "host" else 0.0
@@ -298,22 +310,28 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
     if strategy.optimizer == "gpu":
         return int(BUFFER_FACTOR * made)
     if strategy.optimizer == "host":
-        held = (18 if strategy.parameters == "host" else 16) * total / world.nodes
+        weights = WEIGHT_BYTES * total if strategy.parameters == "host" else 0
+        held = (weights + 16 * trained) / world.nodes
         return int(BUFFER_FACTOR * (held if world.zero_init else max(whole * ranks, held)) / ranks)
-    held = (0 if strategy.ours else DEEPSPEED_NVME_HOST_BYTES) * total / world.size
+    held = (0 if strategy.ours else DEEPSPEED_NVME_HOST_BYTES) * trained / world.size
     return int(max(held, made))
+
+
+def _kept_bytes(strategy: Strategy, model: Model, world: World) -> float:
+    """Bytes of a rank that this package's swapper has at the end of a backward pass, at most."""
+    trained = (strategy.state_bytes + strategy.gradient_bytes) * model.trained
+    return (trained + strategy.parameter_bytes * model.parameters) / world.size
 
 
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The smallest "host_memory" of a rank with which the drive is not used."""
-    each = model.parameters / world.size
-    kept = strategy.state_bytes + strategy.gradient_bytes + strategy.parameter_bytes
+    whole = _kept_bytes(strategy, model, world)
     if strategy.door == "plain":
-        whole = kept * each * SCRATCH_PARTS / (SCRATCH_PARTS - 1)
-        return int(whole * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
-    largest = min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size
-    widened = strategy.scratch_bytes * largest
-    return int((kept * each + widened) * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
+        whole *= SCRATCH_PARTS / (SCRATCH_PARTS - 1)
+    else:
+        largest = min(LARGEST_SUB_GROUP, model.trained / world.size) + _largest(model, world)
+        whole += strategy.scratch_bytes * largest
+    return int(whole * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -322,25 +340,25 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     `NVMeOptimizer` splits parameters; ZeRO-3 holds its part of the largest parameter.
     """
     if strategy.door == "plain":
-        return _LEAST_BYTES
+        return LEAST_BUDGET_BYTES
     # a parameter on the drive is held before and after the update of its states
-    kept = strategy.state_bytes + strategy.scratch_bytes + 2 * strategy.parameter_bytes
-    return math.ceil(-(-model.largest_parameter // world.size) * kept) + (1 << 17)
+    largest = -(-model.largest_parameter // world.size)
+    kept = (strategy.state_bytes + strategy.scratch_bytes) * min(largest, model.trained)
+    return math.ceil(kept + 2 * strategy.parameter_bytes * largest) + (1 << 17)
 
 
 def beside_budget(strategy: Strategy, model: Model, world: World, budget: int) -> int:
     """The drive space of a rank with *budget* bytes of "host_memory".
 
-    States that `NVMeOptimizer` keeps in memory need no drive space (`swap.residents.overflow`). ZeRO-3
-    allocates space for everything.
+    States that `NVMeOptimizer` keeps in memory need no drive space, unless it accumulates gradients
+    there. ZeRO-3 allocates space for everything.
     """
     whole = needs(strategy, model, world).drive_bytes
-    if strategy.door != "plain":
+    if strategy.door != "plain" or strategy.updates == "host gradients":
         return whole
-    each = model.parameters / world.size
-    largest = strategy.state_bytes * min(_bucket_elements(strategy, budget), each)
-    held = _HELD_SHARE * _values_budget(strategy, budget)
-    return max(min(whole, int(whole - held + _PASSING * largest)), 0)
+    each = model.trained / world.size
+    largest = int(strategy.state_bytes * min(_bucket_elements(strategy, budget), each))
+    return overflow(whole, int(_values_budget(strategy, budget)), largest)
 
 
 def _values_budget(strategy: Strategy, budget: int) -> float:
@@ -371,35 +389,35 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     written in the update. Parameters on the drive are used three times as often; a budget saves its share
     of all reads. This agrees with `Schedule` within a tenth of the total.
 
-    `NVMeOptimizer` streams states only, and keeps as much as its budget holds next to the buckets in
-    flight; on CPUs an eighth of the budget is scratch memory.
+    `NVMeOptimizer` streams states, and gradients that it accumulates in host memory, and keeps as much as
+    its budget holds next to the buckets in flight; on CPUs an eighth of the budget is scratch memory.
     """
-    each = model.parameters / world.size
+    trained, weights = model.trained / world.size, WEIGHT_BYTES * model.parameters / world.size
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0, 0.0)
     states, beside = strategy.state_bytes, strategy.scratch_bytes
     if strategy.optimizer is None:
-        lacking = max(1 - budget / (WEIGHT_BYTES * each), 0.0)
-        return Streamed(WEIGHT_BYTES * each * lacking, 0.0, 0.0, 0.0)
+        return Streamed(weights * max(1 - budget / weights, 0.0), 0.0, 0.0, 0.0)
     if strategy.door == "plain":
-        bucket = _bucket_elements(strategy, budget)
-        stays = _values_budget(strategy, budget) - _PLACES * states * bucket
-        moved = max(states * each - max(stays, 0.0), 0.0)
-        return Streamed(0.0, 0.0, moved, moved)
-    wanted = budget / (IN_MEMORY * (states + WEIGHT_BYTES) + beside)
-    sub_group = _sub_group(model, world, wanted)
-    stays = max(budget - (beside + AHEAD * states) * sub_group, 0.0)
-    gradients = strategy.gradient_bytes if strategy.gradients == "host" else 0
-    kept = states + gradients + strategy.parameter_bytes
-    written = max(kept * each - stays, 0.0)
-    in_backward = min(gradients * each, written)
+        stays = _values_budget(strategy, budget)
+        stays -= _PLACES * states * _bucket_elements(strategy, budget)
+    else:
+        wanted = budget / (IN_MEMORY * (states + WEIGHT_BYTES) + beside)
+        stays = budget - (beside + AHEAD * states) * _sub_group(model, world, wanted)
+    stays = max(stays, 0.0)
+    on_host = strategy.door == "plain" or strategy.gradients == "host"
+    gradients = strategy.gradient_bytes if on_host else 0
+    live = (states + gradients) * trained + strategy.parameter_bytes * (weights / WEIGHT_BYTES)
+    changed = (states + gradients + strategy.parameter_bytes) * trained
+    written = min(max(live - stays, 0.0), changed)
+    in_backward = min(gradients * trained, written)
     if strategy.parameters != "drive":
         return Streamed(0.0, in_backward, written, written - in_backward)
     # reading ahead uses the memory that gradients leave
-    lacking = max(1 - (budget if gradients else stays) / (kept * each), 0.0)
+    lacking = max(1 - (budget if gradients else stays) / live, 0.0)
     return Streamed(
-        2 * WEIGHT_BYTES * each * lacking,
+        2 * weights * lacking,
         in_backward,
-        (states + gradients) * each * lacking,
+        (states + gradients) * trained * lacking,
         written - in_backward,
     )

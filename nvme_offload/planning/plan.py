@@ -29,6 +29,7 @@ Not included: communication between ranks, compute on CPUs, data loading, checkp
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from ..hardware.profile import Profile
 from ..sizes import AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
 from ..units import format_gb
 from .model import Model
-from .passes import Work, activation_bytes, free_tokens, operations, saved_bytes
+from .passes import Work, activation_bytes, operations, saved_bytes
 from .placement import (
     STRATEGIES,
     Strategy,
@@ -88,7 +89,9 @@ NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9
 # host memory of CUDA, torch and DeepSpeed in a rank; and without DeepSpeed
 PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}
 PLAIN_PROCESS_BYTES = {"gpu": 1_200_000_000, "cpu": 600_000_000}
-CONTEXT_BYTES = 500_000_000  # GPU memory of CUDA in a rank
+# GPU memory that the driver reserves, 0.4 to 0.5 GB of the memory that nvidia-smi reports, and that
+# CUDA takes in a rank
+CONTEXT_BYTES = 900_000_000
 # of 16-bit gradients that DeepSpeed reduces together (reduce_bucket_size)
 BUCKET_ELEMENTS = 500_000_000
 DEFAULT_HOST_BYTES_PER_SECOND = 50e9  # of a described machine, unless given
@@ -123,6 +126,8 @@ class Drive:
         `nvme_offload.hardware.drive.Drive.identity`; "" for a drive that is given by its speeds.
     profile : Profile or None
         Of the drive.
+    rating : int or None
+        Bytes that can be written in its rated life, if that is known from its data sheet.
     """
 
     path: str
@@ -130,11 +135,12 @@ class Drive:
     speeds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     identity: str = ""
     profile: Profile | None = None
+    rating: int | None = None
 
     @property
     def rated_bytes(self) -> float | None:
         """Bytes that can be written in its rated life; None if unknown."""
-        return rated_bytes(self.profile) if self.profile else None
+        return self.rating or (rated_bytes(self.profile) if self.profile else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +260,8 @@ class Plan:
         "host_memory" of this package's swappers, contained in *host_bytes*.
     problems : tuple of str
         Why it does not fit; empty if it fits.
+    shortage : float
+        How many times more it needs of a resource than there is; 0 if it fits.
     phases : tuple of Phase
         The phases of a step.
     seconds : float or None
@@ -264,7 +272,7 @@ class Plan:
         Of all ranks; None if the tokens or the GPU's speed are unknown.
     free_tokens : float or None
         Tokens of a rank in a micro-batch from which the passes with updates hide the drive; None if
-        updates run after the passes.
+        updates run after the passes, or if nothing is known of tokens, GPU or drive.
     """
 
     strategy: Strategy
@@ -273,6 +281,7 @@ class Plan:
     drive_bytes: int
     budget_bytes: int | None
     problems: tuple[str, ...]
+    shortage: float
     phases: tuple[Phase, ...]
     seconds: float | None
     written_bytes: float
@@ -305,25 +314,9 @@ class Plan:
         return [phase.formula for phase in self.phases if phase.beside]
 
     @property
-    def concession(self) -> int:
-        """Its cost in precision and clipping: 0 for none, then the index of the state format in
-        `STATE_BYTES`; higher if clipping by a norm makes steps slow (`step_in_backward="provisional"`),
-        and highest if clipping by a norm is impossible (`True`).
-        """
-        return self.rounding + len(STATE_BYTES) * self._clipping
-
-    def concedes_all_of(self, other: Plan) -> bool:
-        """Whether this concedes at least as much as *other* in every respect.
-
-        Parameters
-        ----------
-        other : Plan
-
-        Returns
-        -------
-        bool
-        """
-        return self.rounding >= other.rounding and self._clipping >= other._clipping
+    def concession(self) -> tuple[int, int]:
+        """Its cost in clipping, which weighs more, and in precision."""
+        return self.clipping, self.rounding
 
     @property
     def rounding(self) -> int:
@@ -331,8 +324,10 @@ class Plan:
         return list(STATE_BYTES).index(self.strategy.state_format)
 
     @property
-    def _clipping(self) -> int:
-        """1 if clipping is slow, 2 if it is impossible."""
+    def clipping(self) -> int:
+        """1 if clipping by a norm makes steps slow (`step_in_backward="provisional"`), 2 if it is
+        impossible (`True`).
+        """
         return 1 if self.strategy.provisional else 2 * (self.strategy.updates == "in backward")
 
 
@@ -387,7 +382,7 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     known speed is chosen only if there is no other.
     """
     every = [plan for plan in found if plan.fits]
-    least = min((plan.concession for plan in every), default=0)
+    least = min((plan.concession for plan in every), default=(0, 0))
     fitting = [plan for plan in every if plan.concession == least]
     fewest = min((plan.seconds for plan in fitting if plan.seconds is not None), default=None)
     if fewest is None:
@@ -493,12 +488,20 @@ def _plan(
     saved = saved_bytes(model, work) if strategy.optimizer else 0.0
     activations = activation_bytes(model, work) if strategy.optimizer else 0
     plain = strategy.door == "plain"
-    problems: list[str] = []
+    problems: dict[str, float] = {}  # with the times that a resource is too small
+
+    def require(needed: int, available: int, said: str) -> None:
+        if needed > available:
+            text = said.format(format_gb(needed), format_gb(available))
+            problems[text] = needed / max(available, 1)
+
     # DeepSpeed's estimates do not contain it, so it is not shown
-    reduced = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
+    reduced = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.trained)
     reduced = reduced if strategy.optimizer else 0
     strategy = _placed(strategy, model, machine.gpu, world, activations, reduced)
-    gpu_bytes, host_bytes, space = needs(strategy, model, world, activations)
+    gpu_bytes, host_bytes, space = needs(strategy, model, world, activations, work.accumulation)
+    if strategy.updates == "host gradients" and world.size > 1:
+        problems['one rank, since accumulate="host" does not take parameters of FSDP2'] = math.inf
     process = PLAIN_PROCESS_BYTES if plain else PROCESS_BYTES
     host_bytes += process["gpu" if machine.gpu else "cpu"]
     host_bytes += int(min(saved, work.activation_host_bytes))
@@ -510,10 +513,8 @@ def _plan(
         whole = whole_bytes(strategy, model, world)
         kept = min(share, whole) if budget is None else budget
         least = fewest_bytes(strategy, model, world)
-        if kept < least:
-            problems.append(
-                f"{format_gb(kept)} of host memory a rank for the swapper, which needs at least {format_gb(least)}"
-            )
+        said = "{1} of host memory a rank for the swapper, which needs at least {0}"
+        require(least, kept, said)
         host_bytes += min(kept, whole)
     moved = _moved(strategy, model, world, kept)
     drive_bytes = space if kept is None else beside_budget(strategy, model, world, kept)
@@ -525,25 +526,19 @@ def _plan(
             host_bytes += replaced
         else:
             gpu_bytes += replaced
-    if machine.gpu and gpu_bytes + reduced + CONTEXT_BYTES > machine.gpu.memory_bytes:
-        problems.append(
-            f"{format_gb(gpu_bytes + reduced + CONTEXT_BYTES)} of GPU memory, and a GPU has {format_gb(machine.gpu.memory_bytes)}"
-        )
-    if host_bytes * world.ranks > machine.host_bytes:
-        problems.append(
-            f"{format_gb(host_bytes * world.ranks)} of host memory, and {format_gb(machine.host_bytes)} are available"
-        )
+    if machine.gpu:
+        needed = gpu_bytes + reduced + CONTEXT_BYTES
+        require(needed, machine.gpu.memory_bytes, "{} of GPU memory, and a GPU has {}")
+    needed = host_bytes * world.ranks
+    require(needed, machine.host_bytes, "{} of host memory, and {} are available")
     if space and not machine.drives:
-        problems.append("a drive: no drive given, pass --path")
-    elif drive_bytes * world.ranks > machine.free_bytes:
-        problems.append(
-            f"{format_gb(drive_bytes * world.ranks)} on the drive, and {format_gb(machine.free_bytes)} are free"
-        )
+        problems["a drive: no drive given, pass --path"] = 1.0
+    else:
+        require(drive_bytes * world.ranks, machine.free_bytes, "{} on the drive, and {} are free")
     phases, known = _phases(strategy, model, machine, world, work, moved)
     seconds = sum(phase.seconds for phase in phases) if known else None
-    written = moved.written + work.accumulation * (
-        moved.passes_written + max(saved - work.activation_host_bytes, 0)
-    )
+    spilled = work.accumulation * max(saved - work.activation_host_bytes, 0)
+    written = moved.written + moved.passes_written + spilled
     flops, _ = _gpu_speeds(machine.gpu)
     tokens = work.tokens * work.accumulation * world.size
     return Plan(
@@ -553,6 +548,7 @@ def _plan(
         drive_bytes,
         kept,
         tuple(problems),
+        max(problems.values(), default=0.0),
         phases,
         seconds,
         written * world.ranks,
@@ -583,26 +579,23 @@ def _moved(strategy: Strategy, model: Model, world: World, kept: int | None) -> 
         return streamed(strategy, model, world, kept)
     if not strategy.uses_drive:
         return _NOTHING
+    trained, frozen = model.trained / world.size, (model.parameters - model.trained) / world.size
     load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
-    each = model.parameters / world.size
-    return Streamed(load.passes_read * each, 0.0, load.step_read * each, load.step_write * each)
+    read = load.passes_read * (trained + frozen)
+    return Streamed(read, 0.0, load.step_read * trained, load.step_write * trained)
 
 
 def _free_tokens(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
 ) -> float | None:
+    """Tokens from which compute in the passes with updates takes as long as the drive."""
     flops, _ = _gpu_speeds(machine.gpu)
-    if not (strategy.windows and flops and machine.speeds):
+    if not (strategy.windows and flops and machine.speeds and work.tokens):
         return None
-    k = sum(
-        {"forward": 2, "backward": 6 if work.recomputes else 4}[one] for one in strategy.windows
-    )
-    return free_tokens(
-        moved.total * world.ranks,
-        flops * UTILISATION,
-        machine.speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"],
-        k * model.active,
-    )
+    counts = dict(zip(("forward", "backward"), operations(model, work), strict=True))
+    compute = sum(counts[window] for window in strategy.windows) / (flops * UTILISATION)
+    speed = machine.speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"]
+    return work.tokens * moved.total * world.ranks / speed / compute
 
 
 def _phases(
@@ -616,7 +609,14 @@ def _phases(
         return (Phase("forward", work.accumulation, forward),), known
     hidden = _hidden(strategy, model, world, moved)
     phases = []
+    # the gradients of the first backward pass displace states, and stay
+    displacing = work.accumulation > 1 and moved.passes_written > 0
     for name, beside in (("forward", forward), ("backward", backward)):
+        if name == "backward" and displacing:
+            staying = moved._replace(passes_written=0.0)
+            _, later = _passes(strategy, model, machine, world, work, staying)
+            phases += [Phase(name, 1, beside), Phase(name, work.accumulation - 1, later)]
+            continue
         phases.append(Phase(name, work.accumulation - (name in hidden), beside))
         if name in hidden:
             share, part = hidden[name]
@@ -639,7 +639,7 @@ def _hidden(
         return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
     whole = 1.0
     if strategy.provisional:  # states in host memory are updated in the step
-        whole = moved.written * world.size / (strategy.state_bytes * model.parameters)
+        whole = moved.written * world.size / (strategy.state_bytes * model.trained)
     return {name: (whole, 1.0) for name in strategy.windows if whole}
 
 
@@ -659,22 +659,26 @@ def _passes(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
 ) -> tuple[_Concurrent, _Concurrent]:
     """The concurrent terms of a forward and of a backward pass."""
-    each, gpu = model.parameters / world.size, machine.gpu
-    flops, _ = _gpu_speeds(gpu)
+    weights, gradients = WEIGHT_BYTES * model.parameters, WEIGHT_BYTES * model.trained
+    flops, _ = _gpu_speeds(machine.gpu)
     found: tuple[list[Term], list[Term]] = ([], [])
     if work.tokens and flops:
         for terms, count in zip(found, operations(model, work), strict=True):
-            terms.append(_term("compute", count, flops * UTILISATION, "T", 1e12))
-    if gpu and strategy.door != "plain":
+            terms.append(_term("compute", count, flops, UTILISATION, "T", 1e12))
+    if gpu := machine.gpu:
         link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
+        share = LINK_SHARE
         if strategy.door == "deepspeed":
             link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
-        inward = 0 if strategy.parameters == "gpu" else WEIGHT_BYTES * each
+        elif strategy.door == "plain":  # pinned, and both ways at the same time
+            share = 1.0
+        inward = 0 if strategy.parameters == "gpu" else weights
         offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
-        outward = WEIGHT_BYTES * each if offloaded else 0
+        offloaded &= strategy.door != "plain" or strategy.updates == "host gradients"
+        outward = gradients if offloaded else 0
         for terms, amount in zip(found, (inward, inward + outward), strict=True):
             if amount:
-                terms.append(_term("copies", amount, link * LINK_SHARE))
+                terms.append(_term("copies", amount / world.size, link, share))
     if machine.speeds:
         saved = saved_bytes(model, work) if strategy.optimizer else 0.0
         saved = max(saved - work.activation_host_bytes, 0.0)
@@ -694,17 +698,17 @@ def _update(
     strategy: Strategy, model: Model, machine: Machine, world: World, moved: Streamed, share: float
 ) -> _Concurrent:
     """The concurrent terms of the update of this *share* of the parameters."""
-    here, each = share * model.parameters / world.nodes, share * model.parameters / world.size
+    here, each = share * model.trained / world.nodes, share * model.trained / world.size
     gpu = machine.gpu
     _, gpu_memory = _gpu_speeds(gpu)
-    host = machine.host_bytes_per_second * OPTIMIZER_SHARE
+    host = machine.host_bytes_per_second
     drive: tuple[Term, ...] = ()
     if machine.speeds and (moved.read or moved.written):
         drive = (_drive(strategy, machine, moved.read * world.ranks, moved.written * world.ranks),)
     if gpu and strategy.update_device == "gpu":
         update = [_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), gpu_memory)]
         if packed := PACKED_PER_SECOND.get(strategy.state_format):
-            update.append(_term("packing", each, packed, "billion", 1e9))
+            update.append(_term("packing", each, packed, 1.0, "billion"))
         beside: list[tuple[Term, ...]] = [tuple(update)]
         if strategy.ours:
             link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
@@ -715,18 +719,18 @@ def _update(
     packing = PACK_TRAFFIC[strategy.state_format]
     if strategy.optimizer == "gpu" or strategy.door == "plain":  # gradients are there
         traffic = ADAM_TRAFFIC + ROUND_TRAFFIC + packing
-        update = [_term("Adam", here * traffic, host)]
+        update = [_term("Adam", here * traffic, host, OPTIMIZER_SHARE)]
     else:
         update = [
-            _term("gradients widened", here * WIDEN_TRAFFIC, host),
-            _term("Adam", here * (ADAM_TRAFFIC + packing), host),
+            _term("gradients widened", here * WIDEN_TRAFFIC, host, OPTIMIZER_SHARE),
+            _term("Adam", here * (ADAM_TRAFFIC + packing), host, OPTIMIZER_SHARE),
         ]
         if gpu and strategy.parameters == "gpu":
             update.append(
                 _term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND)
             )
         else:
-            update.append(_term("new parameters", here * ROUND_TRAFFIC, host))
+            update.append(_term("new parameters", here * ROUND_TRAFFIC, host, OPTIMIZER_SHARE))
     if drive:
         share = SLOWED_SHARE[strategy.door]
         busy = sum(term.seconds for term in update)
@@ -736,20 +740,26 @@ def _update(
 
 
 def _drive(strategy: Strategy, machine: Machine, read: float, written: float) -> Term:
-    speeds = {phase: speed * DRIVE_SHARE[strategy.door] for phase, speed in machine.speeds.items()}
-    seconds, bound = transfer(read, written, speeds)
-    how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"
-    return Term("drive", seconds, how)
+    share = DRIVE_SHARE[strategy.door]
+    seconds, bound = transfer(read, written, machine.speeds)
+    speed = f"{bound} {share:g} x {machine.speeds[bound]:.3g} GB/s"
+    how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {speed})"
+    return Term("drive", seconds / share, how)
 
 
 def _term(
-    name: str, amount: float, per_second: float, unit: str = "GB", scale: float = 1e9
+    name: str,
+    amount: float,
+    per_second: float,
+    share: float = 1.0,
+    unit: str = "GB",
+    scale: float = 1e9,
 ) -> Term:
-    return Term(
-        name,
-        amount / per_second,
-        f"{amount / scale:.3g} {unit} / {per_second / scale:.3g} {unit}/s",
-    )
+    """The time for *amount* at a *share* of a speed."""
+    speed = f"{per_second / scale:.3g} {unit}/s"
+    if share != 1:
+        speed = f"({share:g} x {speed})"
+    return Term(name, amount / per_second / share, f"{amount / scale:.3g} {unit} / {speed}")
 
 
 def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:

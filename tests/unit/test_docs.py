@@ -13,7 +13,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +25,6 @@ import torch
 from click.testing import CliRunner
 
 from nvme_offload.commands.cli import command as nvme_offload_command
-from nvme_offload.hardware import profile_shelf
-from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import Profile
 from nvme_offload.tune import cli as sweep_cli
 from nvme_offload.zero3.settings import Settings
 
@@ -490,19 +486,12 @@ def test_the_loop_of_the_readme_trains_to_the_same_bits_with_its_change(tmp_path
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def test_the_plan_in_the_readme_is_what_the_command_prints(tmp_path, monkeypatch):
-    """With the profile that is committed for the drive of the pages' example."""
+def test_the_plan_in_the_readme_is_what_the_command_prints(monkeypatch):
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Does it fit?")[2]
     command, shown = re.findall(r"^```\w+\n(.*?)^```$", readme, re.M | re.S)[:2]
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "100")
-    profile = Profile.load(REPORTS / "h200-vda-2026-11-21" / "profile.json")
-    profile.drive["identity"] = describe(tmp_path).identity
-    profile_shelf.keep(profile)
-    words = shlex.split(command.replace("\\\n", "").replace("/local_nvme", str(tmp_path)))
+    words = shlex.split(command.replace("\\\n", ""))
     printed = CliRunner().invoke(nvme_offload_command, words[1:]).output
-    if shutil.disk_usage(tmp_path).free < 50e9:
-        pytest.skip("the plan of the example needs 50 GB free on the drive of the tests")
     missing = [line for line in shown.splitlines() if line not in printed.splitlines()]
     assert not missing, f"{command}prints:\n{printed}"
 

@@ -1,0 +1,257 @@
+"""The code and the configuration that `nvme-offload plan` prints train as they are pasted, on as many
+ranks as the plan is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patience import PATIENCE
+from ports import free_port
+
+pytest.importorskip("transformers", reason="the pasted code trains a model of transformers")
+
+from pasted import make_batches, make_model, trained, weights_of
+
+from nvme_offload.planning.advice import Question
+from nvme_offload.planning.model import of_count
+from nvme_offload.planning.passes import Work
+from nvme_offload.planning.paste import ds_config, script
+from nvme_offload.planning.placement import INFERENCE, STRATEGIES, Strategy, World
+from nvme_offload.planning.plan import Drive, Machine, plans
+
+LEARNING_RATE = 1e-5
+CLIP_NORM = 1.0
+BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+SPEEDS = {"read": 3.0, "write": 2.5, "mixed": 2.8}
+
+
+def question(drive: Path, ranks: int = 1, **work: Any) -> Question:
+    drive.mkdir(exist_ok=True)
+    machine = Machine(None, 128 << 30, 100e9, (Drive(str(drive), 1 << 40, SPEEDS),))
+    asked = Work(8, activation_host_bytes=64 << 20, **work)
+    return Question(of_count("1M"), machine, World(ranks), asked)
+
+
+def code(asked: Question, strategy: Strategy) -> str:
+    (plan,) = plans(asked.model, asked.machine, asked.world, asked.work, asked.budget, [strategy])
+    assert plan.fits
+    return script(plan, asked)
+
+
+def expected(accumulation: int = 1, clips: bool = True, tied: bool = False) -> list[torch.Tensor]:
+    """The weights of AdamW over fp32 copies of bfloat16 parameters, all in memory."""
+    model = make_model(tied).to(torch.bfloat16)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
+    adam = torch.optim.AdamW(masters, lr=LEARNING_RATE)
+    for number, batch in enumerate(make_batches(), 1):
+        loss: Any = model(**batch).loss / accumulation
+        loss.backward()
+        if number % accumulation:
+            continue
+        if clips:
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            adam.step()
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+    return weights_of(model)
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def through(door: str) -> list[Any]:
+    return [pytest.param(each, id=each.name) for each in STRATEGIES if each.door == door]
+
+
+PLAIN = [each for each in STRATEGIES if each.door == "plain"]
+WORKS = ({"activations": "checkpoint", "accumulation": 2}, {"activations": "drive"})
+OTHER_WORKS = ({"activations": "keep"}, {"activations": "checkpoint-drive", "accumulation": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        *((each.name, work) for each in PLAIN for work in WORKS if each.state_format == "exact"),
+        *zip(("plain-in-backward", "plain-host-gradients"), OTHER_WORKS, strict=True),
+        *((f"plain-{name}", WORKS[0]) for name in ("split", "in-both-compact", "compact24")),
+    ],
+    ids=str,
+)
+def test_the_code_trains_as_in_memory(name, work, tmp_path):
+    strategy = BY_NAME[name]
+    found = trained(code(question(tmp_path, **work), strategy))
+    wanted = expected(work.get("accumulation", 1), clips=strategy.updates != "in backward")
+    assert not equal(found, weights_of(make_model().to(torch.bfloat16)))
+    if strategy.state_format == "exact":
+        assert equal(found, wanted)
+    else:
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)
+
+
+def test_gradients_are_clipped_in_the_reference():
+    assert not equal(expected(), expected(clips=False))
+
+
+def counting(calls: list[int], forward: Any, x: torch.Tensor) -> torch.Tensor:
+    calls.append(1)
+    return forward(x)
+
+
+class Layered(torch.nn.Module):
+    """A model that is not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        Result = dataclasses.make_dataclass("Result", ["loss"])
+        return Result(x.float().square().mean())
+
+
+def test_layers_of_any_model_are_checkpointed(tmp_path):
+    weights = {}
+    for activations in ("keep", "checkpoint"):
+        torch.manual_seed(0)
+        model = Layered()
+        computed: list[int] = []
+        for layer in model.layers:
+            layer.forward = functools.partial(counting, computed, layer.forward)
+        batches = [{"x": torch.ones(2, 16, dtype=torch.bfloat16)}]
+        asked = question(tmp_path, activations=activations)
+        exec(code(asked, BY_NAME["plain"]), {"model": model, "batches": batches})
+        weights[activations] = weights_of(model)
+        assert len(computed) == (6 if activations == "checkpoint" else 3)
+    assert equal(weights["keep"], weights["checkpoint"])
+
+
+def run_on_two_ranks(scripts: dict[str, str], directory: Path) -> list[list[torch.Tensor]]:
+    """The trained weights by each of *scripts*."""
+    paths = []
+    for name, text in scripts.items():
+        paths.append(directory / f"{name}.py")
+        paths[-1].write_text(text)
+    program = Path(__file__).parents[1] / "pasted.py"
+    command = [sys.executable, "-W", "ignore", str(program.with_name("gloo_rank.py"))]
+    command += [str(program), str(directory / "weights.pt"), *map(str, paths)]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "PORTS": " ".join(str(free_port()) for _ in scripts),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "".join(errors)
+    found: list[list[torch.Tensor]] = torch.load(directory / "weights.pt")
+    return found
+
+
+@pytest.mark.slow
+def test_the_code_shards_the_model_on_two_ranks(tmp_path):
+    """Both ranks have the same batches, so the gradients are the gradients of one rank."""
+    several = {"accumulation": 2, "activations": "checkpoint"}
+    cases = {
+        "backward": ("plain-in-backward", several, False),
+        "backward-tied": ("plain-in-backward", {"activations": "checkpoint-drive"}, False),
+        "after": ("plain", several, True),
+        "both": ("plain-in-both", several, True),
+    }
+    scripts = {
+        name: code(question(tmp_path / name, 2, **work), BY_NAME[strategy])
+        for name, (strategy, work, _) in cases.items()
+    }
+    assert all("fully_shard(model)" in text for text in scripts.values())
+    for (name, (_, work, clips)), found in zip(
+        cases.items(), run_on_two_ranks(scripts, tmp_path), strict=True
+    ):
+        wanted = expected(work.get("accumulation", 1), clips, tied="tied" in name)
+        if clips:  # the norm is a sum in another order
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-2)
+        else:
+            assert equal(found, wanted), name
+
+
+TRAIN = """
+import json, sys
+import torch
+from pasted import make_batches, make_model
+
+model, batches = make_model(), make_batches() * 3
+exec(open(sys.argv[1]).read())
+with torch.no_grad():
+    last = [engine(**batch).loss.item() for batch in make_batches()]
+print("trained:" + json.dumps([sum(last) / len(last), engine.global_steps]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    "strategy",
+    [*through("zero3"), *(pytest.param(each, id=each.name) for each in INFERENCE[1:])],
+)
+def test_the_code_and_the_config_train(strategy, tmp_path):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
+    asked = dataclasses.replace(question(tmp_path / "drive", accumulation=2), budget=300_000_000)
+    (found,) = plans(asked.model, asked.machine, asked.world, asked.work, asked.budget, [strategy])
+    config = ds_config(found, asked)
+    if strategy.optimizer is not None:
+        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's Adam is not compiled for it
+        config["optimizer"]["params"] |= {"torch_adam": True, "lr": 1e-3}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "pasted_code.py").write_text(script(found, asked))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRAIN, "pasted_code.py"],
+        env={**os.environ, **ranks, **address, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    loss, steps = json.loads(told.stdout.rpartition("trained:")[2])
+    with torch.no_grad():
+        before = [make_model()(**batch).loss.item() for batch in make_batches()]
+    start = sum(before) / len(before)
+    if strategy.optimizer is None:
+        assert loss == pytest.approx(start, rel=0.01)
+    else:
+        assert loss < start - 0.1
+        assert steps == 6
