@@ -22,30 +22,8 @@ from .charts.canvas import Chart
 if TYPE_CHECKING:
     import jinja2
 
-# The keys of `drive` to show, in this order; `workload` and `engine` are shown completely.
-_DRIVE_LABELS = {
-    "path": "Path",
-    "model": "Model",
-    "device": "Device",
-    "physical_devices": "Disks",
-    "layers": "Layers",
-    "filesystem": "Filesystem",
-    "mount_options": "Mount options",
-    "firmware": "Firmware",
-    "transport": "Transport",
-    "rotational": "Rotational",
-    "size_bytes": "Size",
-    "free_bytes": "Free",
-    "pcie_link": "PCIe link",
-    "link_bytes_per_second": "Link carries, each way",
-    "numa_node": "NUMA node",
-    "scheduler": "I/O scheduler",
-    "queue_requests": "Requests in its queue",
-    "max_block_kib": "Largest request not split",
-    "logical_block_bytes": "Logical block",
-    "physical_block_bytes": "Physical block",
-    "temperature_celsius": "Temperature",
-}
+# The keys of `drive` that the page does not show among the drive's facts.
+_NOT_SHOWN = ("mount_point", "identity", "pcie_link_most", "cpu_numa_nodes", "gpu_numa_nodes")
 
 
 def html(profile: Profile) -> str:
@@ -135,9 +113,9 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
         "ds_config": zero_infinity(profile, path).rstrip("\n"),
         "drive_facts": [
-            (label, _drive_fact(drive, key))
-            for key, label in _DRIVE_LABELS.items()
-            if drive.get(key) not in (None, "", [], ())
+            (wording.label(key), _drive_fact(drive, key))
+            for key, value in drive.items()
+            if key not in _NOT_SHOWN and value not in (None, "", [], ())
         ],
         "grade": grade(profile),
         "charts": _absent_are_none(drawn),

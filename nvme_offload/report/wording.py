@@ -101,7 +101,9 @@ def label(key: str) -> str:
         return "Engine"
     for unit in _UNITS:
         key = key.removesuffix(unit)
-    words = key.replace("_", " ").replace("cpu", "CPU")
+    words = key.replace("_", " ")
+    for name in ("CPU", "NUMA", "PCIe"):
+        words = words.replace(name.lower(), name)
     return words[:1].upper() + words[1:]
 
 
