@@ -34,10 +34,12 @@ class Change:
 
 
 def load(place: Path) -> Profile:
-    """The profile in the file *place*, in the report's directory *place*, or of the drive of *place*.
+    """The profile in the file *place*, of the report *place* (its directory or its page), or of the
+    drive of *place*.
 
     Raises: UsageError, UnsupportedError.
     """
+    place = place.parent if place.name == "report.html" else place
     try:
         if place.is_dir():
             inside = place / "profile.json"
