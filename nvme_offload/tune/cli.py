@@ -42,8 +42,8 @@ def main() -> int:
             signal.signal(number, _stop)
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        if first in _OTHERS:  # a directory with this name is given as ./show
-            status = _OTHERS[first].main(
+        if first in _SUBCOMMANDS:  # a directory with this name is given as ./show
+            status = _SUBCOMMANDS[first].main(
                 args=sys.argv[2:], prog_name=f"nvme-sweep {first}", standalone_mode=False
             )
         else:
@@ -197,7 +197,7 @@ def command(
     where = launcher.place()
     if where and where.local_rank:
         return 0  # the first process of each node sweeps for the node
-    drives = [preflight.look_at(path, force) for path in paths]
+    drives = [preflight.require_drive(path, force) for path in paths]
     if len(drives) > 1:
         from .several import require_apart
 
@@ -393,7 +393,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     from .proof import setting_of
 
     _require_seconds(seconds)
-    found = preflight.look_at(path, force)
+    found = preflight.require_drive(path, force)
     try:
         config = ds_config.locate(config)
         aio = ds_config.read_aio(config)
@@ -428,7 +428,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     return EXIT_NEGATIVE if checked.better else 0
 
 
-_OTHERS = {"show": show, "compare": compare, "check": check}
+_SUBCOMMANDS = {"show": show, "compare": compare, "check": check}
 
 
 def _one_line(message: str) -> str:

@@ -15,7 +15,7 @@ from nvme_offload.units import format_change, format_speed
 
 from .progress import change, describe
 
-SLIM = 0.02  # the least relative spread that is assumed for few runs
+LEAST_SCATTER = 0.02  # the least relative spread that is assumed for few runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,5 +142,5 @@ def _final_logs(profile: Profile, phase: str) -> list[float]:
 
 def _error(logs: list[float]) -> float:
     """The standard error of their median."""
-    scatter = statistics.stdev(logs) if len(logs) > 1 else SLIM
-    return 1.253 * max(scatter, SLIM) / math.sqrt(len(logs))
+    scatter = statistics.stdev(logs) if len(logs) > 1 else LEAST_SCATTER
+    return 1.253 * max(scatter, LEAST_SCATTER) / math.sqrt(len(logs))

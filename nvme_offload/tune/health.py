@@ -64,13 +64,13 @@ class Thermometer:
         self._drive = drive
         self.highest: float | None = None
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Read the temperature now."""
         now = temperature(self._drive)
         if now is not None:
             self.highest = now if self.highest is None else max(self.highest, now)
 
-    def noted(self, health: Health | None) -> Health | None:
+    def with_highest(self, health: Health | None) -> Health | None:
         """*health* with the highest temperature."""
         seen = [self.highest, health.temperature_celsius] if health else []
         highest = max((each for each in seen if each is not None), default=None)

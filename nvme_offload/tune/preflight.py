@@ -33,7 +33,7 @@ def require_named(*places: str | os.PathLike[str] | None) -> None:
         )
 
 
-def look_at(path: str, force: bool) -> Drive:
+def require_drive(path: str, force: bool) -> Drive:
     """The drive of the directory *path*. Raises: UsageError when it is not on a drive, or not writable."""
     require_named(path)
     directory = Path(path)

@@ -16,7 +16,7 @@ from nvme_offload.hardware.profile import PHASES, Setting
 
 from .space import coarse, neighbours, preference, spread
 from .steady import jumped
-from .verdict import Ask, Evidence, Observation, Result
+from .verdict import Evidence, Observation, PlannedTrial, Result
 
 GROUP = 4  # trials of other settings between two runs of the control
 MIN_WINDOW_SECONDS = 0.1  # or a hundredth of the budget, where that is less
@@ -29,19 +29,19 @@ LEAST_FINAL_ROUNDS = 2
 _FINAL_PLANS = ((4, 6), (4, 4), (4, 3), (4, 2), (3, 2), (2, 2), (2, 1))
 REPEAT_SHARE = 0.15  # of the time, to repeat trials around which the control jumped
 
-_Asks = Generator[Ask, Result, None]
+_Trials = Generator[PlannedTrial, Result, None]
 _Entry = tuple[Setting, tuple[str, ...]]  # a setting, and the phases to try it under
 
 
 class Search:
     """Yields trials until its time is over.
 
-    `asks()` yields them and is sent their results. It tries a coarse grid in short trials; then twice
+    `planned()` yields them and is sent their results. It tries a coarse grid in short trials; then twice
     replaces the worse half with neighbours of the better half; then runs the finalists and the
     control, interleaved. Settings that `preference` puts first are kept along with the fastest if
     noise may hide that they are as fast.
 
-    settings: candidates; seconds: the time from the first ask on; clock: returns seconds;
+    settings: candidates; seconds: the time from the first trial on; clock: returns seconds;
     ceiling_bytes_per_second: a limit on the speed of each direction, if known.
     """
 
@@ -75,7 +75,7 @@ class Search:
         best = min(costs, key=lambda setting: costs[setting])
         return best, costs[self.evidence.control] / costs[best] - 1
 
-    def asks(self) -> _Asks:
+    def planned(self) -> _Trials:
         """Yield the trials to run one by one; send the `Result` of each."""
         least = {phase: self._least_window * _windows(phase) for phase in PHASES}
         yield from self._controls("screen", PHASES, least)
@@ -88,7 +88,7 @@ class Search:
                 yield from self._stage("narrow", [(setting, ("mixed",)) for setting in chosen], end)
         yield from self._finals()
 
-    def _screen(self, end: float) -> _Asks:
+    def _screen(self, end: float) -> _Trials:
         """The coarse grid, or all settings if time allows, under the mixed load; a third of it also
         under reads and writes alone, which weigh less.
         """
@@ -107,7 +107,7 @@ class Search:
             end,
         )
 
-    def _finals(self) -> _Asks:
+    def _finals(self) -> _Trials:
         """The finalists and the control interleaved, mixed in every round, read and write in every
         other one.
         """
@@ -146,7 +146,7 @@ class Search:
             yield from self._group("final", entries, windows)
             done += 1
 
-    def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Asks:
+    def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Trials:
         """Try each of *entries* once, with windows that fill the time until the share *end* of the
         budget.
         """
@@ -167,7 +167,7 @@ class Search:
         entries: Sequence[_Entry],
         windows: Mapping[str, float],
         repeated: bool = False,
-    ) -> _Asks:
+    ) -> _Trials:
         """Try *entries*, then the control; repeat them if the control shows that the drive changed
         meanwhile.
         """
@@ -176,7 +176,9 @@ class Search:
         began = self._clock()
         for setting, phases in entries:
             for phase in phases:
-                yield from self._try(Ask(setting, phase, windows[phase], stage, control=False))
+                yield from self._try(
+                    PlannedTrial(setting, phase, windows[phase], stage, control=False)
+                )
         tried = [phase for phase in PHASES if any(phase in phases for _, phases in entries)]
         yield from self._controls(stage, tried, windows)
         after = self._latest_control_speeds()
@@ -188,7 +190,7 @@ class Search:
             return
         self._repeat_seconds -= seconds
         for seen in self.evidence.observations[first:]:
-            if seen.ask.phase in drifted and not seen.ask.control and not seen.flaw:
+            if seen.planned.phase in drifted and not seen.planned.control and not seen.flaw:
                 seen.flaw = "drifted"
         again = [
             (setting, tuple(phase for phase in phases if phase in drifted))
@@ -196,16 +198,16 @@ class Search:
         ]
         yield from self._group(stage, again, windows, repeated=True)
 
-    def _controls(self, stage: str, phases: Iterable[str], windows: Mapping[str, float]) -> _Asks:
+    def _controls(self, stage: str, phases: Iterable[str], windows: Mapping[str, float]) -> _Trials:
         for phase in phases:
             yield from self._try(
-                Ask(self.evidence.control, phase, windows[phase], stage, control=True)
+                PlannedTrial(self.evidence.control, phase, windows[phase], stage, control=True)
             )
 
-    def _try(self, ask: Ask) -> _Asks:
+    def _try(self, planned: PlannedTrial) -> _Trials:
         started = self._clock() - self._start
-        result = yield ask
-        seen = Observation(ask, result, started, self._clock() - self._start)
+        result = yield planned
+        seen = Observation(planned, result, started, self._clock() - self._start)
         if max(result.read_bytes, result.write_bytes) > self._ceiling * result.seconds:
             seen.flaw = "impossible"
         self.evidence.observations.append(seen)
@@ -240,7 +242,7 @@ class Search:
         """At most *count* new settings: alternately the cheapest and the dearest untried neighbour of
         each of *survivors*.
         """
-        tried = {seen.ask.setting for seen in self.evidence.observations}
+        tried = {seen.planned.setting for seen in self.evidence.observations}
         queues = [
             [other for other in neighbours(setting, self._settings) if other not in tried]
             for setting in survivors
@@ -267,7 +269,7 @@ class Search:
         median of the trials so far.
         """
         taken = [
-            seen.ended_seconds - seen.started_seconds - seen.ask.seconds
+            seen.ended_seconds - seen.started_seconds - seen.planned.seconds
             for seen in self.evidence.observations[-12:]
         ]
         return max(0.0, statistics.median(taken)) if taken else 0.1
@@ -283,12 +285,12 @@ class Search:
         }
 
 
-def drive(asks: _Asks, measure: Callable[[Ask], Result]) -> None:
-    """Run the trials of *asks* with *measure*."""
+def run_trials(trials: _Trials, measure: Callable[[PlannedTrial], Result]) -> None:
+    """Measure each of *trials* and send it the result."""
     try:
-        ask = next(asks)
+        planned = next(trials)
         while True:
-            ask = asks.send(measure(ask))
+            planned = trials.send(measure(planned))
     except StopIteration:
         return
 

@@ -77,7 +77,7 @@ def stripe(
                 for index, (rig, profile) in enumerate(zip(rigs, profiles, strict=True)):
                     speed = rig.run(profile.chosen, phase, seconds / len(rigs)).bytes_per_second
                     alone.setdefault((index, phase), []).append(speed)
-                for index, speed in enumerate(_at_once(rigs, profiles, phase, seconds)):
+                for index, speed in enumerate(_run_together(rigs, profiles, phase, seconds)):
                     together.setdefault((index, phase), []).append(speed)
     return judged(profiles, alone, together)
 
@@ -103,7 +103,7 @@ def judged(
     )
 
 
-def _at_once(
+def _run_together(
     rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float
 ) -> list[float]:
     """Bytes per second of each path in a common window, up to some milliseconds."""

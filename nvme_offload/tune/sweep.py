@@ -35,8 +35,8 @@ from nvme_offload.units import format_bytes
 from . import fio, health, space
 from .interleaved import interleaved, judged
 from .progress import Progress, change, describe
-from .search import Search, drive
-from .verdict import Ask, Result, Verdict, decide
+from .search import Search, run_trials
+from .verdict import PlannedTrial, Result, Verdict, decide
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -47,14 +47,14 @@ FILL_SHARE = 0.1  # of the seconds, for writing the files that are measured
 LINK_TOLERANCE = 1.03  # of its nominal speed, for clocks
 LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # share of the seconds; if there are this many
 LATENCY_OF_CHOSEN = 3  # times as long as for another setting, for its 99.9th percentile
-BESIDE_SHARE, BESIDE_SECONDS = 0.25, 40  # as above, for fio and the other backend
-BESIDE_WINDOW_SECONDS = 0.5
-LEAST_BESIDE_ROUNDS, MOST_BESIDE_ROUNDS = 2, 8
+COMPARISON_SHARE, COMPARISON_SECONDS = 0.25, 40  # as above, for fio and the other backend
+COMPARISON_WINDOW_SECONDS = 0.5
+LEAST_COMPARISON_ROUNDS, MOST_COMPARISON_ROUNDS = 2, 8
 RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and drain a run
 WORTH = 1.03  # from this ratio another backend is recommended
 
 
-class Begun(NamedTuple):
+class Start(NamedTuple):
     """What a search begins with: measured speeds of the drive and of memory, and the time for it."""
 
     bytes_per_second: float
@@ -102,15 +102,15 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
             )
         share = FILL_SHARE * options.seconds if options.size is None else None
         speed = fill(rig, found, share, options.backend, progress)
-        begun = Begun(
+        start = Start(
             bytes_per_second=speed,
             copy_bytes_per_second=rig.memory_bytes_per_second(),
             search_seconds=options.seconds - _seconds_after(options) - (time.monotonic() - began),
         )
-        search, verdict = _search(rig, found, options, begun, progress, thermometer)
+        search, verdict = _search(rig, found, options, start, progress, thermometer)
         latencies = _latencies(rig, search, verdict, options, progress)
-        beside = _beside(rig, verdict.chosen, options, progress)
-        measured = _engine_facts(rig, begun, options)
+        beside = _compare_others(rig, verdict.chosen, options, progress)
+        measured = _engine_facts(rig, start, options)
         workload = {
             "file_bytes": {"read": rig.file_bytes, "write": rig.file_bytes},
             "request_bytes": _request_bytes(options),
@@ -124,9 +124,9 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
         from .sustained import warnings as sustained_warnings
 
         warnings += sustained_warnings(sustained)
-        thermometer.look()
+        thermometer.sample()
         health_after = health.measure(found)
-    health_after = thermometer.noted(health_after)
+    health_after = thermometer.with_highest(health_after)
     warnings += health.link_warnings(found.pcie_link, describe_drive(found.path).pcie_link)
     return Profile(
         tool_version=__version__,
@@ -200,7 +200,7 @@ def _search(
     rig: Rig | Ranks,
     found: Drive,
     options: Options,
-    begun: Begun,
+    start: Start,
     progress: Progress,
     thermometer: health.Thermometer,
 ) -> tuple[Search, Verdict]:
@@ -209,32 +209,32 @@ def _search(
     carried = (
         LINK_TOLERANCE * found.link_bytes_per_second
         if found.link_bytes_per_second
-        else begun.copy_bytes_per_second * cpu_count
+        else start.copy_bytes_per_second * cpu_count
     )
     settings = space.grid(
-        options.backend, cpu_count, begun.bytes_per_second, rig.file_bytes // 2, options.ranks
+        options.backend, cpu_count, start.bytes_per_second, rig.file_bytes // 2, options.ranks
     )
 
-    def measure(ask: Ask) -> Result:
+    def measure(planned: PlannedTrial) -> Result:
         best = search.best_so_far()
         so_far = f", best so far {describe(best[0])} ({best[1]:+.0%})" if best else ""
         by = f" by {options.ranks} ranks" if options.ranks > 1 else ""
         progress.show(
-            ask.stage,
-            f"{ask.phase}{by} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left",
+            planned.stage,
+            f"{planned.phase}{by} with {describe(planned.setting)}{so_far}, {search.seconds_left():.0f} s left",
         )
-        result = rig.run(ask.setting, ask.phase, ask.seconds)
-        thermometer.look()
+        result = rig.run(planned.setting, planned.phase, planned.seconds)
+        thermometer.sample()
         return result
 
     search = Search(
         settings,
         control,
-        begun.search_seconds,
+        start.search_seconds,
         time.monotonic,
         carried if rig.direct else math.inf,
     )
-    drive(search.asks(), measure)
+    run_trials(search.planned(), measure)
     return search, decide(search.evidence, options.ranks)
 
 
@@ -277,19 +277,19 @@ class _Comparisons(NamedTuple):
 
 def _comparisons(options: Options) -> _Comparisons:
     """The comparisons for which there is time; two rounds at least, to show a spread."""
-    if options.seconds < BESIDE_SECONDS:
+    if options.seconds < COMPARISON_SECONDS:
         return _Comparisons([])
     names = [*filter(None, (_other_backend(options), "fio" if fio.version() else None))]
     if not names:
         return _Comparisons([])
-    run = BESIDE_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
+    run = COMPARISON_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
     each = run * (1 + len(names)) + FIO_OVERHEAD_SECONDS * ("fio" in names)
-    fitting = int((BESIDE_SHARE * options.seconds / len(PHASES) - run) / each)
-    rounds = min(max(fitting, LEAST_BESIDE_ROUNDS), MOST_BESIDE_ROUNDS)
+    fitting = int((COMPARISON_SHARE * options.seconds / len(PHASES) - run) / each)
+    rounds = min(max(fitting, LEAST_COMPARISON_ROUNDS), MOST_COMPARISON_ROUNDS)
     return _Comparisons(names, rounds, len(PHASES) * (rounds * each + run))
 
 
-def _beside(
+def _compare_others(
     rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Beside]:
     """fio, and the other backend, at the chosen setting, interleaved with the engine."""
@@ -300,11 +300,11 @@ def _beside(
         if name == "fio":
             return _by_fio(rig, chosen, phase, options.ranks)
         setting = dataclasses.replace(chosen, backend=name)
-        return rig.run(setting, phase, BESIDE_WINDOW_SECONDS).bytes_per_second
+        return rig.run(setting, phase, COMPARISON_WINDOW_SECONDS).bytes_per_second
 
     for phase in PHASES:
         while names:
-            progress.show("beside", f"{phase} with {' and '.join(names)}, {rounds} rounds")
+            progress.show("comparing", f"{phase} with {' and '.join(names)}, {rounds} rounds")
             runs = [functools.partial(run, name, phase) for name in (chosen.backend, *names)]
             try:
                 ones, others = interleaved(runs[0], runs[1:], rounds)
@@ -327,7 +327,7 @@ def _by_fio(rig: Rig | Ranks, chosen: Setting, phase: str, ranks: int) -> float:
         for direction in (("read", "write") if phase == "mixed" else (phase,))
     }
     return fio.bytes_per_second(
-        paths, rig.file_bytes // ranks, chosen, BESIDE_WINDOW_SECONDS, rig.direct
+        paths, rig.file_bytes // ranks, chosen, COMPARISON_WINDOW_SECONDS, rig.direct
     )
 
 
@@ -391,7 +391,7 @@ def _request_bytes(options: Options) -> int:
     return request_bytes(options.ranks)
 
 
-def _engine_facts(rig: Rig | Ranks, begun: Begun, options: Options) -> dict[str, Any]:
+def _engine_facts(rig: Rig | Ranks, start: Start, options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": options.engine,
         "version": __version__,
@@ -400,7 +400,7 @@ def _engine_facts(rig: Rig | Ranks, begun: Begun, options: Options) -> dict[str,
         "kernel": platform.release(),
         "python": platform.python_version(),
         "cpu_count": len(usable_cpus()),
-        "memory_copy_bytes_per_second": round(begun.copy_bytes_per_second),
+        "memory_copy_bytes_per_second": round(start.copy_bytes_per_second),
     }
     if options.engine == "deepspeed":
         from .deepspeed_op import load

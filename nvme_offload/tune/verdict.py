@@ -31,7 +31,7 @@ DOUBTFUL = 0.03  # the largest difference that may count as noise
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class PlannedTrial:
     """A trial to run: *setting* under the load *phase* for a window of *seconds*."""
 
     setting: Setting
@@ -64,7 +64,7 @@ class Observation:
     was faster than the drive can be.
     """
 
-    ask: Ask
+    planned: PlannedTrial
     result: Result
     started_seconds: float
     ended_seconds: float
@@ -90,10 +90,10 @@ class Evidence:
         return [
             (seen.at_seconds, seen.result.bytes_per_second)
             for seen in self.observations
-            if seen.ask.control
-            and seen.ask.phase == phase
+            if seen.planned.control
+            and seen.planned.phase == phase
             and seen.flaw != "impossible"
-            and stage in (None, seen.ask.stage)
+            and stage in (None, seen.planned.stage)
         ]
 
     def relatives(
@@ -106,14 +106,14 @@ class Evidence:
         series = self.control_series(phase)
         for seen in self.observations:
             if (
-                seen.ask.phase == phase
-                and not seen.ask.control
+                seen.planned.phase == phase
+                and not seen.planned.control
                 and not seen.flaw
                 and series
-                and stage in (None, seen.ask.stage)
+                and stage in (None, seen.planned.stage)
             ):
                 ratio = seen.result.bytes_per_second / steady.control_at(seen.at_seconds, series)
-                found.setdefault(seen.ask.setting, []).append(
+                found.setdefault(seen.planned.setting, []).append(
                     (math.log(ratio), seen.result.seconds)
                 )
         return found
@@ -167,7 +167,7 @@ class Evidence:
     def trials(self) -> tuple[Trial, ...]:
         """All trials, for the profile."""
         series = {phase: self.control_series(phase) for phase in PHASES}
-        return tuple(_trial(seen, series[seen.ask.phase]) for seen in self.observations)
+        return tuple(_trial(seen, series[seen.planned.phase]) for seen in self.observations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +374,7 @@ def _reasons(
     slower: float,
     ranks: int,
 ) -> list[str]:
-    tried = len({seen.ask.setting for seen in evidence.observations})
+    tried = len({seen.planned.setting for seen in evidence.observations})
     slow = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
     if slower:
         rest = f"all such settings are {slow} under some load, and this one is the least so"
@@ -424,19 +424,19 @@ def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
     result = seen.result
     relative = (
         result.bytes_per_second / steady.control_at(seen.at_seconds, series)
-        if series and not seen.ask.control
+        if series and not seen.planned.control
         else 1.0
     )
     return Trial(
-        phase=seen.ask.phase,
-        **dataclasses.asdict(seen.ask.setting),
+        phase=seen.planned.phase,
+        **dataclasses.asdict(seen.planned.setting),
         bytes=result.read_bytes + result.write_bytes,
         seconds=result.seconds,
         gb_per_s=result.bytes_per_second / 1e9,
         read_gb_per_s=result.read_bytes / result.seconds / 1e9,
         write_gb_per_s=result.write_bytes / result.seconds / 1e9,
-        stage=seen.ask.stage,
-        control=seen.ask.control,
+        stage=seen.planned.stage,
+        control=seen.planned.control,
         relative=relative,
         started_seconds=seen.started_seconds,
         samples=result.samples,

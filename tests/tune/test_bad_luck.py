@@ -93,9 +93,9 @@ def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: P
     assert (tmp_path / f"{report.name}-2" / "profile.json").exists()
 
 
-@pytest.mark.parametrize("topic", ["latency", "beside"])
+@pytest.mark.parametrize("topic", ["latency", "comparing"])
 def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, topic: str) -> None:
-    script = "import sys\nfrom nvme_offload.tune import cli, sweep\nsweep.LATENCY_SECONDS = sweep.BESIDE_SECONDS = 1\nsys.exit(cli.main())"
+    script = "import sys\nfrom nvme_offload.tune import cli, sweep\nsweep.LATENCY_SECONDS = sweep.COMPARISON_SECONDS = 1\nsys.exit(cli.main())"
     command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path), *SHORT]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -74,7 +74,7 @@ def test_fio_is_run_more_than_once_for_half_a_second_at_least(
         return next(speeds)
 
     monkeypatch.setattr(fio, "bytes_per_second", by_fio)
-    found = sweep._beside(Counting(), SETTING, options, Progress(None))  # type: ignore[arg-type]
+    found = sweep._compare_others(Counting(), SETTING, options, Progress(None))  # type: ignore[arg-type]
     of_fio = [one for one in found if one.name == "fio"]
     assert [one.phase for one in of_fio] == ["read", "write", "mixed"]
     assert all(one.relative_low < one.relative_high for one in of_fio)

@@ -15,8 +15,8 @@ from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.hardware.profile_grade import LEAST_TRIAL_SECONDS
 from nvme_offload.planning.traffic import STATES, floor
 from nvme_offload.tune import space
-from nvme_offload.tune.search import GROUP, Search, drive
-from nvme_offload.tune.verdict import ALIKE, STEP_BYTES, Ask, Result, Verdict, decide
+from nvme_offload.tune.search import GROUP, Search, run_trials
+from nvme_offload.tune.verdict import ALIKE, STEP_BYTES, PlannedTrial, Result, Verdict, decide
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class SimulatedDrive:
         self.level = 0.0
         self.level_at = 0.0
         self.written = 0.0
-        self.asked: list[Ask] = []
+        self.asked: list[PlannedTrial] = []
 
     def speed(self, setting: Setting, phase: str) -> float:
         depth = setting.bytes_in_flight
@@ -65,8 +65,8 @@ class SimulatedDrive:
         speed *= 1 + self.thread_gain * math.log2(setting.thread_count)
         return speed * {"read": 1.3, "write": 1.1, "mixed": 1.0}[phase]
 
-    def measure(self, ask: Ask) -> Result:
-        self.asked.append(ask)
+    def measure(self, planned: PlannedTrial) -> Result:
+        self.asked.append(planned)
         self.now += self.overhead_seconds / 2
         if self.jumps:
             kept = math.exp(-(self.now - self.level_at) / 3)
@@ -74,21 +74,21 @@ class SimulatedDrive:
                 0, self.jumps
             )
             self.level_at = self.now
-        speed = self.speed(ask.setting, ask.phase) * self.drift ** (
+        speed = self.speed(planned.setting, planned.phase) * self.drift ** (
             0.5 - 0.5 * math.cos(self.now / 17)
         )
         speed *= math.exp(
-            self.level + self.random.gauss(0, self.noise * math.sqrt(0.2 / ask.seconds))
+            self.level + self.random.gauss(0, self.noise * math.sqrt(0.2 / planned.seconds))
         )
         if self.random.random() < self.dips:
             speed *= 0.3
-        if ask.phase != "read" and self.written > self.cliff_bytes:
+        if planned.phase != "read" and self.written > self.cliff_bytes:
             speed *= 0.3
-        self.now += ask.seconds + self.overhead_seconds / 2
-        total = speed * ask.seconds
-        read = {"read": total, "write": 0.0, "mixed": total / 2}[ask.phase]
+        self.now += planned.seconds + self.overhead_seconds / 2
+        total = speed * planned.seconds
+        read = {"read": total, "write": 0.0, "mixed": total / 2}[planned.phase]
         self.written += total - read
-        return Result(int(read), int(total - read), ask.seconds)
+        return Result(int(read), int(total - read), planned.seconds)
 
     def step_seconds(self, setting: Setting) -> float:
         return sum(STEP_BYTES[phase] / self.speed(setting, phase) for phase in PHASES)
@@ -98,7 +98,7 @@ class SimulatedDrive:
 
     def sweep(self, seconds: float = 54.0, ceiling: float | None = None) -> Search:
         search = Search(self.grid(), DEEPSPEED_DEFAULTS, seconds, lambda: self.now, ceiling)
-        drive(search.asks(), self.measure)
+        run_trials(search.planned(), self.measure)
         return search
 
     def regret(self, chosen: Setting) -> float:
@@ -186,12 +186,12 @@ def test_the_control_is_never_far() -> None:
     simulated = SimulatedDrive()
     simulated.sweep()
     since = 0
-    for ask in simulated.asked:
-        since = 0 if ask.control else since + 1
+    for planned in simulated.asked:
+        since = 0 if planned.control else since + 1
         assert since <= GROUP * len(PHASES)
-        assert ask.control == (ask.setting == DEEPSPEED_DEFAULTS)
+        assert planned.control == (planned.setting == DEEPSPEED_DEFAULTS)
     for phase in PHASES:
-        assert sum(ask.control and ask.phase == phase for ask in simulated.asked) >= 5
+        assert sum(planned.control and planned.phase == phase for planned in simulated.asked) >= 5
 
 
 def test_trials_between_jumps_of_the_control_are_repeated() -> None:
@@ -201,20 +201,22 @@ def test_trials_between_jumps_of_the_control_are_repeated() -> None:
         speed(setting, phase) * (0.4 if simulated.now > 6 else 1)
     )  # type: ignore[method-assign]
     search = simulated.sweep()
-    drifted = [seen.ask for seen in search.evidence.observations if seen.flaw == "drifted"]
+    drifted = [seen.planned for seen in search.evidence.observations if seen.flaw == "drifted"]
     assert drifted
-    assert not any(ask.control for ask in drifted)
-    for ask in drifted:
+    assert not any(planned.control for planned in drifted)
+    for planned in drifted:
         again = [
             seen
             for seen in search.evidence.observations
-            if seen.ask.setting == ask.setting and seen.ask.phase == ask.phase and not seen.flaw
+            if seen.planned.setting == planned.setting
+            and seen.planned.phase == planned.phase
+            and not seen.flaw
         ]
         assert again
         for trial in search.evidence.trials():
             if (
-                trial.setting == ask.setting
-                and trial.stage == ask.stage
+                trial.setting == planned.setting
+                and trial.stage == planned.stage
                 and not (trial.control or trial.flaw)
             ):
                 truth = speed(trial.setting, trial.phase) / speed(DEEPSPEED_DEFAULTS, trial.phase)
@@ -229,7 +231,7 @@ def test_what_the_link_cannot_carry_is_left_out() -> None:
     simulated.speed = lambda setting, phase: 22e9 if setting == impostor else speed(setting, phase)  # type: ignore[method-assign]
     search = simulated.sweep(ceiling=4e9)
     verdict = decide(search.evidence)
-    assert impostor in {ask.setting for ask in simulated.asked}
+    assert impostor in {planned.setting for planned in simulated.asked}
     assert impostor not in {verdict.chosen, *(best.setting for best in verdict.best.values())}
     assert {trial.flaw for trial in search.evidence.trials() if trial.setting == impostor} == {
         "impossible"
@@ -317,9 +319,9 @@ def test_the_finals_have_whole_windows_where_there_is_the_time(seconds: float, r
     finals = [
         seen
         for seen in search.evidence.observations
-        if seen.ask.stage == "final" and seen.ask.setting == chosen and not seen.flaw
+        if seen.planned.stage == "final" and seen.planned.setting == chosen and not seen.flaw
     ]
-    whole = [seen.ask.phase for seen in finals if seen.result.seconds >= LEAST_TRIAL_SECONDS]
+    whole = [seen.planned.phase for seen in finals if seen.result.seconds >= LEAST_TRIAL_SECONDS]
     assert len(whole) == len(finals) or seconds == 8
     assert whole.count("mixed") >= (rounds if seconds > 8 else 0)
 

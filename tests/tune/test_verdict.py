@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
-from nvme_offload.tune.verdict import Ask, Evidence, Observation, Result, Verdict, decide
+from nvme_offload.tune.verdict import Evidence, Observation, PlannedTrial, Result, Verdict, decide
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 4
@@ -28,9 +28,9 @@ def finals(ratios: Mapping[Setting, Mapping[str, float]], scatter: float = 0.005
         nonlocal now
         speed = CONTROL[phase] * ratio
         read = {"read": speed, "write": 0.0, "mixed": speed / 2}[phase]
-        ask = Ask(setting, phase, 1.0, "final", setting == DEEPSPEED_DEFAULTS)
+        planned = PlannedTrial(setting, phase, 1.0, "final", setting == DEEPSPEED_DEFAULTS)
         result = Result(round(read), round(speed - read), 1.0)
-        evidence.observations.append(Observation(ask, result, now, now + 1))
+        evidence.observations.append(Observation(planned, result, now, now + 1))
         now += 1
 
     for number in range(ROUNDS):
