@@ -142,4 +142,4 @@ def _timed(call: Callable[[], None]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main, "sweeps.cpu_update")

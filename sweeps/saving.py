@@ -174,4 +174,4 @@ def report(
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main, "sweeps.saving")

@@ -374,6 +374,15 @@ def test_a_row_of_the_index_has_the_date_and_the_command_of_its_report(row):
     assert shows
 
 
+@pytest.mark.parametrize("report", sorted(REPORTS.glob("[a-z]*.md")), ids=lambda path: path.stem)
+def test_a_report_says_if_its_benchmark_is_gone(report):
+    text = report.read_text(encoding="utf-8")
+    named = set(re.findall(r"python3? -m (sweeps(?:\.[a-z_]+)+)", text))
+    gone = {name for name in named if not list(ROOT.glob(name.replace(".", "/") + "*"))}
+    if gone:
+        assert re.search("no longer in the repository|An earlier version", text), gone
+
+
 FRONT_PAGE = runpy.run_path(str(ROOT / "tools" / "draw_chart.py"))
 MEASURED = FRONT_PAGE["measurements"]()
 
