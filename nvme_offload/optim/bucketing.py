@@ -16,6 +16,8 @@ from ..optimizer_states import BLOCK, StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
 from ..optimizer_states.traits import Traits, examine, lasting_keys, raw_step
 from ..optimizer_states.tree import is_for_each, tensors
+from ..sizes import LEAST_BUDGET_BYTES
+from ..units import format_bytes
 from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 from .update import MASTER
@@ -23,6 +25,8 @@ from .update import MASTER
 # elements, 64 bytes, the alignment of torch's tensors: the rounding of a BLAS dot product depends
 # on the alignment of its operands
 _ALIGNED = 16
+
+_MANY = 512  # buckets of a few KB, which take longer than their bytes
 
 _CPU = torch.device("cpu")
 _NOTHING = Traits({}, eager=False, separable=True, elementwise=True, why="")
@@ -131,6 +135,13 @@ class Bucketing:
                 if rest_bytes and layout.master is not None:
                     each += 4  # a copy of the master, while the first step re-creates the value
                 beside.append(bucket.numel * each + rest_bytes)
+        cap = self._budget.cap_bytes
+        if cap < LEAST_BUDGET_BYTES and len(buckets) > _MANY and "cap" not in self._told:
+            self._told.add("cap")
+            _log.warning(
+                "host_memory of %s cuts the states into %d buckets, each of which takes milliseconds of a step: allow at least %s",
+                *(format_bytes(cap), len(buckets), format_bytes(LEAST_BUDGET_BYTES)),
+            )
         # a bucket has two values, of which only one at a time is in use
         gradients = [bucket.gradient_bytes if self._gradients else 0 for bucket in buckets]
         most = [*map(self._wide_bytes, buckets), *gradients]

@@ -174,3 +174,15 @@ def test_ranks_share_a_drive_that_has_room_for_their_parts_alone(mounted, monkey
 def test_what_memory_and_drive_together_cannot_hold_is_refused(mounted):
     with pytest.raises(NoSpaceError, match=r"training needs .*, or allow more host_memory"):
         made(mounted("ext4-full"), host_memory=0.5)
+
+
+@pytest.mark.parametrize(("host_memory", "warns"), [("512KiB", True), ("64MiB", False)])
+def test_a_budget_that_makes_thousands_of_buckets_is_a_warning(
+    host_memory, warns, tmp_path, caplog
+):
+    weight = torch.nn.Parameter(torch.empty(4_000_000))
+    NVMeOptimizer([weight], torch.optim.AdamW, paths=tmp_path, host_memory=host_memory).close()
+    said = [record.message for record in caplog.records if "cuts the states" in record.message]
+    assert len(said) == warns
+    assert all(f"host_memory of {host_memory[:-3]} KiB cuts the" in each for each in said)
+    assert all(each.endswith("allow at least 64 MiB") for each in said)
