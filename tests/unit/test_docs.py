@@ -437,6 +437,26 @@ def test_the_comparison_has_the_figures_of_the_reports():
     assert {*rows} <= shown
 
 
+def test_the_other_models_of_the_comparison_have_the_figures_of_the_reports():
+    report = FRONT_PAGE["tables"]("systems-h100.md")
+    rows = [
+        row for row in tables_of(ROOT / "docs" / "comparison.md") if re.match("3B:|13B:", row[0])
+    ]
+    assert len(rows) == 6
+    for title, seconds, *memory in rows:
+        (head, *body), *_ = (
+            table
+            for table in report
+            if re.match("Llama 3.2 3B," if title.startswith("3B") else "Llama 2 13B,", table[0][0])
+        )
+        columns = [head.index(name) for name in ("s a step", "GPU, GB", "host memory, GB")]
+        measured = [[row[column] for column in columns] for row in body]
+        (found,) = (row for row in measured if row[1] == memory[0])
+        assert found[2] == ("" if memory[1] == "unknown" else memory[1]), title
+        shown = re.findall(r"[\d.]+", seconds)[0]
+        assert float(shown) == pytest.approx(float(found[0]), abs=0.05), title
+
+
 def test_the_sentences_of_the_readme_have_figures_of_its_table():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
