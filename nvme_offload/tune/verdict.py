@@ -8,6 +8,8 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import PHASES, Best, Setting, Trial
@@ -28,6 +30,7 @@ STEP_BYTES = {
 
 ALIKE = 0.02  # a smaller difference does not matter
 DOUBTFUL = 0.03  # the largest difference that may count as noise
+_SLOW = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,10 +189,6 @@ class Verdict:
 def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
     """Judge the finals, in which each of *ranks* ran the setting.
 
-    Of the settings whose training step cannot be distinguished from the fastest, see `_alike`, those
-    stay that are under no load measurably slower than the defaults or than 98 % of the best. The first
-    of these by `preference` is chosen.
-
     Raises: UnsupportedError when the results cannot come from the drive.
     """
     # all results of the finals refer to one level of the drive
@@ -223,13 +222,8 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         for setting in candidates
         if steps[setting] <= steps.get(evidence.control, math.inf) * (1 + ALIKE)
     ]
-    fastest = min(gaining, key=lambda setting: costs[setting].value)
-    alike = [setting for setting in gaining if _alike(costs[setting], costs[fastest])]
-    slower = {setting: _measurably_slower(setting, gains, evidence.control) for setting in alike}
-    # only if each is measurably slower under some load, the number is above 0
-    least = min(slower.values())
-    remaining = [setting for setting in alike if slower[setting] == least]
-    chosen = min(remaining, key=preference)
+    choice = _choose(gaining, costs, gains, evidence.control)
+    chosen = choice.setting
     series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
     steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
     # every candidate ran under every load of the finals
@@ -248,7 +242,7 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         },
         performance={phase: found[chosen] for phase, found in finals.items()},
         finals={phase: tuple(found.values()) for phase, found in finals.items()},
-        reasons=tuple(_reasons(evidence, chosen, len(costs), len(remaining), least, ranks)),
+        reasons=tuple(_reasons(evidence, choice, len(costs), ranks)),
         steady=all(state.steady for state in steadiness.values()),
         warnings=tuple(_warnings(evidence, steadiness)),
     )
@@ -332,7 +326,57 @@ def _reach(one: _Estimate, other: _Estimate) -> float:
 def _alike(one: _Estimate, best: _Estimate) -> bool:
     """Whether *one* is not significantly dearer than *best*."""
     gap = one.value - best.value
-    return gap <= math.log1p(ALIKE) or (gap <= _reach(one, best) and gap <= math.log1p(DOUBTFUL))
+    return gap <= math.log1p(ALIKE) or (_doubtful(one, best) and gap <= math.log1p(DOUBTFUL))
+
+
+def _doubtful(one: _Estimate, best: _Estimate) -> bool:
+    """Whether the 90 % interval of their difference includes 0."""
+    return one.value - best.value <= _reach(one, best)
+
+
+class _Choice(NamedTuple):
+    """The chosen setting, and the two parts of the sentence that explains it."""
+
+    setting: Setting
+    step: str
+    loads: str
+
+
+def _choose(
+    settings: Sequence[Setting],
+    costs: dict[Setting, _Estimate],
+    gains: dict[str, dict[Setting, _Estimate]],
+    control: Setting,
+) -> _Choice:
+    """Choose from *settings*.
+
+    Of the settings that take at most 3 % longer for a step than the fastest, those remain that are
+    under no load measurably slower than the defaults or than 98 % of the best, and the first of them
+    by `preference` is chosen. If none remains, the fastest one remaining of all settings whose step
+    cannot be distinguished from the fastest is chosen; if still none remains, the least slow one.
+    """
+    fastest = min(settings, key=lambda setting: costs[setting].value)
+    near = [setting for setting in settings if _alike(costs[setting], costs[fastest])]
+    doubtful = [setting for setting in settings if _doubtful(costs[setting], costs[fastest])]
+    slower = {setting: _measurably_slower(setting, gains, control) for setting in settings}
+    step = f"takes at most {100 * DOUBTFUL:.0f} % longer than the fastest"
+    if remaining := [setting for setting in near if not slower[setting]]:
+        loads = f"it is not {_SLOW} under any load, and " + (
+            f"of the {len(remaining)} settings that meet both conditions it is the closest to blocks of "
+            f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
+            if len(remaining) > 1
+            else "no other finalist meets both conditions"
+        )
+        return _Choice(min(remaining, key=preference), step, loads)
+    if remaining := [setting for setting in doubtful if not slower[setting]]:
+        return _Choice(
+            min(remaining, key=lambda setting: costs[setting].value),
+            "cannot be distinguished from the fastest",
+            f"and it is not {_SLOW} under any load, as every faster setting is under some load",
+        )
+    least = min(near, key=lambda setting: (slower[setting], preference(setting)))
+    loads = f"all such settings are {_SLOW} under some load, and this one is the least so"
+    return _Choice(least, step, loads)
 
 
 def _measurably_slower(
@@ -366,28 +410,12 @@ def _best(
     )
 
 
-def _reasons(
-    evidence: Evidence,
-    chosen: Setting,
-    finalists: int,
-    remaining: int,
-    slower: float,
-    ranks: int,
-) -> list[str]:
+def _reasons(evidence: Evidence, choice: _Choice, finalists: int, ranks: int) -> list[str]:
+    chosen = choice.setting
     tried = len({seen.planned.setting for seen in evidence.observations})
-    slow = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
-    if slower:
-        rest = f"all such settings are {slow} under some load, and this one is the least so"
-    else:
-        rest = f"it is not {slow} under any load, and " + (
-            f"of the {remaining} settings that meet both conditions it is the closest to blocks of "
-            f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
-            if remaining > 1
-            else "no other finalist meets both conditions"
-        )
     reasons = [
-        f"Chosen from {finalists} finalists of {tried} settings tried: its training step takes at most "
-        f"{100 * DOUBTFUL:.0f} % longer than the fastest, {rest}."
+        f"Chosen from {finalists} finalists of {tried} settings tried: its training step "
+        f"{choice.step}, {choice.loads}."
     ]
     if ranks > 1:
         reasons.append(

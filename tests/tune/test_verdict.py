@@ -17,9 +17,12 @@ ROOMY = Setting(MIB, 32, 1)
 SHALLOW = Setting(2 * MIB, 2, 1)
 
 
-def finals(ratios: Mapping[Setting, Mapping[str, float]], scatter: float = 0.005) -> Evidence:
+def finals(
+    ratios: Mapping[Setting, Mapping[str, float]], scatter: float = 0.005, **scatters: float
+) -> Evidence:
     """The finals in which each setting had *ratios* to the defaults by load, 1.0 for a load that is
-    missing. Its runs are above and below that by the share *scatter*, alternately.
+    missing. Its runs are above and below that by the share *scatter*, alternately, or by the scatter
+    of the load in *scatters*.
     """
     evidence = Evidence(DEEPSPEED_DEFAULTS)
     now = 0.0
@@ -38,7 +41,11 @@ def finals(ratios: Mapping[Setting, Mapping[str, float]], scatter: float = 0.005
             run(DEEPSPEED_DEFAULTS, phase, 1.0)
             for place, (setting, by_phase) in enumerate(ratios.items()):
                 sign = (-1) ** (number + place)
-                run(setting, phase, by_phase.get(phase, 1.0) * (1 + scatter) ** sign)
+                run(
+                    setting,
+                    phase,
+                    by_phase.get(phase, 1.0) * (1 + scatters.get(phase, scatter)) ** sign,
+                )
     for phase in PHASES:
         run(DEEPSPEED_DEFAULTS, phase, 1.0)
     return evidence
@@ -89,6 +96,15 @@ def test_of_equally_fast_settings_the_preferred_is_recommended(
     verdict = decide(finals(dict.fromkeys(alike, FAST)))
     assert verdict.chosen == wanted
     assert "closest to blocks of 1 MiB with 32 MiB in flight" in reason(verdict)
+
+
+def test_a_doubtful_gain_does_not_outweigh_a_loss() -> None:
+    """As a sweep of one second found: the fastest step, within the noise, with slow writes."""
+    slow_writes = {"mixed": 1.5, "write": 0.5}
+    evidence = finals({SHALLOW: slow_writes, ROOMY: {"mixed": 1.2, "write": 1.2}}, mixed=0.3)
+    verdict = decide(evidence)
+    assert verdict.chosen == ROOMY
+    assert "its training step cannot be distinguished from the fastest" in reason(verdict)
 
 
 def test_the_fastest_step_decides_where_every_setting_loses_something() -> None:
