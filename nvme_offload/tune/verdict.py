@@ -372,7 +372,7 @@ def _choose(
         return _Choice(
             min(remaining, key=lambda setting: costs[setting].value),
             "cannot be distinguished from the fastest",
-            f"and it is not {_SLOW} under any load, as every faster setting is under some load",
+            f"and unlike every faster setting it is not {_SLOW} under any load",
         )
     least = min(near, key=lambda setting: (slower[setting], preference(setting)))
     loads = f"all such settings are {_SLOW} under some load, and this one is the least so"

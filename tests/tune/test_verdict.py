@@ -100,7 +100,7 @@ def test_of_equally_fast_settings_the_preferred_is_recommended(
 
 def test_a_doubtful_gain_does_not_outweigh_a_loss() -> None:
     """As a sweep of one second found: the fastest step, within the noise, with slow writes."""
-    slow_writes = {"mixed": 1.5, "write": 0.5}
+    slow_writes = {"mixed": 1.4, "write": 0.8}
     evidence = finals({SHALLOW: slow_writes, ROOMY: {"mixed": 1.2, "write": 1.2}}, mixed=0.3)
     verdict = decide(evidence)
     assert verdict.chosen == ROOMY
