@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import UsageError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from .hardware.config import AioConfig
     from .io.engine import StrPath
     from .optim import NVMeOptimizer
+    from .parameters.streamer import Streamer
 
 # A part of a training takes this share of the host memory that is left, if it needs so much.
 _SHARE = 3 / 4
@@ -63,15 +66,21 @@ class Offload:
             raise UsageError("Offload needs at least one path")
         self._paths = [os.fspath(path) for path in given]
         memory = _size(host_memory, "host_memory")
-        self._left_bytes = automatic_bytes() if memory == "auto" else memory
+        self._memory_bytes = automatic_bytes() if memory == "auto" else memory
         self._aio = engine_config(self._paths[0]) if aio is None else aio
-        self._parts = contextlib.ExitStack()
+        self._parts = ExitStack()
+        self._shares: list[tuple[weakref.ref[Any], int]] = []
+        # The parameters of a model hold its streamer.
+        self._streamers: weakref.WeakKeyDictionary[torch.nn.Module, Streamer] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def parameters(
         self,
         model: torch.nn.Module,
         device: torch.device | str,
         *,
+        weights: StrPath | None = None,
         gpu_memory: int | str | Literal["auto"] = "auto",
         host_memory: int | str | Literal["auto"] = "auto",
     ) -> None:
@@ -86,6 +95,10 @@ class Offload:
             Any module with plain parameters. They stay the same objects.
         device
             Where the model computes.
+        weights
+            A file of safetensors, or a directory with such files, which have the values of the
+            parameters and of the buffers in the state dict, by the names of the state dict. The
+            model's parameters may be on the meta device. One tensor is read at a time.
         gpu_memory
             The most memory of *device* for parameters: bytes, or a size such as "8GB". The more it
             is, the fewer parameters are copied. "auto" starts with a few hundred megabytes, and takes
@@ -106,18 +119,50 @@ class Offload:
             A path cannot be used.
         """
         from .parameters.setup import stream, streamed_bytes
+        from .parameters.weights import SavedWeights
 
         target = _indexed(device)
         limit = _size(gpu_memory, "gpu_memory")
-        needed, trains = streamed_bytes(model)
+        needed, trains = streamed_bytes(model, has_values=weights is None)
         cap = self._share(host_memory, needed, everything=not trains)
         tier = Tier(self._paths, self._aio, host_memory=cap)
         try:
-            stream(model, tier, target, None if limit == "auto" else limit)
+            with SavedWeights(weights) if weights is not None else nullcontext() as saved:
+                streamer = stream(model, tier, target, None if limit == "auto" else limit, saved)
         except BaseException:
             tier.close()
             raise
-        self._take(cap, tier.close)
+        self._streamers[model] = streamer
+        self._take(cap, streamer, tier.close)
+
+    def save(self, path: StrPath, model: torch.nn.Module | None = None) -> None:
+        """Write the weights of a model to a directory, in files of safetensors.
+
+        `from_pretrained` of transformers, and *weights* of `parameters`, read it. It needs memory
+        for one tensor. The directory appears with its whole contents, or replaces an earlier one. A
+        tied parameter is written once.
+
+        Parameters
+        ----------
+        path
+            The directory, on any drive.
+        model
+            The model; it may be left out if `parameters` was called once.
+
+        Raises
+        ------
+        UsageError
+            *model* is needed, or its parameters do not stream.
+        OSError
+            The drive failed; an earlier directory is unchanged.
+        """
+        from .parameters.weights import save
+
+        if model is None and len(self._streamers) == 1:
+            model = next(iter(self._streamers))
+        if model is None or model not in self._streamers:
+            raise UsageError("save needs a model whose parameters stream: pass it as model")
+        save(model, Path(path), self._streamers[model].copy_of)
 
     def optimizer(
         self,
@@ -166,7 +211,7 @@ class Offload:
             aio=self._aio,
             **settings,
         )
-        self._take(cap, made.close)
+        self._take(cap, made, made.close)
         return made
 
     def activations(
@@ -198,7 +243,7 @@ class Offload:
 
         cap = self._share(host_memory)
         made = save_on_nvme(self._paths, min_bytes, cap, aio=self._aio)
-        self._take(cap, made.close)
+        self._take(cap, made, made.close)
         return made
 
     def close(self) -> None:
@@ -218,6 +263,8 @@ class Offload:
         *needed* ones. Raises: UsageError.
         """
         asked = _size(wanted, "host_memory")
+        if self._shares:
+            gc.collect()  # a model that the program has dropped holds its streamer in a cycle
         most = self._left_bytes if everything else int(self._left_bytes * _SHARE)
         share = asked if asked != "auto" else most if needed is None else min(needed, most)
         if share > self._left_bytes:
@@ -227,8 +274,14 @@ class Offload:
             )
         return max(share, 1)
 
-    def _take(self, nbytes: int, close: Callable[[], Any]) -> None:
-        self._left_bytes -= nbytes
+    @property
+    def _left_bytes(self) -> int:
+        """The bytes of the budget that no part has."""
+        self._shares = [share for share in self._shares if share[0]() is not None]
+        return self._memory_bytes - sum(nbytes for _, nbytes in self._shares)
+
+    def _take(self, nbytes: int, part: object, close: Callable[[], Any]) -> None:
+        self._shares.append((weakref.ref(part), nbytes))
         self._parts.callback(_weakly(close))
 
 

@@ -78,7 +78,7 @@ class Bucket:
         """The parameter that has the byte at *offset*."""
         return self.places[bisect_right(self._offsets, offset) - 1].parameter
 
-    def place_of(self, parameter: torch.nn.Parameter) -> Place:
+    def place_of(self, parameter: torch.Tensor) -> Place:
         """The place of *parameter*."""
         return next(place for place in self.places if place.parameter is parameter)
 

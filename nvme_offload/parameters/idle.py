@@ -96,6 +96,12 @@ def bind(parameter: torch.nn.Parameter, streamer: Any) -> None:
     parameter.__class__ = IdleParameter
 
 
+def unbind(parameter: torch.nn.Parameter) -> None:
+    """Undo `bind`."""
+    parameter.__class__ = torch.nn.Parameter
+    parameter.__dict__.pop(_KEY, None)
+
+
 def streamer_of(parameter: Any) -> Any:
     """The streamer that brings the values of *parameter*; None if it is not streamed."""
     return parameter.__dict__.get(_KEY)

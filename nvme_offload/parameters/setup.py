@@ -13,7 +13,8 @@ from ..units import format_bytes
 from . import idle
 from .buckets import Bucket, Division, divide
 from .slots import Slots
-from .streamer import LEAST_SLOTS, Streamer
+from .streamer import LEAST_SLOTS, Streamer, put_data
+from .weights import SavedWeights
 
 # Tests set both: small buckets, and `Streamer`'s *poison*.
 DIVISION = Division()
@@ -28,41 +29,52 @@ def stream(
     tier: Tier,
     device: torch.device,
     gpu_memory: int | None,
+    saved: SavedWeights | None,
 ) -> Streamer:
     """Stream the parameters of *model* from *tier* to *device*. *gpu_memory*: the most that may be
-    used there for parameters; None for what forward and backward passes leave free. Raises:
-    UsageError, UnsupportedError, NoSpaceError; the model is not changed then.
+    used there for parameters; None for the memory that forward and backward passes leave free.
+    *saved*: the values to use in place of the model's. Call `streamed_bytes` first. Raises: UsageError, UnsupportedError,
+    NoSpaceError; the model is not changed then.
     """
-    _check_model(model)
+    names = {} if saved is None else saved.names_of(model)
+
+    def values_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach() if saved is None else saved.read(names[tensor])
+
     buckets, stays = divide(model, DIVISION, f"parameters{next(_serials)}")
     each = max((bucket.nbytes for bucket in buckets), default=0)
     stays_bytes = sum(one.numel() * one.element_size() for one in stays)
     count = min(_slot_count(gpu_memory, stays_bytes, each), len(buckets))
     _make_room(tier, buckets, each)
     idle.refuse_in_transforms()
+    grows = gpu_memory is None and device.type == "cuda"
+    slots = Slots(device, count, each)
+    streamer = Streamer(model, tier, device, buckets, slots, values_of, grows=grows, poison=POISON)
     for parameter in stays:
-        parameter.data = parameter.data.to(device)
+        put_data(parameter, values_of(parameter).to(device, parameter.dtype))
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-    grows = gpu_memory is None and device.type == "cuda"
-    slots = Slots(device, count, each)
-    return Streamer(model, tier, device, buckets, slots, grows=grows, poison=POISON)
+                if buffer not in moved:
+                    values = values_of(buffer) if buffer in names else buffer
+                    moved[buffer] = values.to(device, buffer.dtype)
+                module._buffers[name] = moved[buffer]
+    return streamer
 
 
-def streamed_bytes(model: torch.nn.Module) -> tuple[int, bool]:
-    """The bytes in host memory of the parameters of *model* that would stream, and whether it
-    has trainable parameters. Raises: UnsupportedError.
+def streamed_bytes(model: torch.nn.Module, *, has_values: bool) -> tuple[int, bool]:
+    """The bytes in host memory of the parameters of *model* that would stream, and whether it has
+    trainable parameters. Raises: UsageError, UnsupportedError. *has_values*: it must have values.
     """
-    _check_model(model)
+    _check_model(model, has_values=has_values)
     buckets, _ = divide(model, DIVISION, "")
     # a page more for each, since the pool is divided in pages
     nbytes = sum(bucket.nbytes + 2 * _PAGE_BYTES for bucket in buckets)
     return nbytes, any(one.requires_grad for one in model.parameters())
 
 
-def _check_model(model: torch.nn.Module) -> None:
+def _check_model(model: torch.nn.Module, *, has_values: bool) -> None:
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedError(
@@ -72,14 +84,29 @@ def _check_model(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if idle.streamer_of(parameter) is not None:
             raise UsageError(f"parameter {name} streams already: call offload.parameters once")
-        if parameter.is_meta:
+        if parameter.is_meta and has_values:
             raise UsageError(
-                f"parameter {name} is on the meta device and has no values: load the model first"
+                f"parameter {name} is on the meta device and has no values: give weights, or load the model first"
             )
+    _check_memory(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UsageError(
                 f"buffer {name} is on the meta device and has no values: make the model with its buffers in memory"
+            )
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    """Check that no two parameters share memory: each gets its own."""
+    ranges = sorted(
+        (one.data_ptr(), one.data_ptr() + one.nbytes, name)
+        for name, one in model.named_parameters()
+        if one.numel() and not one.is_meta
+    )
+    for (_, stop, one), (start, _, other) in itertools.pairwise(ranges):
+        if start < stop:
+            raise UnsupportedError(
+                f"parameters {one} and {other} share memory: assign one Parameter to both modules, which ties them"
             )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +34,7 @@ class Streamer:
     A parameter is in use while the forward pass runs of the module that owns it, or of a module
     that has read it from its owner. Its class is then `UsedParameter`. At other times the class is
     `IdleParameter`, and a function that gets it brings the values for the time of the call. In
-    backward, a tensor that autograd has saved brings the values back.
+    backward, a tensor that autograd has saved brings the values back. *values_of*: the first values.
 
     A bucket keeps its slot after its use until another bucket needs the slot. *poison*: fill the
     memory of a slot with NaN when its bucket leaves, for tests.
@@ -47,6 +47,7 @@ class Streamer:
         device: torch.device,
         buckets: Sequence[Bucket],
         slots: Slots,
+        values_of: Callable[[torch.nn.Parameter], torch.Tensor],
         *,
         grows: bool = False,
         poison: bool = False,
@@ -55,7 +56,7 @@ class Streamer:
         self._device = device
         self._home = Home(tier, device)
         self._buckets = {bucket.name: bucket for bucket in buckets}
-        self._of: dict[torch.nn.Parameter, Bucket] = {
+        self._of: dict[torch.Tensor, Bucket] = {
             place.parameter: bucket for bucket in buckets for place in bucket.places
         }
         self.slots = slots
@@ -65,12 +66,12 @@ class Streamer:
         self._order = AccessOrder()
         self._clock = 0
         self._last: Bucket | None = None
-        self._first_module: torch.nn.Module | None = None
+        self._first_module: weakref.ref[torch.nn.Module] | None = None
         self._assignments: dict[torch.nn.Parameter, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._running = _Running()
         self._model = weakref.ref(model)
-        self._admit(buckets)
+        self._admit(buckets, values_of)
         tier.abandon_with(self, list(self._buckets), [bucket.nbytes for bucket in buckets])
         self._watch(model)
 
@@ -153,8 +154,12 @@ class Streamer:
         """The program may change *parameter* in a way that its version does not show."""
         self._of[parameter].written = True
 
-    def copy_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The values of *parameter*, in new host memory. Raises: as `TensorSwapper.swap_in`."""
+    def copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The values of *parameter*, streamed or not, in host memory. Raises: as
+        `TensorSwapper.swap_in`.
+        """
+        if parameter not in self._of:
+            return parameter.detach().cpu()
         with self._lock, torch.inference_mode(False), torch.no_grad():
             bucket = self._of[parameter]
             place = bucket.place_of(parameter)
@@ -279,17 +284,32 @@ class Streamer:
 
     # Modules.
 
-    def _admit(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
+    def _admit(
+        self,
+        buckets: Sequence[Bucket],
+        values_of: Callable[[torch.nn.Parameter], torch.Tensor],
+    ) -> None:
+        """Move all parameters to the tier. After an exception they are in memory again."""
+        moved: list[Bucket] = []
+        try:
+            for bucket in buckets:
 
-            def fill(memory: torch.Tensor, places: Sequence[Place] = bucket.places) -> None:
-                for place in places:
-                    place.within(memory).copy_(place.parameter.detach())
+                def fill(memory: torch.Tensor, places: Sequence[Place] = bucket.places) -> None:
+                    for place in places:
+                        place.within(memory).copy_(values_of(place.parameter))
 
-            self._home.admit(bucket, fill)
-            for place in bucket.places:
-                place.parameter.data = self._placeholder(place)
-                idle.bind(place.parameter, self)
+                self._home.admit(bucket, fill)
+                moved.append(bucket)
+                for place in bucket.places:
+                    put_data(place.parameter, self._placeholder(place))
+                    idle.bind(place.parameter, self)
+        except BaseException:
+            for bucket in moved:
+                for place in bucket.places:
+                    values = self.copy_of(place.parameter)
+                    idle.unbind(place.parameter)
+                    place.parameter.data = values
+            raise
 
     def _watch(self, model: torch.nn.Module) -> None:
         for module in model.modules():
@@ -315,11 +335,11 @@ class Streamer:
         if module is self._model():
             self._leave(module)  # a KeyboardInterrupt may have left it running
         if not running.frames and _untyped_torch._current_graph_task_id() == -1:
-            if self._first_module is module:
+            if self._first_module is None:
+                self._first_module = weakref.ref(module)
+            elif self._first_module() is module:
                 with self._lock:
                     self._begin_period()
-            elif self._first_module is None:
-                self._first_module = module
         running.frames.append(_Frame(module, pushed(self)))
         for parameter in module._parameters.values():
             if parameter is not None:
@@ -346,6 +366,15 @@ class Streamer:
             if parameter in self._of and state.get(key, parameter) is not parameter:
                 state[key] = None  # so that it keeps no slot
                 state[key] = self.copy_of(parameter)
+
+
+def put_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Carry out ``parameter.data = values``, also for a *parameter* on the meta device."""
+    if parameter.is_meta:
+        swap: Any = torch.utils.swap_tensors  # untyped there
+        swap(parameter, torch.nn.Parameter(values, parameter.requires_grad))
+    else:
+        parameter.data = values
 
 
 class _Frame:

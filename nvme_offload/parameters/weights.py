@@ -1,0 +1,204 @@
+"""Reads and writes the weights of a model in the format of safetensors, one tensor at a time.
+
+Source: https://github.com/huggingface/safetensors#format, and the index of transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import UnsupportedError, UsageError
+from ..files.commit import partial_directory, publish_directory, remove, sync_tree
+
+FILE_BYTES = 5_000_000_000  # the most that a file has, unless one tensor is larger
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Entry(NamedTuple):
+    """A tensor to write: its form, and a function that returns it in host memory."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SavedWeights:
+    """The tensors in *path*, a file of safetensors or a directory of them. Raises: UsageError."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        place = Path(path)
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        if not files or not all(file.is_file() for file in files):
+            raise UsageError(f"{place} has no file of safetensors: give a file, or its directory")
+        self._place = place
+        self._open_files = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        opened = _reader()
+        for file in files:
+            reader = self._open_files.enter_context(opened(file, framework="pt"))
+            self._files.update(dict.fromkeys(reader.keys(), reader))
+
+    def __enter__(self) -> SavedWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor *name*, which may be memory of the file."""
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def names_of(self, model: torch.nn.Module) -> dict[torch.Tensor, str]:
+        """The name here of each parameter of *model* and each buffer of its state dict. Raises:
+        UsageError if one is missing, or has another shape.
+        """
+        found: dict[torch.Tensor, str] = {}
+        missing: dict[torch.Tensor, str] = {}
+        for name, tensor in _saved_tensors(model):
+            if name in self._files:
+                found.setdefault(tensor, name)
+            else:
+                missing.setdefault(tensor, name)
+        for tensor, name in missing.items():
+            if tensor not in found:  # a tied parameter may be there by another name
+                raise UsageError(
+                    f"{self._place} does not have {name}: give the weights of this model"
+                )
+        for tensor, name in found.items():
+            shape = list(self._files[name].get_slice(name).get_shape())
+            if shape != list(tensor.shape):
+                raise UsageError(
+                    f"{name} has the shape {shape} in {self._place}, and {list(tensor.shape)} in the model: give the weights of this model"
+                )
+        return found
+
+
+def save(
+    model: torch.nn.Module, path: Path, values_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Write the state dict of *model* to the directory *path*, which appears with its whole contents
+    or replaces an earlier one. *values_of*: a tensor of the model, in host memory. Raises: OSError.
+    """
+    seen: set[int] = set()
+    entries: list[Entry] = []
+    for name, tensor in _saved_tensors(model):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            entries.append(
+                Entry(name, tensor.shape, tensor.dtype, functools.partial(values_of, tensor))
+            )
+    files = _divide(entries)
+    with partial_directory(path) as partial:
+        for file, group in files.items():
+            _write(partial / file, group)
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+                "weight_map": {e.name: file for file, group in files.items() for e in group},
+            }
+            (partial / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        for config in ("config", "generation_config"):
+            saving = getattr(getattr(model, config, None), "save_pretrained", None)
+            if saving is not None:
+                saving(partial)
+        sync_tree(partial)
+        replaced = publish_directory(partial, path, over=True)
+    if replaced is not None:
+        remove(replaced)
+
+
+def _saved_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names in a state dict, with the parameters and buffers themselves."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        before = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield before + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield before + name, buffer
+
+
+def _divide(entries: Sequence[Entry]) -> Mapping[str, list[Entry]]:
+    groups: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if groups[-1] and size + entry.nbytes > FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.nbytes
+    if len(groups) == 1:
+        return {_SINGLE: groups[0]}
+    count = len(groups)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _write(path: Path, entries: Sequence[Entry]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    # Larger items first: the format asks for aligned tensors without gaps.
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    for entry in ordered:
+        if entry.dtype not in _CODES:
+            raise UnsupportedError(
+                f"safetensors has no tensors of {entry.dtype}: save the state_dict()"
+            )
+        header[entry.name] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in ordered:
+            flat = entry.values().contiguous().reshape(-1).view(torch.uint8)
+            values: Any = flat.numpy()
+            file.write(values)
+
+
+def _reader() -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise UnsupportedError(
+            "weights= needs the package safetensors: pip install safetensors"
+        ) from None
+    return safe_open

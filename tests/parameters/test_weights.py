@@ -1,0 +1,156 @@
+"""Weights go from files of safetensors to the tier and back, without the model in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nvme_offload import Offload, UnsupportedError, UsageError
+from nvme_offload.parameters import setup, weights
+from nvme_offload.parameters.buckets import Division
+
+Make = Callable[..., Offload]
+
+
+class _Model(nn.Module):
+    """With a tied weight, and a buffer in the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.last.weight = self.first.weight
+        self.between = nn.ModuleList(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(6))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for one in self.between:
+            x = x + one(x.bfloat16()).float()
+        return self.last(x)
+
+
+@pytest.fixture
+def in_memory() -> _Model:
+    torch.manual_seed(0)
+    model = _Model()
+    model(torch.randn(4, 32))  # changes the buffers
+    return model.eval()
+
+
+def _on_meta() -> _Model:
+    model = _Model().eval()
+    kept = dict(model.named_buffers())
+    model.to("meta")
+    for name, buffer in kept.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        module._buffers[name.rpartition(".")[2]] = buffer
+    model.last.weight = model.first.weight
+    return model
+
+
+def _saved(model: nn.Module, path: Path) -> Path:
+    state = {key: value for key, value in model.state_dict().items() if key != "last.weight"}
+    save_file(state, path, metadata={"format": "pt"})
+    return path
+
+
+def test_a_model_on_the_meta_device_gets_saved_weights(
+    make: Make, in_memory: _Model, tmp_path: Path
+) -> None:
+    path = _saved(in_memory, tmp_path / "model.safetensors")
+    for place in (path, tmp_path):
+        model = _on_meta()
+        weight = model.first.weight
+        make().parameters(model, "cpu", weights=place)
+        x = torch.randn(4, 32)
+        with torch.no_grad():
+            assert torch.equal(model(x), in_memory(x))
+        assert model.last.weight is weight
+        model(x).sum().backward()
+        assert weight.grad is not None
+
+
+@pytest.mark.parametrize("file_bytes", [weights.FILE_BYTES, 5000])
+def test_saved_weights_equal_the_state_dict(
+    make: Make,
+    in_memory: _Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_bytes: int,
+) -> None:
+    monkeypatch.setattr(weights, "FILE_BYTES", file_bytes)
+    model, offload = copy.deepcopy(in_memory), make()
+    offload.parameters(model, "cpu")
+    with torch.no_grad():
+        for each in (model, in_memory):
+            for one in each.parameters():
+                one.mul_(2)
+    offload.save(tmp_path / "saved")
+    offload.save(tmp_path / "saved")  # replaces it
+    files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert (len(files) > 1) == (file_bytes == 5000)
+    found = {key: value for file in files for key, value in load_file(file).items()}
+    expected = in_memory.state_dict()
+    assert found.keys() == expected.keys() - {"last.weight"}
+    assert all(torch.equal(values, expected[key]) for key, values in found.items())
+    again = _on_meta()
+    make().parameters(again, "cpu", weights=tmp_path / "saved")
+    for key, values in again.state_dict().items():
+        assert torch.equal(values, expected[key])
+
+
+@pytest.mark.filterwarnings("ignore")  # those of transformers
+def test_from_pretrained_reads_what_was_saved(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=0, trainable_share=0))
+    built: Any = FAMILIES["gemma 2"]()
+    model, inputs = built
+    in_memory, offload = copy.deepcopy(model), make()
+    offload.parameters(model, "cpu")
+    offload.save(tmp_path / "saved", model)
+    loaded = type(model).from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, in_memory.eval()(**inputs).logits)
+
+
+def test_weights_of_another_model_are_refused(
+    make: Make, in_memory: _Model, tmp_path: Path
+) -> None:
+    offload, model = make(), _on_meta()
+    with pytest.raises(UsageError, match="has no file of safetensors"):
+        offload.parameters(model, "cpu", weights=tmp_path)
+    save_file({"first.weight": torch.zeros(32, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"does not have between.0.weight"):
+        offload.parameters(model, "cpu", weights=tmp_path)
+    state = {key: value for key, value in in_memory.state_dict().items() if key != "last.weight"}
+    state["first.weight"] = torch.zeros(31, 32)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"first.weight has the shape \[31, 32\]"):
+        offload.parameters(model, "cpu", weights=tmp_path)
+    with pytest.raises(UsageError, match="give weights, or load the model first"):
+        offload.parameters(model, "cpu")
+    _saved(in_memory, tmp_path / "model.safetensors")
+    offload.parameters(model, "cpu", weights=tmp_path)  # nothing was changed before
+
+
+def test_parameters_that_share_memory_are_refused(offload: Offload) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UnsupportedError, match="share memory"):
+        offload.parameters(model, "cpu")
+
+
+def test_save_needs_a_model_that_streams(offload: Offload, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="needs a model whose parameters stream"):
+        offload.save(tmp_path / "saved")
+    with pytest.raises(UsageError, match="needs a model whose parameters stream"):
+        offload.save(tmp_path / "saved", nn.Linear(2, 2))
