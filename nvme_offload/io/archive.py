@@ -12,8 +12,10 @@ Source: torch.serialization.skip_data, torch.utils.serialization.config for the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
+import mmap
 import os
 import pickle
 import types
@@ -36,6 +38,8 @@ _ALIGNMENT_BYTES = 4096  # of each tensor in the file, for O_DIRECT
 # Below this a drive counts as full: DeepSpeed and torch do not always say why a write failed.
 _FULL_BYTES = 1 << 20
 PIECE_BYTES = 4 << 20  # the most that one checksum covers
+
+_LIBC = ctypes.CDLL(None)
 
 # Context that has some tensors in memory, by key.
 Provider = Callable[[], AbstractContextManager[Mapping[Any, torch.Tensor]]]
@@ -231,6 +235,52 @@ def read_mapped(path: str, keep: Sequence[str]) -> Any:
     rest = {key: value for key, value in tree.items() if key not in keep}
     copies = {id(leaf): leaf.clone() for leaf in _leaves(rest) if isinstance(leaf, torch.Tensor)}
     return {**tree, **{key: _replaced(value, copies) for key, value in rest.items()}}
+
+
+class MappedFiles:
+    """Files of torch.save that are mapped, and read as their tensors are. Nothing may write to the
+    tensors. Pages that were read count as memory of this process until `drop` is called. A context
+    manager; after it, `drop` has no effect on the files.
+
+    Source: madvise(2), malloc_trim(3), mallopt(3), proc_pid_maps(5).
+    """
+
+    def __init__(self) -> None:
+        self._ranges: set[tuple[int, int]] = set()  # the first address and the end
+
+    def load(self, path: Path, weights_only: bool) -> Any:
+        """The contents of *path*. Raises: as torch.load."""
+        before = _mapped_ranges(path)
+        tree = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        self._ranges |= _mapped_ranges(path) - before
+        return tree
+
+    def drop(self) -> None:
+        """Return memory to the kernel: all pages of the files, which the next access maps again, and
+        free memory of malloc, which keeps blocks of up to 32 MiB and fragments them.
+        """
+        for start, end in self._ranges:
+            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+        if hasattr(_LIBC, "malloc_trim"):  # of glibc
+            _LIBC.malloc_trim(ctypes.c_size_t(0))
+
+    def __enter__(self) -> MappedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranges.clear()  # the mapping of a file ends with its last tensor
+
+
+def _mapped_ranges(path: Path) -> set[tuple[int, int]]:
+    """The addresses at which this process maps the file *path*."""
+    name = os.path.realpath(path)
+    ranges = set()
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        fields = line.split(maxsplit=5)
+        if fields[-1] == os.fsencode(name):
+            start, _, end = fields[0].partition(b"-")
+            ranges.add((int(start, 16), int(end, 16)))
+    return ranges
 
 
 def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:

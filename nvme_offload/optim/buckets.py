@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -269,8 +269,8 @@ class Fragment:
         impossible.
         """
         if self.is_whole:
-            return whole
-        if whole.is_contiguous():
+            return rows_of(whole, 0, len(whole)) if hasattr(whole, "rows") else whole
+        if whole.is_contiguous() and not hasattr(whole, "rows"):
             return whole.view(-1)[self.start : self.stop]
         rows, start, stop = self._rows(whole)
         return rows.reshape(-1)[start:stop]
@@ -279,7 +279,7 @@ class Fragment:
         """The rows of *whole* that contain this fragment, and its start and stop within them."""
         size = whole[0].numel()
         first, last = self.start // size, -(-self.stop // size)
-        return whole[first:last], self.start - first * size, self.stop - first * size
+        return rows_of(whole, first, last), self.start - first * size, self.stop - first * size
 
     def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
         """The fragment's part of *flat*, which has an entry for each element of the bucket, in
@@ -523,6 +523,14 @@ class Bucket:
     def weights(self) -> list[torch.Tensor]:
         """The fragments' elements of the parameters."""
         return [fragment.of_weight() for fragment in self.fragments]
+
+
+def rows_of(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """The rows of *tensor* from *first* to *stop*. A tensor without memory may have an attribute
+    *rows*, a function that returns them.
+    """
+    rows: Callable[[int, int], torch.Tensor] | None = getattr(tensor, "rows", None)
+    return tensor[first:stop] if rows is None else rows(first, stop)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 
 from ..errors import UnsupportedError, UsageError, known
 from ..hardware.config import AioConfig
+from ..io.archive import MappedFiles
 from ..optimizer_states import state_format as format_called
 from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, tensors, top
@@ -225,6 +226,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._closed = self._ready = False
         self._serial = next(_serials)
         self._loads = 0
+        self._files = MappedFiles()  # of `load`
         self._steps = 0
         self._last: UpdateStats | None = None
         self._lock = threading.RLock()  # backward() has a thread for every GPU
@@ -610,7 +612,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         place = Path(path)
 
         def read(file: Path) -> Any:
-            return torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
+            return self._files.load(file, weights_only)
 
         ranks = parts.ranks_of(self._weights, group)
         if ranks is None and place.is_dir():
@@ -619,26 +621,27 @@ class NVMeOptimizer(torch.optim.Optimizer):
         def fitting(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if len(trees) == 1 and resharding.fits(trees[0], self._weights):
                 return trees[0]
-            return resharding.reshard(trees, self._weights, self._tier.paths[0])
+            return resharding.reshard(trees, self._weights)
 
-        if ranks is None or not parts.all_are_directories(place, ranks):
-            if unbound is not None:
-                raise unbound
-            tree = read(place)
-            self.load_state_dict(tree if resharding.is_cut(tree) else fitting([tree]))
-            return
-        refusal = f"{place} was not loaded"
-        tree = {}
+        with self._files:
+            if ranks is None or not parts.all_are_directories(place, ranks):
+                if unbound is not None:
+                    raise unbound
+                tree = read(place)
+                self.load_state_dict(tree if resharding.is_cut(tree) else fitting([tree]))
+                return
+            refusal = f"{place} was not loaded"
+            tree = {}
 
-        def check() -> None:
-            if unbound is not None:
-                raise unbound
-            engine = self._tier.store.engine
-            tree.update(fitting(saved.read_together(place, engine, ranks, read, self._weights)))
-            self._check_loadable(tree)
+            def check() -> None:
+                if unbound is not None:
+                    raise unbound
+                engine = self._tier.store.engine
+                tree.update(fitting(saved.read_together(place, engine, ranks, read, self._weights)))
+                self._check_loadable(tree)
 
-        ranks.together(check, refusal)
-        ranks.together(lambda: self.load_state_dict(tree), refusal)
+            ranks.together(check, refusal)
+            ranks.together(lambda: self.load_state_dict(tree), refusal)
 
     @property
     def _moment(self) -> list[int]:
@@ -1577,6 +1580,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     bucket, given, self.param_groups
                 )
                 saved.restore(self._updater, bucket, given, self.param_groups, keep_dtypes=keeps)
+                self._files.drop()
                 self._show(bucket)
         if bound_again:
             for weight in given:

@@ -2,44 +2,35 @@
 ranks saved.
 
 A part is a box of its parameter: FSDP2 and tensor parallelism cut dimensions into chunks. A state
-that lies within one saved part is a view of it. Other states are assembled in a mapped file without
-a name: they use page cache, which the kernel can write back and reclaim.
+that lies within one saved part is a view of it. Other states are tensors without memory, and
+`buckets.rows_of` assembles some of their rows.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import IOFailure, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..optimizer_states.kept import is_kept, unpacked, whole_of
-from ..optimizer_states.tree import tensors
+from ..optimizer_states.tree import replaced, tensors
 from . import parts
-from .buckets import Weight
-
-_ALIGNMENT = 64
-_FILE_BYTES = 64 << 20  # each file keeps a descriptor open
-_UNPACKED_AT_ONCE = 1 << 20  # elements
+from .buckets import Weight, rows_of
 
 Box = list[tuple[int, int]]  # the first element and the end in each dimension
-Part = tuple[Box, torch.Tensor]
+Rows = Callable[[int, int], torch.Tensor]  # the values of rows of a box, from the first to the end
 
 
-def reshard(
-    trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight], directory: str
-) -> dict[str, Any]:
+def reshard(trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight]) -> dict[str, Any]:
     """A state dict of *weights* on this rank, assembled from *trees*, the state dicts of all saved
-    ranks.
+    ranks. `buckets.rows_of` returns the values of its tensors.
 
-    States of 8 bits become float32: their blocks may be cut differently. Assembled states are in a
-    file in *directory*. Raises: UsageError, UnsupportedError; IOFailure.
+    States of 8 bits become float32: their blocks may be cut differently. Raises: UsageError,
+    UnsupportedError.
     """
     cuts = [_cuts_of(tree, weights) for tree in trees]
     own = parts.cuts_of(weights)
@@ -50,7 +41,6 @@ def reshard(
         )
     indices = [number for group in trees[0]["param_groups"] for number in group["params"]]
     states = {}
-    file = _MappedFile(directory)
     for number, index in enumerate(indices[: len(own)]):
         box = _box_of(*own[number])
         saved: dict[str, tuple[Box, Mapping[Any, Any]]] = {}
@@ -63,7 +53,16 @@ def reshard(
             there = _box_of(*cut[number])
             if _numel(_common(box, there)):
                 saved.setdefault(str(there), (there, tree["state"].get(index, {})))
-        states[index] = _state(box, list(saved.values()), file)
+        states[index] = _state(box, list(saved.values()))
+        if not weights[number].fragments:  # these states stay in memory
+            states[index] = replaced(
+                states[index],
+                {
+                    id(value): rows_of(value, 0, len(value))
+                    for value in tensors(states[index]).values()
+                    if hasattr(value, "rows")
+                },
+            )
     told = {**trees[0]["nvme_offload"], "part": parts.part_of(weights)}
     if any(tree["nvme_offload"].get("wide") for tree in trees):
         told["wide"] = True
@@ -133,7 +132,7 @@ def _box_of(shape: Sequence[int], dimensions: Sequence[tuple[int, int, str]]) ->
     return box
 
 
-def _state(box: Box, saved: list[tuple[Box, Mapping[Any, Any]]], file: _MappedFile) -> Any:
+def _state(box: Box, saved: list[tuple[Box, Mapping[Any, Any]]]) -> Any:
     """The state of the part *box* of a parameter, assembled from the *saved* states of other
     parts.
     """
@@ -144,8 +143,7 @@ def _state(box: Box, saved: list[tuple[Box, Mapping[Any, Any]]], file: _MappedFi
         forms = [(there, _form(other[key])) for there, other in saved]
         if all(form is not None and _is_of(there, form) for there, form in forms):
             name = "low" if is_kept(value) and "low" in value else ""
-            found = [(there, _plain(other[key], file)) for there, other in saved]
-            whole = _put_together(box, found, file)
+            whole = _put_together(box, [(there, other[key]) for there, other in saved])
             state[key] = {**value, name: whole} if name else whole
         elif any(tensor.dim() for tensor in tensors({key: value}).values()):
             raise UnsupportedError(
@@ -167,34 +165,51 @@ def _is_of(box: Box, form: torch.Tensor) -> bool:
     return form.dim() > 0 and list(form.shape) == [stop - start for start, stop in box]
 
 
-def _plain(value: Any, file: _MappedFile) -> torch.Tensor:
-    """The state *value* as a plain tensor: in float32 if it is kept in 8 or 16 bits. Other states,
-    and the low bits of a master, are returned unchanged.
+def _is_packed(value: Any) -> bool:
+    """Whether the state *value* is kept in 8 or 16 bits. The low bits of a master are loaded as
+    they are.
     """
-    if not is_kept(value) or "low" in value:
-        plain: torch.Tensor = _form(value)
-        return plain
-    form = whole_of(value)
-    flat = file.tensor([form.numel()], torch.float32)
-    for start in range(0, form.numel(), _UNPACKED_AT_ONCE):
-        stop = min(start + _UNPACKED_AT_ONCE, form.numel())
-        flat[start:stop] = unpacked(value, start, stop)
-    return flat.as_strided(form.shape, form.stride())
+    return is_kept(value) and "low" not in value
 
 
-def _put_together(box: Box, found: Sequence[Part], file: _MappedFile) -> torch.Tensor:
-    """The values of *box*, assembled from values *found* in other boxes, which do not overlap."""
-    common = [(_common(box, there), there, values) for there, values in found]
-    if sum(_numel(both) for both, _, _ in common) != _numel(box):
+def _rows_in(value: Any, first: int, stop: int) -> torch.Tensor:
+    """Rows of the saved state *value*, in float32 if it is packed."""
+    form = _form(value)
+    if not _is_packed(value):
+        return rows_of(form, first, stop)
+    if form.is_contiguous():
+        size = form[0].numel()
+        return unpacked(value, first * size, stop * size).view(-1, *form.shape[1:])
+    return unpacked(value, 0, form.numel()).as_strided(form.shape, form.stride())[first:stop]
+
+
+def _put_together(box: Box, found: Sequence[tuple[Box, Any]]) -> torch.Tensor:
+    """The state of *box*, assembled from states *found* in other boxes, which do not overlap."""
+    if sum(_numel(_common(box, there)) for there, _ in found) != _numel(box):
         raise UsageError(
             "the ranks saved other parts of a parameter than they say: load another save"
         )
-    if len(common) == 1:
-        return _within(*common[0])
-    whole = file.tensor([stop - start for start, stop in box], found[0][1].dtype)
-    for both, there, values in common:
-        _within(both, box, whole).copy_(_within(both, there, values))
-    return whole
+    packed = _is_packed(found[0][1])
+    if len(found) == 1 and not packed:
+        return _within(box, found[0][0], _form(found[0][1]))
+
+    def rows(first: int, stop: int) -> torch.Tensor:
+        start = box[0][0]
+        wanted = [(start + first, start + stop), *box[1:]]
+        whole = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
+        for there, value in found:
+            both = _common(wanted, there)
+            if _numel(both):
+                (low, high), base = both[0], there[0][0]
+                there = [(low, high), *there[1:]]
+                values = _rows_in(value, low - base, high - base)
+                _within(both, wanted, whole).copy_(_within(both, there, values))
+        return whole
+
+    dtype = torch.float32 if packed else _form(found[0][1]).dtype
+    assembled = torch.empty([stop - start for start, stop in box], dtype=dtype, device="meta")
+    assembled.rows = rows  # type: ignore[attr-defined]
+    return assembled
 
 
 def _within(part: Box, box: Box, values: torch.Tensor) -> torch.Tensor:
@@ -215,31 +230,3 @@ def _common(one: Box, other: Box) -> Box:
 
 def _numel(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
-
-
-class _MappedFile:
-    """Tensors in mapped files without names in *directory*."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._mapped: mmap.mmap | None = None
-        self._used = 0
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor. Raises: IOFailure if the drive has no room for it."""
-        numel = math.prod(shape)
-        nbytes = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        if self._mapped is None or self._used + nbytes > len(self._mapped):
-            self._mapped, self._used = self._map(max(nbytes, _FILE_BYTES)), 0
-        flat = torch.frombuffer(self._mapped, dtype=dtype, count=numel, offset=self._used)
-        self._used += nbytes
-        return flat.view(list(shape))
-
-    def _map(self, nbytes: int) -> mmap.mmap:
-        with tempfile.TemporaryFile(dir=self._directory) as file:
-            try:
-                # Otherwise a full drive would end the process when a page is written.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            except OSError as error:
-                raise IOFailure.of(error, operation="preallocate", path=self._directory) from error
-            return mmap.mmap(file.fileno(), nbytes)

@@ -5,6 +5,7 @@ parameters that are sharded, replicated and distributed in every way.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -276,6 +277,38 @@ def another_number_of_ranks() -> list[Any]:
             found += states_after_load(two, make, expected, **options)
             found += states_after_load(two, lambda dtype=dtype: model(dtype), expected, **options)
     return found
+
+
+@case
+def loads_take_no_memory_but_the_budget() -> list[Any]:
+    """What four ranks saved is loaded by four and by one, which have 32 and 128 MB of states."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+
+    def growth(parameters: Any, path: Path) -> int:
+        with NVMeOptimizer(parameters, paths=DIRECTORY, host_memory="8MB") as optimizer:
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")
+            before = memory("VmRSS")
+            optimizer.load(path)
+            return memory("VmHWM") - before
+
+    with place() as path:
+        net = sharded(net=make())
+        with NVMeOptimizer(net.parameters(), paths=DIRECTORY, host_memory="8MB") as optimizer:
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.save(path)
+        grown = [growth(net.parameters(), path), growth(make().parameters(), path)]
+        return [] if max(grown) < 24e6 else [f"it grew by {grown} bytes"]
+
+
+def memory(field: str) -> int:
+    """The bytes of memory of this process that the kernel reports as *field*."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 @case

@@ -25,6 +25,7 @@ CASES = (
     "some_ranks_with_the_same_path",
     "ranks_in_another_order",
     "another_number_of_ranks",
+    "loads_take_no_memory_but_the_budget",
     "whole_states_of_one_process",
     "shards_of_another_mesh",
     "two_groups_with_one_path",
