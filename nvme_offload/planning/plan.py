@@ -99,9 +99,9 @@ DEFAULT_LINK_BYTES_PER_SECOND = 25e9
 # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
 MLOCKED_LINK_BYTES_PER_SECOND = 8e9
 AS_FAST = 1.1  # predictions do not distinguish smaller ratios
-# the share of a GPU's peak that training reaches: 0.39 for Llama-2 7B on an H100 (reports/h100-llama2-7b.md),
-# 0.48 for long sequences on an H200 (reports/activations-h200.md)
-UTILISATION = 0.43
+# the share of a GPU's peak that forward and backward passes reach: 0.46 to 0.52 for Llama-2 7B
+# (reports/big-models-h100.md, systems-h100.md), 0.48 for long sequences (reports/activations-h200.md)
+UTILISATION = 0.48
 
 _OTHER_GPU_BYTES_PER_SECOND = 0.5e12
 _NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)

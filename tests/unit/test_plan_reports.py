@@ -1,11 +1,10 @@
-"""`plan` predicts every measured step of reports/ within a fifth, or the step is listed here with a
-reason.
-"""
+"""`plan` predicts every measured run of reports/ within 15 %, or the run is listed here with a reason."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from nvme_offload.planning.plan import Drive, Machine, Plan, plans
 
 REPORTS = Path(__file__).parents[2] / "reports"
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
-WITHIN = 0.2
+WITHIN = 0.15
 
 # `copy_bytes_per_second` of the H200 machines, measured there; steps.csv has those of the other
 # machines. On the machine of training-h200-slower-drive it was not measured: the column has the H200's
@@ -378,44 +377,141 @@ def of_zero3_on_gpu() -> Case:
     )
 
 
+# update-device-h100.md, and the tables of two GPUs in systems-h100.md
+
+
+def of_states_in_memory() -> Case:
+    found = rows("update-device-h100.md", "parameters on the GPU", "")
+    # "compact" looks at its states in steps 1, 2, 4 and 8
+    settled = [float(cells[2].split(", ")[step - 1]) for cells in found for step in (3, 5, 6, 7)]
+    return Case(
+        "update-device-h100.md: parameters on the GPU",
+        "plain-in-backward-compact",
+        LLAMA,
+        on(Machine(H100, 126 << 30, H200_COPIES), None),
+        statistics.median(settled),
+        40_000_000_000,
+        work=Work(2048, 4),
+    )
+
+
+def of_two_gpus() -> Iterator[Case]:
+    """The drive moves both ways at the same time as fast as in the run itself."""
+    machine, two = Machine(H100, 251 << 30, H200_COPIES), World(2)
+    for title, way, model, budget in (
+        ("7B, `NVMeOptimizer`, FSDP2", "plain-in-backward-compact", LLAMA, 8),
+        ("7B, ZeRO-3, parameters in the GPU's memory", "nvme-optimizer-compact", LLAMA, 8),
+        ("13B, ZeRO-3, likewise", "nvme-optimizer-compact", LLAMA_13B, 8),
+        (
+            "7B, DeepSpeed ZeRO-3 by itself, states on the drive, exact",
+            *("deepspeed-nvme-optimizer", LLAMA, 0),
+        ),
+    ):
+        (cells,) = rows("systems-h100.md", title, "")
+        seconds, moved, busy = float(cells[2]), cells[4].split(" + "), float(cells[5])
+        mixed = sum(map(float, moved)) * 1e9 / seconds / busy
+        yield Case(
+            f"systems-h100.md: {title}",
+            way,
+            model,
+            on(machine, {"read": mixed, "write": mixed, "mixed": mixed}),
+            seconds,
+            budget * 10**9 or None,
+            two,
+            Work(2048, 4),
+        )
+    for run, way in (("first", "plain-compact"), ("second", "plain-in-both-compact")):
+        (cells,) = [row for row in rows("systems-h100.md", run, "") if len(row) == 7]
+        seconds = statistics.median(map(float, cells[2].split(", ")))
+        # 5.6 GB each way of each rank
+        mixed = 4 * 5.6e9 / seconds / float(cells[4])
+        yield Case(
+            f"systems-h100.md: 7B, batch 32, {cells[1]}",
+            way,
+            LLAMA,
+            on(machine, {"read": mixed, "write": mixed, "mixed": mixed}),
+            seconds,
+            8_000_000_000,
+            two,
+            Work(2048, 32),
+        )
+
+
+def of_buckets() -> Case:
+    (cells,) = rows("big-models-h100.md", "16.8 million, 776 buckets", "")
+    return Case(
+        "big-models-h100.md: 13B, states in memory",
+        "plain-in-backward-compact24",
+        LLAMA_13B,
+        on(Machine(H100, 134 << 30, H200_COPIES), None),
+        float(cells[3]),
+        60_000_000_000,
+        work=Work(2048),
+    )
+
+
 ON_GPU = of_zero3_on_gpu()
-CASES = [*map(of_table, STEPS), *of_llama(), *of_big_models(), *of_systems(), ON_GPU]
+CASES = [
+    *map(of_table, STEPS),
+    *of_llama(),
+    *of_big_models(),
+    *of_systems(),
+    *of_two_gpus(),
+    of_states_in_memory(),
+    of_buckets(),
+    ON_GPU,
+]
+# The rounds of a run differ, so the medians are compared.
+RUNS: dict[str, list[Case]] = {}
+for each in CASES:
+    RUNS.setdefault(re.sub(r" \d$", "", each.name), []).append(each)
 
 _DRIFTED = "fio measured 3.4 GB/s at the start of that report, and 1.9 at its end"
+_COPIES = "the speed of copies in host memory was not measured on that machine"
+_TWO_ANSWERS = "SLOWED_SHARE is fitted to DeepSpeed in two reports, which contradict each other"
 NOT_PREDICTED = {
-    "training-vda-overlap.md: ours-600MB 1": _DRIFTED,
-    "training-vda-overlap.md: ours-600MB 2": _DRIFTED,
-    "training-vda-overlap.md: ours-all-600MB 2": _DRIFTED,
+    "training-vda-overlap.md: ours-600MB": _DRIFTED,
+    "training-vda-overlap.md: ours-all-600MB": _DRIFTED,
+    "training-vda.md: stock-nvme": _TWO_ANSWERS,
+    "optimizer-vda.md: deepspeed": _TWO_ANSWERS,
+    "training-h200-slower-drive.md: ours-all": _COPIES,
+    "systems-h100.md: DeepSpeed ZeRO-3, states in host memory": _COPIES,
+    "training-h200-slower-drive.md: ours-both-third": "parameters were read late, as the report says",
+    "training-h200-auto.md: ours-third": "the run was faster than fio's speed allows",
+    "h100-llama2-7b.md: ZeRO-3, parameters and states on the drive": (
+        "an earlier version; h200-llama2-7b.md has a later one, which is predicted"
+    ),
+    "optimizer-h200-fsdp2.md: compact": "packed by torch's operations, and not by Triton",
+    "big-models-h100.md: 13B, states in memory": "Python took 1.8 ms for each of 776 buckets",
 }
 # Adam of a billion parameters in a GPU's memory takes 0.02 s, of which launches are a half.
 _SHORT_SECONDS = 0.06
 
 
-def is_predicted(case: Case) -> bool:
-    return case.plan.seconds is not None and case.predicted == pytest.approx(
-        case.seconds, rel=WITHIN, abs=_SHORT_SECONDS
+def ratio(run: list[Case]) -> float:
+    """Predicted over measured seconds, of the medians; 1 if both are short."""
+    predicted, measured = (
+        statistics.median(getattr(case, name) for case in run) for name in ("predicted", "seconds")
     )
+    return 1.0 if abs(predicted - measured) < _SHORT_SECONDS else predicted / measured
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name) for case in CASES if case.name not in NOT_PREDICTED],
-)
-def test_a_measured_step_is_predicted_within_a_fifth(case):
-    assert is_predicted(case), f"{case.predicted:.3g} s predicted, {case.seconds:.3g} s measured"
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in NOT_PREDICTED])
+def test_a_measured_run_is_predicted_within_15_percent(name):
+    assert ratio(RUNS[name]) == pytest.approx(1, abs=WITHIN)
 
 
-def test_what_is_not_predicted_is_a_case_that_misses():
-    cases = {case.name: case for case in CASES}
-    assert set(NOT_PREDICTED) <= set(cases)
-    assert [name for name in NOT_PREDICTED if is_predicted(cases[name])] == []
+@pytest.mark.parametrize("name", NOT_PREDICTED)
+def test_what_is_not_predicted_is_a_run_that_misses(name):
+    assert ratio(RUNS[name]) != pytest.approx(1, abs=WITHIN)
 
 
 def test_predictions_lie_to_either_side_of_what_was_measured():
     ratios = [
         case.predicted / case.seconds
-        for case in CASES
-        if case.name not in NOT_PREDICTED and case.seconds > 1
+        for name, run in RUNS.items()
+        for case in run
+        if name not in NOT_PREDICTED and case.seconds > 1
     ]
     assert 0.95 < statistics.median(ratios) < 1.05
 
@@ -423,7 +519,7 @@ def test_predictions_lie_to_either_side_of_what_was_measured():
 def test_every_report_of_steps_has_cases():
     named = {case.name.partition(":")[0] for case in CASES}
     kinds = ("training-*", "optimizer-*", "activations-h*", "*llama2*", "big-models-*", "systems-*")
-    kinds += ("zero3-gpu-*",)
+    kinds += ("zero3-gpu-*", "update-device-*")
     assert named == {path.name for kind in kinds for path in REPORTS.glob(f"{kind}.md")}
 
 
@@ -438,11 +534,34 @@ def test_memory_is_what_was_measured(row):
     assert plan.host_bytes == pytest.approx(int(row["host_bytes"]), rel=0.2)
 
 
-def test_memory_with_updates_of_zero3_on_the_gpu_is_what_was_measured():
-    (cells,) = rows("zero3-gpu-h100.md", "updates on the GPU, after backward", "")
-    host_gb, gpu_gb = map(float, cells[3:])
-    assert ON_GPU.plan.gpu_bytes == pytest.approx(gpu_gb * 1e9, rel=0.05)
-    assert ON_GPU.plan.host_bytes == pytest.approx(host_gb * 1e9, rel=0.05)
+# The rows that name the GPU and the host memory that a run took: the case, the row's first cell, and
+# the places of the cells. The scripts compute the logits of 1024 tokens at a time.
+MEMORY = [
+    ("zero3-gpu-h100.md: updates on the GPU, after backward", None, 4, 3),
+    ("update-device-h100.md: parameters on the GPU", None, 3, 4),
+    ("systems-h100.md: `NVMeOptimizer`, compact, in backward", None, 5, 3),
+    ("systems-h100.md: `NVMeOptimizer`, exact, in backward", None, 5, 3),
+    ("systems-h100.md: 7B, `NVMeOptimizer`, FSDP2", None, 6, 7),
+    ("systems-h100.md: 7B, batch 32, after backward", "first", 5, 6),
+    ("big-models-h100.md: 7B, after backward", "after backward", 4, 3),
+    ("big-models-h100.md: LLaMA 33B", "LLaMA 33B, 32.53 billion", 8, 9),
+    ("big-models-h100.md: Llama 2 13B compact", "Llama 2 13B compact, 13.02 billion", 8, 9),
+    ("big-models-h200.md: Llama 3.1 8B", "Llama 3.1 8B, 8.03 billion", 9, 10),
+    ("big-models-h200.md: LLaMA 33B", "LLaMA 33B, 32.53 billion", 9, 10),
+]
+
+
+@pytest.mark.parametrize(("name", "first", "gpu", "host"), MEMORY, ids=[row[0] for row in MEMORY])
+def test_memory_of_a_run_is_what_was_measured(name, first, gpu, host):
+    report, _, title = name.partition(": ")
+    found = [row for row in rows(report, first or title, "") if len(row) > max(gpu, host)]
+    gpu_gb, host_gb = (float(found[0][place]) for place in (gpu, host))
+    (case,) = RUNS[name]
+    chunked = dataclasses.replace(case.model, vocabulary=None)
+    plan = dataclasses.replace(case, model=chunked).plan
+    # hardly less, and more where gradients grow while activations are freed
+    assert 0.95 < plan.gpu_bytes / gpu_gb / 1e9 < 1.16
+    assert plan.host_bytes * case.world.ranks == pytest.approx(host_gb * 1e9, rel=0.15)
 
 
 @pytest.mark.parametrize(
