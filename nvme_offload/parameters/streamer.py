@@ -372,7 +372,8 @@ def put_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Carry out ``parameter.data = values``, also for a *parameter* on the meta device."""
     if parameter.is_meta:
         swap: Any = torch.utils.swap_tensors  # untyped there
-        swap(parameter, torch.nn.Parameter(values, parameter.requires_grad))
+        # `data` has its own version counter; several parameters may have the same placeholder.
+        swap(parameter, torch.nn.Parameter(values.data, parameter.requires_grad))
     else:
         parameter.data = values
 

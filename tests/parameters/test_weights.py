@@ -13,7 +13,7 @@ from families import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nvme_offload import Offload, UnsupportedError, UsageError
+from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
 from nvme_offload.parameters import setup, weights
 from nvme_offload.parameters.buckets import Division
 
@@ -76,6 +76,26 @@ def test_a_model_on_the_meta_device_gets_saved_weights(
         assert model.last.weight is weight
         model(x).sum().backward()
         assert weight.grad is not None
+
+
+def test_a_model_from_files_trains_like_the_model_in_memory(
+    make: Make, in_memory: _Model, tmp_path: Path
+) -> None:
+    _saved(in_memory, tmp_path / "model.safetensors")
+    model, offload = _on_meta(), make("1MB")
+    offload.parameters(model, "cpu", weights=tmp_path)
+    own = offload.optimizer(model.parameters(), step_in_backward=True, lr=1e-2)
+    with NVMeOptimizer(
+        in_memory.parameters(), paths=tmp_path, host_memory="1MB", step_in_backward=True, lr=1e-2
+    ) as other:
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(4, 32)
+            for each, optimizer in ((model, own), (in_memory, other)):
+                each(x).square().mean().backward()
+                optimizer.step()
+    for one, same in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, same)
 
 
 @pytest.mark.parametrize("file_bytes", [weights.FILE_BYTES, 5000])
