@@ -9,7 +9,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import PHASES, Best, Setting, Trial
@@ -30,7 +29,6 @@ STEP_BYTES = {
 
 ALIKE = 0.02  # a smaller difference does not matter
 DOUBTFUL = 0.03  # the largest difference that may count as noise
-_SLOW = "measurably slower than DeepSpeed's defaults or than 98 % of the best"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +220,7 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         for setting in candidates
         if steps[setting] <= steps.get(evidence.control, math.inf) * (1 + ALIKE)
     ]
-    choice = _choose(gaining, costs, gains, evidence.control)
-    chosen = choice.setting
+    chosen, why = _choose(gaining, costs, gains, evidence.control)
     series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
     steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
     # every candidate ran under every load of the finals
@@ -242,7 +239,7 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         },
         performance={phase: found[chosen] for phase, found in finals.items()},
         finals={phase: tuple(found.values()) for phase, found in finals.items()},
-        reasons=tuple(_reasons(evidence, choice, len(costs), ranks)),
+        reasons=tuple(_reasons(evidence, chosen, why, len(costs), ranks)),
         steady=all(state.steady for state in steadiness.values()),
         warnings=tuple(_warnings(evidence, steadiness)),
     )
@@ -334,65 +331,66 @@ def _doubtful(one: _Estimate, best: _Estimate) -> bool:
     return one.value - best.value <= _reach(one, best)
 
 
-class _Choice(NamedTuple):
-    """The chosen setting, and the two parts of the sentence that explains it."""
-
-    setting: Setting
-    step: str
-    loads: str
-
-
 def _choose(
     settings: Sequence[Setting],
     costs: dict[Setting, _Estimate],
     gains: dict[str, dict[Setting, _Estimate]],
     control: Setting,
-) -> _Choice:
-    """Choose from *settings*.
+) -> tuple[Setting, str]:
+    """The setting to recommend, and a sentence's end on why: "its training step ...".
 
-    Of the settings that take at most 3 % longer for a step than the fastest, those remain that are
-    under no load measurably slower than the defaults or than 98 % of the best, and the first of them
-    by `preference` is chosen. If none remains, the fastest one remaining of all settings whose step
-    cannot be distinguished from the fastest is chosen; if still none remains, the least slow one.
+    It is the first by `preference` of the settings that take at most 3 % longer for a step than the
+    fastest and are under no load measurably slower than the defaults or than 98 % of the best. If
+    there is none, the step only has to be indistinguishable from the fastest; then the loads only
+    have to be as fast as with the defaults. Otherwise it is the setting at most 3 % slower that loses
+    least under some load.
     """
     fastest = min(settings, key=lambda setting: costs[setting].value)
     near = [setting for setting in settings if _alike(costs[setting], costs[fastest])]
     doubtful = [setting for setting in settings if _doubtful(costs[setting], costs[fastest])]
-    slower = {setting: _measurably_slower(setting, gains, control) for setting in settings}
-    step = f"takes at most {100 * DOUBTFUL:.0f} % longer than the fastest"
-    if remaining := [setting for setting in near if not slower[setting]]:
-        loads = f"it is not {_SLOW} under any load, and " + (
-            f"of the {len(remaining)} settings that meet both conditions it is the closest to blocks of "
-            f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
-            if len(remaining) > 1
-            else "no other finalist meets both conditions"
-        )
-        return _Choice(min(remaining, key=preference), step, loads)
-    if remaining := [setting for setting in doubtful if not slower[setting]]:
-        return _Choice(
-            min(remaining, key=lambda setting: costs[setting].value),
-            "cannot be distinguished from the fastest",
-            f"and unlike every faster setting it is not {_SLOW} under any load",
-        )
-    least = min(near, key=lambda setting: (slower[setting], preference(setting)))
-    loads = f"all such settings are {_SLOW} under some load, and this one is the least so"
-    return _Choice(least, step, loads)
+    below_defaults: dict[Setting, float] = {}
+    below_either: dict[Setting, float] = {}
+    for setting in settings:
+        estimates = [
+            (found[setting], found[control], max(found.values(), key=lambda one: one.value))
+            for found in gains.values()
+        ]
+        below_defaults[setting] = max(_below(own, other) for own, other, _ in estimates)
+        below_best = max(_below(own, best, margin=ALIKE) for own, _, best in estimates)
+        below_either[setting] = max(below_defaults[setting], below_best)
+    steps = {
+        f"takes at most {100 * DOUBTFUL:.0f} % longer than the fastest": near,
+        "cannot be distinguished from the fastest": doubtful,
+    }
+    bounds = {
+        "DeepSpeed's defaults or than 98 % of the best": below_either,
+        "DeepSpeed's defaults": below_defaults,
+    }
+    for (bound, below), (step, pool) in itertools.product(bounds.items(), steps.items()):
+        remaining = [setting for setting in pool if not below[setting]]
+        if remaining:
+            place = (
+                f"of the {len(remaining)} such settings it is the closest to blocks of "
+                f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
+                if len(remaining) > 1
+                else "no other finalist meets both conditions"
+            )
+            said = f"{step}, it is not measurably slower than {bound} under any load, and {place}"
+            return min(remaining, key=preference), said
+    return (
+        min(near, key=lambda setting: (below_defaults[setting], preference(setting))),
+        f"{next(iter(steps))}, and all such settings are measurably slower than DeepSpeed's defaults "
+        "under some load, this one the least",
+    )
 
 
-def _measurably_slower(
-    setting: Setting, gains: dict[str, dict[Setting, _Estimate]], control: Setting
-) -> float:
-    """How far *setting* is measurably below the defaults, or below 98 % of the best, under the load
-    where it is furthest below: the log of a ratio, beyond the 90 % interval; 0 if it is under none.
+def _below(one: _Estimate, other: _Estimate, margin: float = 0.0) -> float:
+    """How far *one* is measurably below *other* less the share *margin*: the log of a ratio, beyond the
+    90 % interval; 0 if it is not.
     """
-    furthest = 0.0
-    for found in gains.values():
-        best = max(found, key=lambda other: found[other].value)
-        for other, margin in ((control, 0.0), (best, -math.log1p(-ALIKE))):
-            if other != setting:
-                gap = found[other].value - margin - found[setting].value
-                furthest = max(furthest, gap - _reach(found[setting], found[other]))
-    return furthest
+    if one is other:
+        return 0.0
+    return max(0.0, other.value + math.log1p(-margin) - one.value - _reach(one, other))
 
 
 def _best(
@@ -410,12 +408,12 @@ def _best(
     )
 
 
-def _reasons(evidence: Evidence, choice: _Choice, finalists: int, ranks: int) -> list[str]:
-    chosen = choice.setting
+def _reasons(
+    evidence: Evidence, chosen: Setting, why: str, finalists: int, ranks: int
+) -> list[str]:
     tried = len({seen.planned.setting for seen in evidence.observations})
     reasons = [
-        f"Chosen from {finalists} finalists of {tried} settings tried: its training step "
-        f"{choice.step}, {choice.loads}."
+        f"Chosen from {finalists} finalists of {tried} settings tried: its training step {why}."
     ]
     if ranks > 1:
         reasons.append(
