@@ -24,6 +24,9 @@ SCRATCH_PARTS = 8
 FORWARD_SHARE = 0.3
 # The smallest budget of `NVMeOptimizer` that is useful for a model of any size: its buckets have 4 MiB.
 LEAST_BUDGET_BYTES = 64 << 20
+# Parameters that stream are copied in buckets of this size, into so many places on a GPU at least.
+STREAMED_BUCKET_BYTES = 256 << 20
+STREAMED_SLOTS = 4
 # The smallest share of a budget that values take which stay in memory, apart from space for a few of the
 # other values.
 _HELD_SHARE, _PASSING = 0.95, 6

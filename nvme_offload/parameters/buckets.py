@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedError
+from ..sizes import STREAMED_BUCKET_BYTES
 
 _ALIGNED_BYTES = 512  # the alignment of PyTorch's CUDA allocator
 
@@ -29,7 +30,7 @@ class Division:
         such as LoRA adapters.
     """
 
-    bucket_bytes: int = 256 << 20
+    bucket_bytes: int = STREAMED_BUCKET_BYTES
     small_bytes: int = 64 << 10
     trainable_share: float = 1 / 16
 

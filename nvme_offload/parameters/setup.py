@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import UnsupportedError, UsageError
+from ..sizes import STREAMED_SLOTS
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import idle
 from .buckets import Bucket, Division, divide
 from .slots import Slots
-from .streamer import LEAST_SLOTS, Streamer, put_data
+from .streamer import Streamer, put_data
 from .weights import SavedWeights
 
 # Tests set both: small buckets, and `Streamer`'s *poison*.
@@ -112,11 +113,11 @@ def _check_memory(model: torch.nn.Module) -> None:
 
 def _slot_count(gpu_memory: int | None, stays_bytes: int, each: int) -> int:
     if gpu_memory is None:
-        return LEAST_SLOTS
+        return STREAMED_SLOTS
     count = (gpu_memory - stays_bytes) // each if each else 0
-    if count < LEAST_SLOTS and each:
+    if count < STREAMED_SLOTS and each:
         raise UsageError(
-            f"gpu_memory of {format_bytes(gpu_memory)} is too little for the parameters in use: allow at least {stays_bytes + LEAST_SLOTS * each} bytes"
+            f"gpu_memory of {format_bytes(gpu_memory)} is too little for the parameters in use: allow at least {stays_bytes + STREAMED_SLOTS * each} bytes"
         )
     return count
 

@@ -13,6 +13,7 @@ import torch
 
 from ..device.room import DeviceRoom
 from ..errors import OffloadError, UsageError
+from ..sizes import STREAMED_SLOTS
 from ..swap.access_order import AccessOrder
 from ..swap.tier import Tier
 from . import idle
@@ -21,8 +22,7 @@ from .home import Home
 from .saved import pushed
 from .slots import Slot, Slots
 
-AHEAD = 2  # buckets that are copied to the device before their use
-LEAST_SLOTS = AHEAD + 2  # in addition, one is in use and one is being written back
+AHEAD = STREAMED_SLOTS - 2  # in addition, one bucket is in use and one is being written back
 
 _untyped_torch: Any = torch._C
 _no_subclass: Any = torch._C.DisableTorchFunctionSubclass

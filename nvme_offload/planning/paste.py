@@ -10,6 +10,7 @@ from ..ds_config.edit import aio_section
 from ..errors import UsageError
 from ..hardware import gpu_models
 from .advice import Question
+from .placement import parameters_budget
 from .plan import DESCRIBED_PATH, Machine, Plan
 from .traffic import WEIGHT_BYTES
 
@@ -112,7 +113,9 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
         yield "import deepspeed"
     if strategy.door == "zero3":
         yield "import nvme_offload.zero3"
-    ours = ["NVMeOptimizer"] * plain + ["save_on_nvme"] * offloads
+    streams = strategy.streams
+    ours = ["Offload"] * streams + ["NVMeOptimizer"] * (plain and not streams)
+    ours += ["save_on_nvme"] * offloads
     if ours:
         yield f"from nvme_offload import {', '.join(ours)}"
     yield ""
@@ -129,7 +132,7 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
         yield "# all ranks together cannot have it in host memory: make `model` under torch.device('meta'),"
         yield "# and load its weights after fully_shard (torch.distributed.checkpoint.state_dict)"
     if plain:
-        to_gpu = '"cuda", ' if machine.gpu and not shards else ""
+        to_gpu = '"cuda", ' if machine.gpu and not shards and not streams else ""
         yield f"model.to({to_gpu}torch.bfloat16)"
     if trains:
         yield "model.train()"
@@ -159,14 +162,20 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     yield ""
 
     # the optimizer, or the engine
+    budget = plan.budget_bytes or 0
+    if streams:
+        own = parameters_budget(question.model, budget)
+        device = "cuda" if machine.gpu else "cpu"
+        yield f"memory = Offload({where}, host_memory={budget})"
+        yield f'memory.parameters(model, "{device}", host_memory={own})'
+        budget -= own
     if plain:
-        yield from (
-            "optimizer = NVMeOptimizer(",
-            "    model.parameters(),",
-            "    torch.optim.AdamW,",
-        )
-        yield f"    paths={where},"
-        yield f"    host_memory={plan.budget_bytes},"
+        yield f"optimizer = {'memory.optimizer' if streams else 'NVMeOptimizer'}("
+        yield "    model.parameters(),"
+        yield "    torch.optim.AdamW,"
+        if not streams:
+            yield f"    paths={where},"
+        yield f"    host_memory={budget},"
         if strategy.state_format != "exact":
             yield f'    state_format="{strategy.state_format}",'
         yield from {
@@ -187,6 +196,8 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     # the steps
     if not trains:
         yield from ("engine.eval()", "with torch.no_grad():", "    for batch in batches:")
+        if machine.gpu:
+            yield '        batch = {key: value.to("cuda") for key, value in batch.items()}'
         yield "        output = engine(**batch)"
         return
     name, count = "model" if plain else "engine", work.accumulation if plain else 1
@@ -194,6 +205,8 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     divided = f" / {count}" if several else ""
     yield f"for {'number, batch in enumerate(batches, 1)' if several else 'batch in batches'}:"
     indent = "    "
+    if machine.gpu:
+        yield '    batch = {key: value.to("cuda") for key, value in batch.items()}'
     if several:
         yield f"    last = number % {count} == 0"
     if several and windows:
@@ -215,7 +228,9 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
         yield f"    optimizer.clip_grad_norm_({_CLIP_NORM})"
     elif strategy.updates != "in backward":
         yield f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {_CLIP_NORM})"
-    yield from ("    optimizer.step()", "    optimizer.zero_grad()", "optimizer.close()")
+    yield "    optimizer.step()"
+    yield "    optimizer.zero_grad()"
+    yield "memory.close()" if streams else "optimizer.close()"
     if offloads:
         yield "offload.close()"
 

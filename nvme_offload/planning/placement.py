@@ -21,6 +21,8 @@ from ..sizes import (
     LARGEST_SUB_GROUP,
     LEAST_BUDGET_BYTES,
     SCRATCH_PARTS,
+    STREAMED_BUCKET_BYTES,
+    STREAMED_SLOTS,
     bucket_elements,
     overflow,
 )
@@ -39,6 +41,8 @@ _PLACES = 3  # buckets of `NVMeOptimizer`, or sub-groups of ZeRO-3, on a GPU at 
 # Scratch bytes of an element during its update: the widened gradient, copies and new states; on CPUs
 # also for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and bfloat16.
 _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 16, "compact24": 16}
+# Of the budget of `Offload`, for parameters at most.
+_PARAMETERS_SHARE = 3 / 4
 _PACKING_BYTES = {"exact": 0, "split": 0, "compact": 16, "compact24": 16}
 
 Place = Literal["gpu", "host", "drive"]
@@ -64,7 +68,7 @@ class Strategy(NamedTuple):
         Their place between steps.
     door : {"zero", "deepspeed", "zero3", "plain"}
         ZeRO without a drive, DeepSpeed's own NVMe offload, `nvme_offload.zero3`, or
-        `nvme_offload.NVMeOptimizer`.
+        `nvme_offload.NVMeOptimizer`, with `Offload.parameters` where parameters are on the drive.
     state_format : {"exact", "split", "compact", "compact24"}
         Of the states on a drive.
     updates : {"after", "in forward", "host gradients", "provisional", "in both", "in backward"}
@@ -140,6 +144,11 @@ class Strategy(NamedTuple):
         return self.updates in ("provisional", "in both")
 
     @property
+    def streams(self) -> bool:
+        """Whether `Offload.parameters` brings the weights."""
+        return self.door == "plain" and self.parameters == "drive"
+
+    @property
     def uses_drive(self) -> bool:
         """Whether a drive is used."""
         return "drive" in (self.optimizer, self.parameters)
@@ -157,6 +166,14 @@ def _ours() -> tuple[Strategy, ...]:
                     f"plain{called.replace(' ', '-')}{name}",
                     f"NVMeOptimizer{title}{when}",
                     *(3, "drive", "gpu", "plain", state_format, updates),
+                )
+            )
+        for updates in ("host gradients", "in backward"):
+            found.append(
+                Strategy(
+                    f"streamed-{updates.replace(' ', '-')}{name}",
+                    f"Offload{title}, {updates}",
+                    *(3, "drive", "drive", "plain", state_format, updates),
                 )
             )
         found += [
@@ -273,9 +290,16 @@ def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulatio
     )
     gradients = min(2 * block / world.size, trained) if passing else trained
     gathered = 2 * model.block + block if world.size > 1 else 0
+    weights = WEIGHT_BYTES * model.parameters / world.size
+    if strategy.streams:
+        largest = WEIGHT_BYTES * model.largest_parameter
+        each = max(STREAMED_BUCKET_BYTES, largest)
+        # an embedding and a head stay, if they are more than twice as large as a bucket
+        stays = 2 * largest if largest > 2 * STREAMED_BUCKET_BYTES else 0
+        weights = min(STREAMED_SLOTS * (STREAMED_BUCKET_BYTES if stays else each) + stays, weights)
     bucket = _bucket_elements(strategy, LARGEST_BUCKET_BYTES * IN_MEMORY)
     staged = (_PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, trained)
-    return int(WEIGHT_BYTES * (model.parameters / world.size + gradients + gathered) + staged)
+    return int(weights + WEIGHT_BYTES * (gradients + gathered) + staged)
 
 
 def _sub_group(model: Model, world: World, wanted: float = LARGEST_SUB_GROUP) -> float:
@@ -340,7 +364,9 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     `NVMeOptimizer` splits parameters; ZeRO-3 holds its part of the largest parameter.
     """
     if strategy.door == "plain":
-        return LEAST_BUDGET_BYTES
+        each = max(STREAMED_BUCKET_BYTES, WEIGHT_BYTES * model.largest_parameter)
+        each = min(each, WEIGHT_BYTES * model.parameters)
+        return LEAST_BUDGET_BYTES + (2 * each if strategy.streams else 0)
     # a parameter on the drive is held before and after the update of its states
     largest = -(-model.largest_parameter // world.size)
     kept = (strategy.state_bytes + strategy.scratch_bytes) * min(largest, model.trained)
@@ -359,6 +385,12 @@ def beside_budget(strategy: Strategy, model: Model, world: World, budget: int) -
     each = model.trained / world.size
     largest = int(strategy.state_bytes * min(_bucket_elements(strategy, budget), each))
     return overflow(whole, int(_values_budget(strategy, budget)), largest)
+
+
+def parameters_budget(model: Model, budget: int) -> int:
+    """The part of the budget of `Offload` for parameters that stream."""
+    needed = int(WEIGHT_BYTES * model.parameters * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
+    return min(needed, int(budget * _PARAMETERS_SHARE))
 
 
 def _values_budget(strategy: Strategy, budget: int) -> float:
@@ -395,6 +427,12 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     trained, weights = model.trained / world.size, WEIGHT_BYTES * model.parameters / world.size
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0, 0.0)
+    if strategy.streams:  # read twice, written if trained
+        own = parameters_budget(model, budget)
+        lacking = max(1 - own / weights, 0.0)
+        others = streamed(strategy._replace(parameters="gpu"), model, world, budget - own)
+        written = others.written + lacking * WEIGHT_BYTES * trained
+        return others._replace(passes_read=2 * lacking * weights, written=written)
     states, beside = strategy.state_bytes, strategy.scratch_bytes
     if strategy.optimizer is None:
         return Streamed(weights * max(1 - budget / weights, 0.0), 0.0, 0.0, 0.0)

@@ -500,8 +500,9 @@ def _plan(
     reduced = reduced if strategy.optimizer else 0
     strategy = _placed(strategy, model, machine.gpu, world, activations, reduced)
     gpu_bytes, host_bytes, space = needs(strategy, model, world, activations, work.accumulation)
-    if strategy.updates == "host gradients" and world.size > 1:
-        problems['one rank, since accumulate="host" does not take parameters of FSDP2'] = math.inf
+    if (strategy.updates == "host gradients" or strategy.streams) and world.size > 1:
+        cause = "Offload.parameters" if strategy.streams else 'accumulate="host"'
+        problems[f"one rank, since {cause} does not take parameters of FSDP2"] = math.inf
     process = PLAIN_PROCESS_BYTES if plain else PROCESS_BYTES
     host_bytes += process["gpu" if machine.gpu else "cpu"]
     host_bytes += int(min(saved, work.activation_host_bytes))
@@ -713,6 +714,8 @@ def _update(
         if strategy.ours:
             link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
             copied = strategy.state_bytes + strategy.parameter_bytes
+            if strategy.streams and strategy.windows:  # there since the pass, and back with states
+                copied = strategy.state_bytes
             copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
             beside.append((_term("copies", copied * each, link),))
         return (*beside, drive) if drive else tuple(beside)

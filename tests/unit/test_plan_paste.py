@@ -90,6 +90,8 @@ OTHER_WORKS = ({"activations": "keep"}, {"activations": "checkpoint-drive", "acc
         *((each.name, work) for each in PLAIN for work in WORKS if each.state_format == "exact"),
         *zip(("plain-in-backward", "plain-host-gradients"), OTHER_WORKS, strict=True),
         *((f"plain-{name}", WORKS[0]) for name in ("split", "in-both-compact", "compact24")),
+        *((f"streamed-{name}", WORKS[0]) for name in ("in-backward", "host-gradients")),
+        ("streamed-in-backward", OTHER_WORKS[0]),
     ],
     ids=str,
 )

@@ -560,7 +560,7 @@ def test_memory_of_a_run_is_what_was_measured(name, first, gpu, host):
     chunked = dataclasses.replace(case.model, vocabulary=None)
     plan = dataclasses.replace(case, model=chunked).plan
     # hardly less, and more where gradients grow while activations are freed
-    assert 0.95 < plan.gpu_bytes / gpu_gb / 1e9 < 1.16
+    assert 0.93 < plan.gpu_bytes / gpu_gb / 1e9 < 1.16
     assert plan.host_bytes * case.world.ranks == pytest.approx(host_gb * 1e9, rel=0.15)
 
 
