@@ -417,7 +417,7 @@ def _reasons(
     ]
     if ranks > 1:
         reasons.append(
-            f"{ranks} ranks, which are processes, ran each trial at the same time on separate files; speeds are sums."
+            f"{ranks} ranks, which are processes, ran each setting at the same time on separate files; speeds are sums."
         )
     if chosen == evidence.control:
         reasons.append("These are DeepSpeed's defaults: no finalist is measurably better.")

@@ -379,8 +379,9 @@ def test_a_worthless_sweep_does_not_replace_a_good_profile(
     assert brief.returncode == 3, brief.stderr
     *_, refused, unset = brief.stdout.splitlines()
     assert refused.startswith(
-        "Not kept for AioConfig.for_path: the evidence of this sweep is poor (read: 0 of 2 final trials"
+        "Not kept for AioConfig.for_path: the evidence of this sweep is poor ("
     )
+    assert "read: 0 of 2 final trials" in refused
     assert refused.endswith(
         f"and the profile of {good_profile.created[:10]} has good evidence. "
         "Sweep longer (--seconds), or replace it nevertheless (--force)."
