@@ -91,11 +91,13 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     offloads = trains and work.offloads
 
     # imports
-    nodes = f"--nnodes {world.nodes} " if world.nodes > 1 else ""
+    several_nodes = world.nodes > 1
     if not plain:
-        yield f"# deepspeed --num_gpus {world.ranks} train.py"
+        hosts = f"--hostfile HOSTS --num_nodes {world.nodes} " if several_nodes else ""
+        yield f"# deepspeed {hosts}--num_gpus {world.ranks} train.py"
     elif shards:
-        yield f"# torchrun {nodes}--nproc_per_node {world.ranks} train.py"
+        hosts = f"--nnodes {world.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        yield f"# torchrun {hosts * several_nodes}--nproc-per-node {world.ranks} train.py"
     if windows and work.accumulation > 1:
         yield "import contextlib"
     if trains and work.recomputes:

@@ -116,18 +116,14 @@ class Drive:
 
     Attributes
     ----------
-    path : str
-        The directory.
-    free_bytes : int
-        Free on its filesystem.
+    path, free_bytes : str, int
+        The directory, and the bytes that are free on its filesystem.
     speeds : mapping of str to float
         GB/s by phase from its profile; {} without one.
     identity : str
         `nvme_offload.hardware.drive.Drive.identity`; "" for a drive that is given by its speeds.
-    profile : Profile or None
-        Of the drive.
-    rating : int or None
-        Bytes that can be written in its rated life, if that is known from its data sheet.
+    profile, rating : Profile or None, int or None
+        Of the drive; and the bytes that its data sheet allows to write in its life.
     """
 
     path: str
@@ -151,10 +147,8 @@ class Machine:
     ----------
     gpu : Gpu or None
         Each of its GPUs; None to train on processors.
-    host_bytes : int
-        Available host memory.
-    host_bytes_per_second : float
-        See `machine.copy_bytes_per_second`.
+    host_bytes, host_bytes_per_second : int, float
+        Available host memory, and `machine.copy_bytes_per_second`.
     drives : tuple of Drive
         All are used, in proportion to their speeds.
     """
@@ -196,12 +190,8 @@ class Term(NamedTuple):
 
     Attributes
     ----------
-    name : str
-        Such as "compute", "copies", "drive" or "Adam".
-    seconds : float
-        Duration.
-    how : str
-        The formula of the seconds, as text.
+    name, seconds, how : str, float, str
+        Such as "compute", "copies", "drive" or "Adam"; its duration, and the formula for it.
     """
 
     name: str
@@ -214,10 +204,8 @@ class Phase(NamedTuple):
 
     Attributes
     ----------
-    name : str
-        "forward", "backward", "update", or "backward and update".
-    times : int
-        Its number in a step.
+    name, times : str, int
+        "forward", "backward", "update", or "backward and update"; its number in a step.
     beside : tuple of tuples of Term
         Concurrent sequences of terms.
     """
@@ -258,14 +246,10 @@ class Plan:
         addition.
     budget_bytes : int or None
         "host_memory" of this package's swappers, contained in *host_bytes*.
-    problems : tuple of str
-        Why it does not fit; empty if it fits.
-    shortage : float
-        How many times more it needs of a resource than there is; 0 if it fits.
-    phases : tuple of Phase
-        The phases of a step.
-    seconds : float or None
-        Of a step; None if a drive's speed is unknown.
+    problems, shortage : tuple of str, float
+        Why it does not fit, and how many times more it needs of a resource than there is.
+    phases, seconds : tuple of Phase, float or None
+        Of a step; *seconds* is None if a drive's speed is unknown.
     written_bytes : float
         Of a step, of all ranks of a machine to all of its drives.
     tokens_per_second : float or None
@@ -339,19 +323,14 @@ def plans(
     budget: int | None = None,
     strategies: Sequence[Strategy] = STRATEGIES,
 ) -> list[Plan]:
-    """Predict every strategy for *model* on *machine*.
+    """Predict every strategy for a model.
 
     Parameters
     ----------
-    model : Model
-    machine : Machine
-        One of ``world.nodes`` alike.
-    world : World
-    work : Work
-        What a rank computes in a step.
+    model, machine, world, work, strategies
+        The machine is one of ``world.nodes`` alike; the work is the work of a rank in a step.
     budget : int, optional
         "host_memory" of this package's swappers in bytes, instead of the machine's available memory.
-    strategies : sequence of Strategy
 
     Returns
     -------
@@ -409,11 +388,6 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
         With the GPU of the least memory, the available host memory, and the drives of *paths*.
     int
         Number of ranks: one for each GPU, or one.
-
-    Raises
-    ------
-    OSError
-        A path cannot be examined.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -435,11 +409,6 @@ def drive_at(path: str) -> Drive:
     -------
     Drive
         Without *speeds* and *profile* if there is no readable profile.
-
-    Raises
-    ------
-    OSError
-        *path* cannot be examined.
     """
     from ..hardware import profile_shelf
 
@@ -677,7 +646,8 @@ def _passes(
         offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
         offloaded &= strategy.door != "plain" or strategy.updates == "host gradients"
         outward = gradients if offloaded else 0
-        for terms, amount in zip(found, (inward, inward + outward), strict=True):
+        both = max(inward, outward) if strategy.door == "plain" else inward + outward
+        for terms, amount in zip(found, (inward, both), strict=True):
             if amount:
                 terms.append(_term("copies", amount / world.size, link, share))
     if machine.speeds:

@@ -146,6 +146,18 @@ def test_layers_of_any_model_are_checkpointed(tmp_path):
     assert equal(weights["keep"], weights["checkpoint"])
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_first_line_starts_all_ranks(nodes, tmp_path):
+    asked = question(tmp_path, 2)
+    asked = dataclasses.replace(asked, world=World(2, nodes))
+    for name, launcher in (("plain", "# torchrun "), ("zero3", "# deepspeed ")):
+        first = code(asked, BY_NAME[name]).splitlines()[0]
+        assert first.startswith(launcher)
+        assert ("--nproc-per-node 2" if name == "plain" else "--num_gpus 2") in first
+        count = {"plain": f"--nnodes {nodes} ", "zero3": f"--num_nodes {nodes} "}[name]
+        assert (count in first) == (nodes > 1)
+
+
 def run_on_two_ranks(scripts: dict[str, str], directory: Path) -> list[list[torch.Tensor]]:
     """The trained weights by each of *scripts*."""
     paths = []
