@@ -54,7 +54,7 @@ class Bucket:
     """Parameters that are one value of a tier.
 
     Attributes: *slot*, the memory of the device that has the values, None if they are only in the
-    tier; *users*, the number of uses that have not ended; *versions*, of the parameters when the
+    tier; *users*, the number of uses that have not ended; *shown*, the parameters in use; *versions*, of the parameters when the
     values in the slot and in the tier were last equal; *last_use*, when it was used; *written*, whether the values in the slot
     may have changed in a way that the versions do not show.
     """
@@ -70,6 +70,7 @@ class Bucket:
             self.nbytes += -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self.slot: Any = None
         self.users = 0
+        self.shown: list[Any] = []
         self.written = False
         self.versions: list[int] = []
         self.last_use = 0

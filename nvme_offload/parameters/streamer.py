@@ -82,9 +82,6 @@ class Streamer:
         with self._lock:
             self._present(bucket)
             bucket.users += 1
-            if bucket.users == 1:
-                for place in bucket.places:
-                    place.parameter.__class__ = idle.UsedParameter
             self._note(bucket)
 
     def end(self, bucket: Bucket) -> None:
@@ -92,8 +89,16 @@ class Streamer:
         with self._lock:
             bucket.users -= 1
             if bucket.users == 0:
-                for place in bucket.places:
-                    place.parameter.__class__ = idle.IdleParameter
+                for parameter in bucket.shown:
+                    parameter.__class__ = idle.IdleParameter
+                bucket.shown.clear()
+
+    def _show(self, parameter: Any, bucket: Bucket) -> None:
+        """Let functions get *parameter* as any Parameter until no use of *bucket* is open."""
+        with self._lock:
+            if type(parameter) is not idle.UsedParameter:
+                parameter.__class__ = idle.UsedParameter
+                bucket.shown.append(parameter)
 
     @contextlib.contextmanager
     def using(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -101,9 +106,12 @@ class Streamer:
         begun: list[Bucket] = []
         hooks = None
         try:
-            for bucket in dict.fromkeys(self._of[one] for one in parameters):
-                self.begin(bucket)
-                begun.append(bucket)
+            for parameter in parameters:
+                bucket = self._of[parameter]
+                if bucket not in begun:
+                    self.begin(bucket)
+                    begun.append(bucket)
+                self._show(parameter, bucket)
             hooks = pushed(self)
             yield
         finally:
@@ -326,9 +334,11 @@ class Streamer:
         """
         frames = self._running.frames
         bucket = self._of.get(parameter)
-        if frames and bucket is not None and bucket not in frames[-1].buckets:
-            self.begin(bucket)
-            frames[-1].buckets.append(bucket)
+        if frames and bucket is not None:
+            if bucket not in frames[-1].buckets:
+                self.begin(bucket)
+                frames[-1].buckets.append(bucket)
+            self._show(parameter, bucket)
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
         running = self._running
