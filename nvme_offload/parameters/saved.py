@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .buckets import Bucket
     from .streamer import Streamer
 
-_untyped_torch: Any = torch._C
+_autograd: Any = torch._C._autograd
 
 
 class SavedTensors:
@@ -28,6 +28,10 @@ class SavedTensors:
         self._is_in_checkpoint = (
             outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         )
+
+    def is_for(self, streamer: Streamer) -> bool:
+        """Whether the hooks are for parameters of *streamer*."""
+        return self._streamer is streamer
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps of *tensor*."""
@@ -77,21 +81,28 @@ class SavedView:
         return streamer.view(self._bucket, self._dtype, self._offset, self._size, self._stride)
 
 
-def pushed(streamer: Streamer) -> Any:
-    """Hooks for *streamer* on the tensors that this thread saves from now on, until ``__exit__``;
-    None if these would have no effect, or are the innermost ones already.
+def push(streamer: Streamer) -> SavedTensors | None:
+    """Hooks for *streamer* on the tensors that this thread saves from now on, until `pop`; None if
+    these would have no effect, or are the innermost ones already.
     """
     if not torch.is_grad_enabled():
         return None
-    outer = _untyped_torch._autograd._top_saved_tensors_default_hooks(True)
-    if outer is not None:
-        owner = getattr(outer[0], "__self__", None)
-        if isinstance(owner, SavedTensors) and owner._streamer is streamer:
-            return None
+    outer = _autograd._top_saved_tensors_default_hooks(True)
+    owner = getattr(outer[0], "__self__", None) if outer is not None else None
+    if isinstance(owner, SavedTensors) and owner.is_for(streamer):
+        return None
     own = SavedTensors(streamer, outer)
-    hooks = torch.autograd.graph.saved_tensors_hooks(own.pack, own.unpack)
-    hooks.__enter__()
-    return hooks
+    _autograd._push_saved_tensors_default_hooks(own.pack, own.unpack)
+    return own
+
+
+def pop(own: SavedTensors | None) -> None:
+    """Undo `push`. Nothing is done if *own* are not the innermost hooks, after a KeyboardInterrupt in
+    the middle of `push` or `pop`.
+    """
+    innermost = None if own is None else _autograd._top_saved_tensors_default_hooks(True)
+    if innermost is not None and getattr(innermost[0], "__self__", None) is own:
+        _autograd._pop_saved_tensors_default_hooks()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from ..swap.tier import Tier
 from . import idle
 from .buckets import Bucket, Place
 from .home import Home
-from .saved import pushed
+from .saved import SavedTensors, pop, push
 from .slots import Slot, Slots
 
 AHEAD = STREAMED_SLOTS - 2  # in addition, one bucket is in use and one is being written back
@@ -97,8 +97,8 @@ class Streamer:
         """Let functions get *parameter* as any Parameter until no use of *bucket* is open."""
         with self._lock:
             if type(parameter) is not idle.UsedParameter:
-                parameter.__class__ = idle.UsedParameter
                 bucket.shown.append(parameter)
+                parameter.__class__ = idle.UsedParameter
 
     @contextlib.contextmanager
     def using(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -112,11 +112,10 @@ class Streamer:
                     self.begin(bucket)
                     begun.append(bucket)
                 self._show(parameter, bucket)
-            hooks = pushed(self)
+            hooks = push(self)
             yield
         finally:
-            if hooks is not None:
-                hooks.__exit__(None, None, None)
+            pop(hooks)
             for bucket in begun:
                 self.end(bucket)
                 # The caller has a view, perhaps `data`, and may change the values through it.
@@ -225,6 +224,9 @@ class Streamer:
         with torch.inference_mode(False), torch.no_grad(), _no_subclass():
             bucket.slot = slot.bucket = None
             for place in bucket.places:
+                place.parameter.__class__ = (
+                    idle.IdleParameter
+                )  # a KeyboardInterrupt may have skipped it
                 place.parameter.data = self._placeholder(place)
             if self._poison:
                 if slot.filled is not None:
@@ -350,7 +352,7 @@ class Streamer:
             elif self._first_module() is module:
                 with self._lock:
                     self._begin_period()
-        running.frames.append(_Frame(module, pushed(self)))
+        running.frames.append(_Frame(module, push(self)))
         for parameter in module._parameters.values():
             if parameter is not None:
                 self.read(parameter)
@@ -362,8 +364,7 @@ class Streamer:
             frame = running.frames.pop()
             for bucket in frame.buckets:
                 self.end(bucket)
-            if frame.hooks is not None:
-                frame.hooks.__exit__(None, None, None)
+            pop(frame.hooks)
             if frame.module is module:
                 break
 
@@ -393,7 +394,7 @@ class _Frame:
 
     __slots__ = ("buckets", "hooks", "module")
 
-    def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
+    def __init__(self, module: torch.nn.Module, hooks: SavedTensors | None) -> None:
         self.module = module
         self.hooks = hooks
         self.buckets: list[Bucket] = []

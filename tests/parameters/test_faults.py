@@ -1,0 +1,131 @@
+"""A drive that fails once, and exceptions at any line of a step: the caller gets the error, and the
+next step has the right results, or says that the weights are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from interrupts import Place, deadline, places, raising, sample
+from torch import nn
+
+import nvme_offload.store.store
+from nvme_offload import AioConfig, Engine, Offload, OffloadError
+from nvme_offload._aio import FaultKind
+
+Make = Callable[..., Offload]
+ENOUGH_SECONDS = 120.0  # for a step, on a busy machine
+WIDTH = 24
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(20)))
+
+
+def _step(model: nn.Module) -> list[torch.Tensor]:
+    """The loss and the gradients of a step. It changes the first layer, too."""
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for one in model.parameters():
+        one.grad = None
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(one.grad for one in model.parameters())]
+
+
+def _replace(model: nn.Module) -> None:
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.ones_like(one) / WIDTH)
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 8, 15, 22, 30, 41, 55])
+def test_a_transfer_that_fails_once_changes_nothing(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        nvme_offload.store.store,
+        "Engine",
+        functools.partial(Engine, _faults=[(first, 1, FaultKind.FAIL, errno.EIO)]),
+    )
+    model = _model()
+    in_memory = copy.deepcopy(model)
+    # buckets of 4 KiB, of which two fit
+    offload = Offload(tmp_path, 16 << 10, aio=AioConfig(block_size=4 << 10, direct="auto"))
+    with contextlib.suppress(OffloadError):
+        offload.parameters(model, "cpu")
+    if not any(hasattr(one, "_nvme_offload_streamed") for one in model.parameters()):
+        offload.parameters(model, "cpu")
+    for call in (_step, _replace, _step, _step):
+        expected = call(in_memory)
+        while True:
+            try:
+                found = call(model)
+            except OffloadError:
+                continue
+            break
+        assert expected is None or all(map(torch.equal, found, expected))
+    with contextlib.suppress(OffloadError):
+        offload.close()
+
+
+def _outcome(make: Make, place: Place, error: BaseException) -> str:
+    model = _model()
+    in_memory = copy.deepcopy(model)
+    make("64KB").parameters(model, "cpu")
+    expected = _step(in_memory)
+    _step(model)
+    came: BaseException | None = None
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with raising(place, error) as raised:
+        try:
+            found = _step(model)
+        except BaseException as caught:
+            came = caught.with_traceback(None)
+    while top(False) is not None:  # of an `__enter__` or `__exit__` that was interrupted
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if came is None and raised.where is None:
+        return "exact"
+    if came is not None and came is not error:
+        return f"{came!r} in place of it"
+    if came is None and not all(map(torch.equal, found, expected)):
+        return "other gradients"
+    came = error.__context__ = error.__traceback__ = None
+    gc.collect()
+    for _ in range(2):
+        try:
+            found = _step(model)
+        except OffloadError:
+            return "exact"  # it says so
+        if not all(map(torch.equal, found, expected)):
+            return "other gradients in the next step"
+    return "exact"
+
+
+@pytest.mark.parametrize("most", [30, pytest.param(1000, marks=pytest.mark.slow, id="every line")])
+def test_after_an_exception_at_any_line_the_next_step_is_right_or_refused(
+    make: Make, most: int
+) -> None:
+    model = _model()
+    make("64KB").parameters(model, "cpu")
+    _step(model)
+    found = [
+        place for place in places(lambda: _step(model)) if place.file.startswith("parameters/")
+    ]
+    assert len(found) > 150
+    wrong = {}
+    for number, place in enumerate(sample(found, most)):
+        error = (KeyboardInterrupt(), MemoryError())[number % 2]
+        with deadline(ENOUGH_SECONDS):
+            said = _outcome(make, place, error)
+        if said != "exact":
+            wrong[f"{type(error).__name__} at {place}"] = said
+    assert wrong == {}
