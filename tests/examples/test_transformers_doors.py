@@ -117,6 +117,37 @@ def test_accelerate_launch(place):
     assert_accelerate_trains(place, ranks=1, accelerator="cpu")
 
 
+@pytest.mark.slow
+def test_accelerate_launch_with_fsdp2_trains_as_the_plain_optimizer_and_resumes(place):
+    """Two processes on the CPU: see `plain_gloo`."""
+    text = (EXAMPLES / "train_accelerate_fsdp2.py").read_text()
+    made = re.search(r"NVMeOptimizer\(\n.*?\n    \)", text, re.DOTALL)
+    plain = text.replace(made[0], "torch.optim.AdamW(model.parameters(), lr=1e-3)")
+    plain = plain.replace("print(optimizer.optimizer.stats(), flush=True)", "pass")
+    (place / "plain.py").write_text(plain)
+
+    def train(script, *options):
+        (ended,) = run_well(
+            [
+                *ACCELERATE,
+                *("--config_file", "accelerate_fsdp2.yaml"),
+                *("--main_process_port", str(free_port())),
+                *(script, "--paths", place / "drive", *options),
+            ],
+            ACCELERATE_USE_CPU="true",
+        )
+        return ended
+
+    expected = train(place / "plain.py", "--steps", "4").losses
+    half = train("train_accelerate_fsdp2.py", "--steps", "2", "--save", place / "half")
+    rest = train(
+        "train_accelerate_fsdp2.py", "--steps", "4", "--first", "3", "--resume", place / "half"
+    )
+    assert [*half.losses, *rest.losses] == expected
+    assert len(expected) == 4
+    assert min(moved(rest.said)) > 0
+
+
 def assert_generates_from_the_drive(place, *, accelerator):
     """As many words as without the drive, and the same, of the model in place / "model" with louder
     weights.

@@ -14,3 +14,17 @@ if "RANK" in os.environ and not any("cpuinfo" in word for word in sys.orig_argv)
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+# Accelerate looks for GPUs before it takes FSDP; its code for FSDP2 runs without them.
+if "RANK" in os.environ and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    import accelerate.accelerator
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    made = accelerate.accelerator.AcceleratorState.__init__
+
+    def make(self, *arguments, **named):
+        made(self, *arguments, **named)
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = FullyShardedDataParallelPlugin()
+
+    accelerate.accelerator.AcceleratorState.__init__ = make
