@@ -27,6 +27,7 @@ FINAL_ROUNDS = 8  # the rounds to divide the time by, for longer windows
 LEAST_FINAL_ROUNDS = 2
 # (rounds, finalists): the finals take the first pair for which there is time
 _FINAL_PLANS = ((4, 6), (4, 4), (4, 3), (4, 2), (3, 2), (2, 2), (2, 1))
+MOST_TOLERANCE = 0.15  # one short trial of a preferred setting may be so much too slow
 REPEAT_SHARE = 0.15  # of the time, to repeat trials around which the control jumped
 
 _Trials = Generator[PlannedTrial, Result, None]
@@ -83,7 +84,7 @@ class Search:
         for keep, end in ((6, 0.42), (4, 0.50)):
             room = self._affordable(end)
             if room >= 4:
-                chosen = self._survivors(min(keep, room // 2))
+                chosen = self._survivors(min(keep, room // 2), MOST_TOLERANCE)
                 chosen += self._newcomers(chosen, min(room - len(chosen), len(chosen) + 2))
                 yield from self._stage("narrow", [(setting, ("mixed",)) for setting in chosen], end)
         yield from self._finals()
@@ -212,9 +213,9 @@ class Search:
             seen.flaw = "impossible"
         self.evidence.observations.append(seen)
 
-    def _survivors(self, keep: int) -> list[Setting]:
-        """*keep* settings: alternately the best, and the preferred whose distance to the best may be
-        noise.
+    def _survivors(self, keep: int, tolerance: float | None = None) -> list[Setting]:
+        """*keep* settings: alternately the best, and the preferred whose distance to the best is at most
+        *tolerance*, by default the noise.
         """
         costs = {
             setting: seconds
@@ -224,7 +225,8 @@ class Search:
         by_speed = sorted(costs, key=lambda setting: costs[setting])
         if not by_speed:
             return []
-        tolerance = min(0.15, max(0.03, 1.5 * self.evidence.noise("mixed")))
+        if tolerance is None:
+            tolerance = min(MOST_TOLERANCE, max(0.03, 1.5 * self.evidence.noise("mixed")))
         by_preference = sorted(
             (
                 setting

@@ -94,16 +94,15 @@ def cost(setting: Setting) -> tuple[int, int, tuple[bool, int]]:
     return setting.bytes_in_flight, setting.thread_count, _block_preference(setting)
 
 
-def preference(setting: Setting) -> tuple[int, int, tuple[int, int, tuple[bool, int]]]:
+def preference(setting: Setting) -> tuple[int, int, int, tuple[int, int, tuple[bool, int]]]:
     """The sort key of settings that are equally fast, the preferred first.
 
     First the block size nearest to 1 MiB, then the fewest doublings away from 32 MiB in flight and
-    one thread.
+    one thread; of the same number of doublings the nearest to 32 MiB.
     """
     block_doublings = _doublings(setting.block_size, PREFERRED_BLOCK_SIZE)
-    doublings = _doublings(setting.bytes_in_flight, PREFERRED_BYTES_IN_FLIGHT)
-    doublings += _doublings(setting.thread_count, 1)
-    return block_doublings, doublings, cost(setting)
+    away = _doublings(setting.bytes_in_flight, PREFERRED_BYTES_IN_FLIGHT)
+    return block_doublings, away + _doublings(setting.thread_count, 1), away, cost(setting)
 
 
 def _block_preference(setting: Setting) -> tuple[bool, int]:

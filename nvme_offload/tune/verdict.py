@@ -371,7 +371,7 @@ def _choose(
         if remaining:
             place = (
                 f"of the {len(remaining)} such settings it is the closest to blocks of "
-                f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight"
+                f"{format_bytes(PREFERRED_BLOCK_SIZE)} with {format_bytes(PREFERRED_BYTES_IN_FLIGHT)} in flight by one thread"
                 if len(remaining) > 1
                 else "no other finalist meets both conditions"
             )

@@ -84,6 +84,7 @@ def test_a_loss_that_may_be_noise_does_not_exclude_a_setting() -> None:
         ((SHALLOW, Setting(256 * KIB, 64, 1), ROOMY), ROOMY),
         ((Setting(MIB, 4, 1), Setting(MIB, 16, 1)), Setting(MIB, 16, 1)),
         ((Setting(MIB, 2, 1), Setting(MIB, 64, 1)), Setting(MIB, 64, 1)),
+        ((Setting(MIB, 16, 2), Setting(MIB, 16, 1)), Setting(MIB, 16, 2)),
         # threads take the CPU from training
         ((Setting(MIB, 8, 4), ROOMY), ROOMY),
         # DeepSpeed keeps tensors that are smaller than a block in RAM
@@ -95,7 +96,7 @@ def test_of_equally_fast_settings_the_preferred_is_recommended(
 ) -> None:
     verdict = decide(finals(dict.fromkeys(alike, FAST)))
     assert verdict.chosen == wanted
-    assert "closest to blocks of 1 MiB with 32 MiB in flight" in reason(verdict)
+    assert "closest to blocks of 1 MiB with 32 MiB in flight by one thread" in reason(verdict)
 
 
 def test_a_doubtful_gain_does_not_outweigh_a_loss() -> None:
