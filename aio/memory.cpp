@@ -1,20 +1,56 @@
 #include "memory.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+// Newer than the headers of some distributions. Source: madvise(2).
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace nvme_offload {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+// What a thread of `populate` takes at a time. Less than two of these are not worth a thread.
+constexpr std::size_t kPopulated = std::size_t{64} << 20;
 
 std::size_t mapped_bytes(std::size_t nbytes) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return (nbytes + page - 1) / page * page;
+}
+
+/// The processors that this thread may run on.
+unsigned usable_cores() {
+  cpu_set_t allowed;
+  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
+  return static_cast<unsigned>(std::max(CPU_COUNT(&allowed), 1));
+}
+
+/// Backs a range of whole pages with memory, without changing its contents.
+void populate_range(std::byte* start, std::size_t length) noexcept {
+  if (::madvise(start, length, MADV_POPULATE_WRITE) == 0 || errno != EINVAL) return;
+  // before Linux 5.14
+  const std::size_t page = mapped_bytes(1);
+  for (std::size_t offset = 0; offset < length; offset += page)
+    __atomic_fetch_or(reinterpret_cast<unsigned char*>(start + offset), 0, __ATOMIC_RELAXED);
+}
+
+/// Locks a range in memory. Pages without memory are locked when they get it.
+bool lock_range(std::byte* start, std::size_t length) noexcept {
+  if (::mlock2(start, length, MLOCK_ONFAULT) == 0) return true;
+  const bool is_known = errno != ENOSYS && errno != EINVAL;  // since Linux 4.4
+  return !is_known && ::mlock(start, length) == 0;
 }
 
 }  // namespace
@@ -56,15 +92,37 @@ void Memory::grow(std::size_t nbytes) {
   nbytes_ = nbytes;
 }
 
+void Memory::populate(std::size_t nbytes) noexcept {
+  const std::size_t length = mapped_bytes(std::min(nbytes, nbytes_));
+  std::atomic<std::size_t> next{0};
+  const auto work = [&] {
+    for (;;) {
+      const std::size_t start = next.fetch_add(kPopulated);
+      if (start >= length) return;
+      populate_range(data_ + start, std::min(kPopulated, length - start));
+    }
+  };
+  std::vector<std::thread> threads;
+  const std::size_t most = std::min<std::size_t>(usable_cores(), length / kPopulated);
+  try {
+    while (threads.size() + 1 < most) threads.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads: those that run do it
+  } catch (const std::bad_alloc&) {
+  }
+  work();
+  for (std::thread& thread : threads) thread.join();
+}
+
 std::size_t Memory::lock() noexcept {
   const std::size_t length = mapped_bytes(nbytes_);
   const std::size_t page = mapped_bytes(1);
   std::size_t locked = 0;
   // In halving steps: the kernel tells whether a range fits, not how much would.
   for (std::size_t step = length; step >= page && locked < length; step = step / 2 / page * page) {
-    while (locked < length && ::mlock(data_ + locked, std::min(step, length - locked)) == 0)
+    while (locked < length && lock_range(data_ + locked, std::min(step, length - locked)))
       locked += std::min(step, length - locked);
   }
+  populate(locked);
   return std::min(locked, nbytes_);
 }
 

@@ -45,8 +45,12 @@ class Memory {
   /// than reserved, or there is no memory.
   void grow(std::size_t nbytes);
 
-  /// Locks the memory, from its start on, as far as RLIMIT_MEMLOCK allows. Returns the bytes
-  /// locked.
+  /// Backs the first *nbytes* with memory, on all cores: the kernel zeroes each page when it is
+  /// first used, which takes one core longer than anything else of a large arena. Best effort.
+  void populate(std::size_t nbytes) noexcept;
+
+  /// Locks the memory, from its start on, as far as RLIMIT_MEMLOCK allows, and populates it.
+  /// Returns the bytes locked.
   std::size_t lock() noexcept;
 
  private:

@@ -411,6 +411,13 @@ PYBIND11_MODULE(_aio, module) {
            }),
            "nbytes"_a, "in_child"_a = true, "reserve"_a = 0)
       .def("grow", &Memory::grow, "nbytes"_a)
+      .def("populate",
+           [](Memory& memory) {
+             without_gil([&] {
+               memory.populate(memory.nbytes());
+               return true;
+             });
+           })
       .def("lock", [](Memory& memory) { return without_gil([&] { return memory.lock(); }); })
       .def_property_readonly(
           "address",

@@ -48,6 +48,7 @@ class _Arena(Memory):
                 _synchronize_devices()  # copies in flight use it
                 self._unregister(self.address)
                 self._unregister = None
+            self.populate()  # in parallel, which CUDA does not do
             result = cudart.cudaHostRegister(self.address, nbytes, _CUDA_HOST_REGISTER_DEFAULT)
         # CUDA cannot start: the driver is too old, or a parent process that used it forked this one
         except RuntimeError as error:

@@ -212,6 +212,25 @@ def test_what_is_locked_the_kernel_has_locked(without_cuda):
         assert fields["Locked"] == fields["Rss"] == pool.nbytes
 
 
+def test_locked_memory_is_there_at_once_and_growing_keeps_its_contents(without_cuda):
+    nbytes = 200 << 20  # several threads' worth
+    try:
+        made = PinnedPool(nbytes, pin=True, reserve=2 * nbytes)
+    except UnsupportedError as error:
+        pytest.skip(f"cannot be shown here: {error}")
+    with made as pool:
+        tensor = whole(pool)
+        fields = mapping(tensor.data_ptr())
+        assert fields["Locked"] == fields["Rss"] == nbytes
+        assert not tensor.any()
+        tensor.view(torch.int64).copy_(torch.arange(nbytes // 8))
+        pool.grow(2 * nbytes)
+        assert mapping(tensor.data_ptr())["Rss"] == 2 * nbytes
+        grown = whole(pool).view(torch.int64)
+        assert torch.equal(grown[: nbytes // 8], torch.arange(nbytes // 8))
+        assert not grown[nbytes // 8 :].any()
+
+
 @pytest.fixture
 def without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
