@@ -90,7 +90,7 @@ class HostStager:
         self._held = None
         self._tier.forget([name])
         self._taking = name
-        memory = self._tier.swapper.create(name, nbytes)
+        memory = self._tier.swapper.create(name, nbytes, once=True)
         self._held, self._taking = name, None
         return memory
 
@@ -226,7 +226,7 @@ class DeviceStager:
         self._returns.release(at_most=0 if name in self._returns else PLACES - 1)
         self._tier.forget([name])
         self._taking = name
-        host = self._obtain(lambda: self._tier.swapper.create(name, nbytes))
+        host = self._obtain(lambda: self._tier.swapper.create(name, nbytes, once=True))
         memory = self._place(nbytes)
         if self._places[0].free is not None:
             torch.cuda.current_stream(self._device).wait_event(self._places[0].free)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..errors import known
 from ..units import format_bytes
 from .buckets import Bucket
 
@@ -145,5 +146,4 @@ class Slots:
 
 
 def _when(slot: Slot, when_used: Callable[[Bucket], float]) -> float:
-    assert slot.bucket is not None
-    return when_used(slot.bucket)
+    return when_used(known(slot.bucket))

@@ -15,7 +15,7 @@ _RECENT = 32  # number of last uses that `followed` counts
 class Use(NamedTuple):
     """One use of a value.
 
-    *created*: the user provides the contents, so the use needs memory but no read. *changed*: the
+    *created*: the user provides the contents in each period, so the use needs memory but no read. *changed*: the
     contents changed. *dropped*: the value was discarded afterwards.
     """
 
@@ -175,8 +175,6 @@ class AccessOrder:
         if not record:
             return False
         known, foretold, self.foretold = self.period.uses, self.foretold, False
-        if foretold:  # values created in this first period exist in the next one
-            record = [use._replace(created=use.created and use.dropped) for use in record]
         if record == known:
             self._had_extras = False
             adopt = foretold  # the record has the actual ends of uses

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
 
 from .residents import Chooser
 from .values import Value
@@ -60,10 +62,17 @@ class Residency:
         return bool(before)
 
     def choose(
-        self, chooser: Chooser, sizes: Mapping[str, int], lowest: int, nbytes: int, packed: bool
+        self,
+        chooser: Chooser,
+        sizes: Mapping[str, int],
+        lowest: int,
+        nbytes: int,
+        packed: bool,
+        present: Mapping[str, int],
     ) -> bool:
         """Choose the residents of the memory from *lowest* to *nbytes*. Returns: whether their
         places differ from before. With *packed*, all get new places, because of fragmentation.
+        *present*: the offsets of values that are in memory now.
         """
         fits = sum(sizes.values()) <= nbytes - lowest
         if fits:
@@ -78,7 +87,9 @@ class Residency:
             if self._keep(chooser, sizes, saved, nbytes):
                 return self.homes is not before
         self.transient_bytes, self._may_add = transient, True
-        self.homes, boundary = _laid_out(names, sizes, lowest)
+        self.homes, boundary = _around(names, sizes, lowest, nbytes - transient, present)
+        if packed or not (fits or chooser.is_near(self.homes, saved)):
+            self.homes, boundary = _laid_out(names, sizes, lowest)
         self.boundary = boundary if self.homes else 0
         return True
 
@@ -112,6 +123,41 @@ class Residency:
             }
             boundary = max((start + size for start, size in homes.values()), default=0)
         return False
+
+
+def _around(
+    names: Sequence[str],
+    sizes: Mapping[str, int],
+    start: int,
+    limit: int,
+    present: Mapping[str, int],
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """As `_laid_out`, but residents that are in memory, within the part of the residents, stay
+    where they are: a move goes by way of the drive. Others that fit neither between them, nor behind
+    them up to *limit*, are left out.
+    """
+    end = start + sum(sizes[name] for name in names)
+    homes = {
+        name: (place, sizes[name])
+        for name in names
+        if start <= (place := present.get(name, -1)) <= end - sizes[name]
+    }
+    taken = sorted((place, place + size) for place, size in homes.values())
+    edges = [start, *itertools.chain.from_iterable(taken), end]
+    gaps = sorted((b - a, a) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+    others = [name for name in names if name not in homes]
+    for name in sorted(others, key=sizes.__getitem__, reverse=True):
+        size = sizes[name]
+        number = bisect_left(gaps, (size, 0))
+        if number < len(gaps):
+            free, place = gaps.pop(number)
+            homes[name] = place, size
+            if free > size:
+                insort(gaps, (free - size, place + size))
+        elif end + size <= limit:
+            homes[name] = end, size
+            end += size
+    return homes, max((place + size for place, size in homes.values()), default=start)
 
 
 def _laid_out(

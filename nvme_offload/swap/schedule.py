@@ -145,9 +145,10 @@ class Schedule:
             return value.write
         return value.read
 
-    def create(self, name: str, nbytes: int, lowest: bool = False) -> None:
+    def create(self, name: str, nbytes: int, lowest: bool = False, once: bool = False) -> None:
         """Request a block for a new value *name*, with *lowest* at the lowest free address. `plan`
-        provides the block, and `take` returns it once it is `ready`.
+        provides the block, and `take` returns it once it is `ready`. With *once*, later periods are
+        expected to use its contents.
 
         No transfer that `blocks_create` reports may be in flight. Raises, without changing
         anything: UsageError if *name* is in use, OutOfHostMemoryError if it cannot fit.
@@ -180,7 +181,7 @@ class Schedule:
             self._values[name] = value
             if value.block is not None:
                 self._blocks.count_placed(value)
-        self._begin(value, created=True)
+        self._begin(value, created=True, recreated=not once)
 
     def need(self, name: str, in_order: bool = True) -> None:
         """Request the contents of *name*. `plan` provides them, and `take` returns them once they
@@ -469,12 +470,14 @@ class Schedule:
 
     # Decisions.
 
-    def _begin(self, value: Value, created: bool, in_order: bool = True) -> None:
+    def _begin(
+        self, value: Value, created: bool, in_order: bool = True, recreated: bool = False
+    ) -> None:
         self._need.begin(value, created)
         value.stamp = 0  # not a candidate
         self._count += 1
         expected = self.order.now + 1
-        self.order.use(value.name, value.nbytes, created, in_order)
+        self.order.use(value.name, value.nbytes, recreated, in_order)
         if self.order.full:
             self.step()
         self._prefetcher.on_use(value, expected)
@@ -517,7 +520,12 @@ class Schedule:
             changed = residency.keep_everything()
         else:
             chooser = Chooser(period, sizes, self._uses.nbytes, self._asked_lookahead)
-            changed = residency.choose(chooser, sizes, lowest, self.nbytes, packed)
+            present = {
+                value.name: value.block.start
+                for value in self._values.values()
+                if value.block is not None and value.is_kept
+            }
+            changed = residency.choose(chooser, sizes, lowest, self.nbytes, packed, present)
         if not changed:
             return
         self._blocks.arena.set_boundary(residency.boundary)

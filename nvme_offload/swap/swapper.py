@@ -119,7 +119,9 @@ class TensorSwapper(Closing):
             self._store, self._schedule, self._pool, self._changing, self._counters
         )
 
-    def create(self, name: str, nbytes: int, *, lowest: bool = False) -> torch.Tensor:
+    def create(
+        self, name: str, nbytes: int, *, lowest: bool = False, once: bool = False
+    ) -> torch.Tensor:
         """Create a value, replacing an existing one. It is in use; its contents are undefined.
 
         Parameters
@@ -131,6 +133,8 @@ class TensorSwapper(Closing):
         lowest : bool
             Place it at the lowest address not in use, and evict the values there. For long uses,
             which would otherwise fragment the memory.
+        once : bool
+            Expect later periods to use the contents, instead of creating the value anew.
 
         Returns
         -------
@@ -152,7 +156,7 @@ class TensorSwapper(Closing):
             while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
                 self._runner.start_all(self._schedule.take_pending())
                 self._runner.finish(blocking)
-            self._schedule.create(name, nbytes, lowest)
+            self._schedule.create(name, nbytes, lowest, once)
             self._runner.forget_errors(name)
             try:
                 tensor = self._obtain(name)[0]

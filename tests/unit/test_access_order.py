@@ -138,12 +138,13 @@ def test_nothing_is_foretold_where_something_was_used() -> None:
 
 
 @pytest.mark.parametrize("used", ["abc", "cab"])
-def test_what_the_first_period_creates_is_there_in_the_next(used: str) -> None:
-    """And its own order and ends count from there on."""
+def test_the_first_period_replaces_a_foretold_order(used: str) -> None:
+    """Its order and ends are expected from there on."""
     order = AccessOrder()
     order.foretell(dict.fromkeys("abc", 1), at_once=3)
     for name in used:
-        order.use(name, 1, created=True)
+        order.use(name, 1, created=False)
+        order.changed(name)
         order.ended(name)
     assert order.step()
     assert [(use.name, use.created) for use in order.period.uses] == [
