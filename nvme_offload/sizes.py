@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 # Share of the available memory that host_memory "auto" takes. The rest is for activations, the data
 # loader, and the page cache of a checkpoint.
 AUTO_SHARE = 0.7
@@ -24,6 +27,8 @@ SCRATCH_PARTS = 8
 FORWARD_SHARE = 0.3
 # The smallest budget of `NVMeOptimizer` that is useful for a model of any size: its buckets have 4 MiB.
 LEAST_BUDGET_BYTES = 64 << 20
+# Memory for rounding each sub-group up to pages, and for a few small parameters.
+_SLACK_BYTES = 1 << 16
 # Parameters that stream are copied in buckets of this size, into so many places on a GPU at least.
 STREAMED_BUCKET_BYTES = 256 << 20
 STREAMED_SLOTS = 4
@@ -45,3 +50,78 @@ def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:
     most *largest*, in addition to *memory_bytes* of memory.
     """
     return max(min(nbytes, nbytes - int(_HELD_SHARE * memory_bytes) + _PASSING * largest), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes for each element of a sub-group of ZeRO-3.
+
+    Attributes
+    ----------
+    states
+        Packed master weights and optimizer states.
+    gradient
+        The gradient, as it is reduced.
+    scratch
+        Scratch memory that sub-groups share: the widened gradient and, in packed formats, unpacked
+        states. 0 if updates run on a GPU, which has it in its own memory.
+    parameter
+        A parameter on a drive; 0 for others.
+    largest_parameter
+        Total bytes of the largest parameter on a drive, trained or not; 0 for none.
+    in_flight
+        Sub-groups whose states are in use together, if host memory can hold them.
+    """
+
+    states: float
+    gradient: int
+    scratch: int
+    parameter: int
+    largest_parameter: int = 0
+    in_flight: int = 1
+
+    @property
+    def _at_once(self) -> float:
+        # An update holds the states and the scratch memory. Before and after the states, it holds
+        # one 16-bit parameter at a time.
+        return self.states + self.scratch + 2 * self.parameter
+
+    def holds_in_flight(self, elements: int, nbytes: int) -> bool:
+        """Whether `in_flight` sub-groups of *elements* fit in *nbytes* of memory."""
+        return self.least_bytes(elements) + (self.in_flight - 1) * elements * self.states <= nbytes
+
+    def least_bytes(self, elements: int) -> int:
+        """The memory, in bytes, that sub-groups of up to *elements* and all parameters need."""
+        at_once = max(elements * self._at_once, self.largest_parameter + elements * self.scratch)
+        return math.ceil(at_once) + 2 * _SLACK_BYTES
+
+    def most_elements(self, nbytes: int) -> int:
+        """The elements of the largest sub-group that fits in *nbytes* of memory."""
+        room = nbytes - 2 * _SLACK_BYTES
+        most = room / self._at_once
+        if self.scratch:
+            most = min(most, (room - self.largest_parameter) / self.scratch)
+        return int(most)
+
+    def wanted_elements(self, nbytes: int) -> int:
+        """The best size of sub-groups for *nbytes* of memory, in elements."""
+        return min(
+            LARGEST_SUB_GROUP,
+            max(1, self.most_elements(nbytes)),
+            max(1, int(nbytes / (IN_MEMORY * (self.states + self.gradient) + self.scratch))),
+        )
+
+    def whole_bytes(self, sizes: list[int], least: int) -> int:
+        """The memory, in bytes, in which everything but parameters stays. *sizes* are the elements
+        of each parameter; the largest sub-group has at least *least*.
+        """
+        largest = min(LARGEST_SUB_GROUP, sum(sizes)) + least
+        return (
+            math.ceil(sum(sizes) * (self.states + self.gradient))
+            + largest * self.scratch
+            + 2 * (len(sizes) + 1) * _SLACK_BYTES
+        )
+
+    def drive_bytes(self, elements: int) -> int:
+        """Drive space for *elements*, in bytes."""
+        return math.ceil(elements * (self.states + self.gradient + self.parameter))

@@ -23,6 +23,7 @@ from ..sizes import (
     SCRATCH_PARTS,
     STREAMED_BUCKET_BYTES,
     STREAMED_SLOTS,
+    Footprint,
     bucket_elements,
     overflow,
 )
@@ -302,6 +303,17 @@ def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulatio
     return int(weights + WEIGHT_BYTES * (gradients + gathered) + staged)
 
 
+def _footprint(strategy: Strategy, model: Model, world: World) -> Footprint:
+    parameter = strategy.parameter_bytes
+    return Footprint(
+        strategy.state_bytes,
+        strategy.gradient_bytes,
+        strategy.scratch_bytes,
+        parameter,
+        parameter * -(-model.largest_parameter // world.size),
+    )
+
+
 def _sub_group(model: Model, world: World, wanted: float = LARGEST_SUB_GROUP) -> float:
     """Elements of the largest sub-group of a rank, which has at least one parameter."""
     return max(min(LARGEST_SUB_GROUP, wanted, model.trained / world.size), _largest(model, world))
@@ -367,10 +379,8 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
         each = max(STREAMED_BUCKET_BYTES, WEIGHT_BYTES * model.largest_parameter)
         each = min(each, WEIGHT_BYTES * model.parameters)
         return LEAST_BUDGET_BYTES + (2 * each if strategy.streams else 0)
-    # a parameter on the drive is held before and after the update of its states
-    largest = -(-model.largest_parameter // world.size)
-    kept = (strategy.state_bytes + strategy.scratch_bytes) * min(largest, model.trained)
-    return math.ceil(kept + 2 * strategy.parameter_bytes * largest) + (1 << 17)
+    footprint = _footprint(strategy, model, world)
+    return footprint.least_bytes(math.ceil(_largest(model, world)))
 
 
 def beside_budget(strategy: Strategy, model: Model, world: World, budget: int) -> int:
@@ -440,7 +450,7 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
         stays = _values_budget(strategy, budget)
         stays -= _PLACES * states * _bucket_elements(strategy, budget)
     else:
-        wanted = budget / (IN_MEMORY * (states + WEIGHT_BYTES) + beside)
+        wanted = _footprint(strategy, model, world).wanted_elements(budget)
         stays = budget - (beside + AHEAD * states) * _sub_group(model, world, wanted)
     stays = max(stays, 0.0)
     on_host = strategy.door == "plain" or strategy.gradients == "host"
