@@ -20,6 +20,7 @@ from nvme_offload.planning.plan import (
     Machine,
     Plan,
 )
+from nvme_offload.units import format_gb
 
 SCHEMA = 2  # of the JSON; docs/planning.md describes it
 _HEAD = ("", "way to train", "GPU GB", "host GB", "drive GB", "s/step", "tokens/s")
@@ -151,12 +152,16 @@ def _answer(
         return "Nothing fits, whatever is changed of format, way, activations, host memory and drive: larger or more GPUs are needed."
     return (
         f"Nothing fits. The cheapest change that does: {change.words}; then {change.plan.strategy.title} "
-        f"fits, {_speed(question, change.plan)}.{_conceded(question, change.found, change.plan)}"
+        f"fits, {_speed(question, change.plan)}.{_conceded(question, change.found, change.plan, change.finer)}"
     )
 
 
-def _conceded(question: Question, found: Sequence[Plan], plan: Plan) -> str:
-    """The concessions of the plan that the options did not ask for, and the features that it excludes."""
+def _conceded(
+    question: Question, found: Sequence[Plan], plan: Plan, roomy: Plan | None = None
+) -> str:
+    """The concessions of the plan that the options did not ask for, and the features that it excludes.
+    *roomy*: a plan that concedes less and needs more space on the drive.
+    """
     said = {
         "exact": "",
         "split": 'states are in "split", which rounds last bits another way',
@@ -166,12 +171,19 @@ def _conceded(question: Question, found: Sequence[Plan], plan: Plan) -> str:
     text = ""
     if said and not question.state_format:
         finer = [other for other in found if other.fits and other.rounding < plan.rounding]
-        text = f" {said[0].upper()}{said[1:]}; no way without that fits."
+        text = f" {said[0].upper()}{said[1:]}"
         if finer:  # which concede more in clipping
             other = min(finer, key=lambda other: (other.concession, other.seconds or math.inf))
-            text = f" {said[0].upper()}{said[1:]}; without that, {_price(other)}, {other.strategy.title} fits, {_speed(question, other)}."
-    excludes = _EXCLUDES.get(plan.strategy.updates)
-    return f"{text} {excludes}" if excludes else text
+            text += f"; without that, {_price(other)}, {other.strategy.title} fits, {_speed(question, other)}"
+        elif roomy is None:
+            text += "; no way without that fits"
+        text += "."
+    if excludes := _EXCLUDES.get(plan.strategy.updates):
+        text += f" {excludes}"
+    if roomy is not None:
+        space = format_gb(roomy.drive_bytes * question.world.ranks)
+        text += f" With {space} free on the drive, {roomy.strategy.title}, fits."
+    return text
 
 
 def _speed(question: Question, plan: Plan) -> str:

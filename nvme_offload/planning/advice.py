@@ -104,12 +104,13 @@ def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None
 
 class Change(NamedTuple):
     """A change that helps. words: the change in words; plan: the plan that then fits; found: all plans
-    with that change.
+    with that change; finer: a plan that concedes less and fits with more space on the drive.
     """
 
     words: str
     plan: Plan
     found: list[Plan]
+    finer: Plan | None
 
 
 class _Lever(NamedTuple):
@@ -146,12 +147,15 @@ def cheapest_change(question: Question) -> Change | None:
         if changed.machine.host_bytes > question.machine.host_bytes:
             changed, said = _least_host(question, changed)
             amounts.append(said)
+        roomy = known(fastest(changed.answers()))
         if changed.machine.free_bytes > question.machine.free_bytes:
             changed, said = _least_drive(question, changed)
             amounts.append(said)
         found = changed.answers()
         words = [lever.words for lever in each if lever.words]
-        return Change(" and ".join([*words, *amounts]), known(fastest(found)), found)
+        chosen = known(fastest(found))
+        finer = roomy if roomy.concession < chosen.concession else None
+        return Change(" and ".join([*words, *amounts]), chosen, found, finer)
     return None
 
 

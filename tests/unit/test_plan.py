@@ -970,6 +970,21 @@ def test_a_change_that_is_made_is_enough():
         assert (fastest(question(machine=changed).answers()) is not None) == fits
 
 
+def test_more_space_than_the_least_may_concede_less():
+    here = machine(host_bytes=16 << 30, drives=())
+    found = cheapest_change(question(machine=here))
+    assert found is not None
+    assert found.finer is not None
+    assert found.finer.fits
+    assert found.finer.strategy.state_format == "exact"
+    assert found.finer.concession < found.plan.concession
+    room = found.finer.drive_bytes
+    drives = (Drive("/d", room, SPEEDS),)
+    chosen = fastest(question(machine=machine(host_bytes=16 << 30, drives=drives)).answers())
+    assert chosen is not None
+    assert chosen.concession == found.finer.concession
+
+
 def test_where_no_change_helps_that_is_told():
     assert cheapest_change(question(model=of_count("900T"))) is None
 
