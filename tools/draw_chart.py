@@ -45,7 +45,8 @@ class Bar(NamedTuple):
     detail: str
 
 
-# The groups of the chart. Each has its own scale of time; memory has one scale.
+# The groups of the chart. Bars of time have a separate scale in each group; all bars of memory have
+# one scale.
 GROUPS = {
     "Nothing on a drive": [
         Bar("in-memory", "nvme-offload, compact", "states in host memory"),
@@ -128,8 +129,8 @@ def written(cell: str) -> float:
 
 
 def settled(steps: list[str]) -> list[float]:
-    """The seconds of the steps past the second, without those in which "compact" checks whether 8
-    bits are enough.
+    """The seconds of the settled steps. Not settled are the first two, which create states and learn
+    their order, and steps 4 and 8, in which "compact" checks whether 8 bits are enough.
     """
     return [float(seconds) for step, seconds in enumerate(steps, 1) if step not in (1, 2, 4, 8)]
 
