@@ -745,6 +745,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._once, self._scaler = OncePerStep(self.optimizer), scaler
         if scaler is not None:
             self.torch_autocast_gradscaler = None
+            self.overflow = False  # set below, and releases before 0.19.5 do not reset it
         if len(self.fp16_groups) > 1 and has_hooks(self.optimizer):
             warn_of_hooks(type(self.optimizer).__name__, len(self.fp16_groups))
         try:

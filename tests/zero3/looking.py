@@ -57,9 +57,10 @@ def count(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     every second step.
     """
     scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    if scaler is not None and scaler.get_scale() == 65536.0:
+    if scaler is not None and scaler.get_growth_interval() != 2:
         scaler.set_growth_interval(2)
-        scaler.update(64.0)  # the first step overflows, and DeepSpeed does not lower the scale
+        # The first step overflows, and only some releases lower the scale after that.
+        scaler.update(64.0)
     optimizer = engine.optimizer.optimizer
     counts = [group.get("k", 0) for group in optimizer.param_groups]
     scale = 1.0 if scaler is None else scaler.get_scale()
