@@ -89,153 +89,70 @@ _paths_option = click.option(
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+# The options of `plan`, in the order of its help: names, type, help.
+_SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": _bytes}
+_FILE: dict[str, Any] = {"metavar": "FILE", "type": Path}
+_DIRECTORY: dict[str, Any] = {"metavar": "DIR", "multiple": True}
+_FLAG: dict[str, Any] = {"is_flag": True}
+_COUNT: dict[str, Any] = {"metavar": "COUNT"}
+
+
+def _number(default: int | None, least: int = 1, most: int | None = None) -> dict[str, Any]:
+    shown = {} if default is None else {"default": default, "show_default": True}
+    return {"metavar": "N", "type": click.IntRange(least, most), **shown}
+
+
+def _choice(*values: str, **more: Any) -> dict[str, Any]:
+    return {"type": click.Choice(values), **more}
+
+
+_PLAN_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("--params", _COUNT, "Parameters, such as 7B or 350M."),
+    ("--model model_path", _FILE, "Or its Hugging Face config.json, or the directory with one."),
+    ("--path paths", _DIRECTORY, "A directory on a drive to offload to. Repeatable."),
+    ("--drive-read", _SIZE, "Instead of --path: read speed of a drive per second, such as 3.5GB."),
+    ("--drive-write", _SIZE, "Its write speed per second."),
+    ("--drive-mixed", _SIZE, "Its speed of both together.  [default: half the time each]"),
+    ("--drive-free", _SIZE, "Its free bytes, such as 1TB.  [default: enough]"),
+    ("--drive-rated", _SIZE, "Bytes that it is rated to write (TBW), such as 1200TB."),
+    ("--gpus", _number(None, 0, 1024), "GPUs of a machine, or 0.  [default: those here, or 1]"),
+    ("--gpu gpu_name", {"metavar": "NAME"}, "Their model, such as H100.  [default: as here]"),
+    ("--gpu-memory", _SIZE, "Memory of each, such as 80GB.  [default: as the GPU has]"),
+    ("--host-memory", _SIZE, "Memory that training may take.  [default: of this machine]"),
+    ("--host-speed", _SIZE, "Bytes a second that CPUs copy.  [default: measured here, else 50GB]"),
+    ("--ranks", _number(None, 1, 1024), "Processes on a machine.  [default: one a GPU, else 1]"),
+    ("--nodes", _number(1, 1, 100_000), "Identical machines."),
+    ("--trainable", _COUNT, "Parameters that are trained, such as 40M of LoRA.  [default: all]"),
+    ("--seq", _number(2048), "Tokens of a sequence."),
+    ("--micro-batch", _number(1), "Sequences of a rank in a forward pass."),
+    ("--accumulate", _number(1), "Forward and backward passes of a step."),
+    (
+        "--activations",
+        _choice(*ACTIVATIONS, default="checkpoint", show_default=True),
+        "Activations: all kept on the GPU, checkpointed, or either on the drive (save_on_nvme).",
+    ),
+    (
+        "--way",
+        _choice(*DOORS),
+        "Only: ZeRO without a drive, DeepSpeed's own NVMe offload, nvme_offload.zero3, plain PyTorch.  [default: any]",
+    ),
+    (
+        "--state-format",
+        _choice(*STATE_BYTES),
+        "Only this format of the states on a drive.  [default: any]",
+    ),
+    ("--budget", _SIZE, '"host_memory" of a rank.  [default: from the available memory]'),
+    ("--no-zero-init", _FLAG, "Every rank makes the whole model before it is partitioned."),
+    ("--inference", _FLAG, "Forward passes alone (ZeRO-Inference)."),
+    ("--write", _FILE, "Write the DeepSpeed config of the fastest way of DeepSpeed that fits."),
+    ("--all every", _FLAG, "Show all ways to train, not only six."),
+)
+
+
 def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
-    """The options of `plan`, in the order of its help."""
-    number = click.IntRange(1)
-    size: dict[str, Any] = {"metavar": "SIZE", "callback": _bytes}
-    options = [
-        click.option("--params", metavar="COUNT", help="Parameters, such as 7B or 350M."),
-        click.option(
-            "--model",
-            "model_path",
-            metavar="FILE",
-            type=Path,
-            help="Or its Hugging Face config.json, or the directory with one.",
-        ),
-        click.option(
-            "--path",
-            "paths",
-            metavar="DIR",
-            multiple=True,
-            type=click.Path(file_okay=False),
-            help="A directory on a drive to offload to. Repeatable.",
-        ),
-        click.option(
-            "--drive-read",
-            **size,
-            help="Instead of --path: read speed of a drive per second, such as 3.5GB.",
-        ),
-        click.option("--drive-write", **size, help="Its write speed per second."),
-        click.option(
-            "--drive-mixed",
-            **size,
-            help="Its speed at reading and writing together.  [default: half the time each]",
-        ),
-        click.option(
-            "--drive-free", **size, help="Its free bytes, such as 1TB.  [default: enough]"
-        ),
-        click.option(
-            "--drive-rated",
-            **size,
-            help="Bytes that a drive is rated to write (TBW), such as 1200TB, to predict its life.",
-        ),
-        click.option(
-            "--gpus",
-            metavar="N",
-            type=click.IntRange(0, 1024),
-            help="GPUs of a machine; 0 to train without.  [default: those here, or 1]",
-        ),
-        click.option(
-            "--gpu",
-            "gpu_name",
-            metavar="NAME",
-            help="Their model, such as H100.  [default: as here]",
-        ),
-        click.option(
-            "--gpu-memory", **size, help="Memory of each, such as 80GB.  [default: as the GPU has]"
-        ),
-        click.option(
-            "--host-memory",
-            **size,
-            help="Memory of a machine that training may take.  [default: of this machine]",
-        ),
-        click.option(
-            "--host-speed",
-            **size,
-            help="Bytes per second that its CPUs copy.  [default: measured here, 50GB elsewhere]",
-        ),
-        click.option(
-            "--ranks",
-            metavar="N",
-            type=click.IntRange(1, 1024),
-            help="Processes on a machine.  [default: one for each GPU, else 1]",
-        ),
-        click.option(
-            "--nodes",
-            metavar="N",
-            type=click.IntRange(1, 100_000),
-            default=1,
-            show_default=True,
-            help="Identical machines.",
-        ),
-        click.option(
-            "--trainable",
-            metavar="COUNT",
-            help="Parameters that are trained, such as 40M of LoRA; the others are frozen.  [default: all]",
-        ),
-        click.option(
-            "--seq",
-            metavar="N",
-            type=number,
-            default=2048,
-            show_default=True,
-            help="Tokens of a sequence.",
-        ),
-        click.option(
-            "--micro-batch",
-            metavar="N",
-            type=number,
-            default=1,
-            show_default=True,
-            help="Sequences of a rank in a forward pass.",
-        ),
-        click.option(
-            "--accumulate",
-            metavar="N",
-            type=number,
-            default=1,
-            show_default=True,
-            help="Forward and backward passes of a step.",
-        ),
-        click.option(
-            "--activations",
-            type=click.Choice(ACTIVATIONS),
-            default="checkpoint",
-            show_default=True,
-            help="Activations: all kept on the GPU, checkpointed, or either on the drive (save_on_nvme).",
-        ),
-        click.option(
-            "--way",
-            type=click.Choice(DOORS),
-            help="Only: ZeRO without a drive, DeepSpeed's own NVMe offload, nvme_offload.zero3, NVMeOptimizer (plain).  [default: any]",
-        ),
-        click.option(
-            "--state-format",
-            type=click.Choice(list(STATE_BYTES)),
-            help="Only this format of the states on a drive.  [default: any]",
-        ),
-        click.option(
-            "--budget",
-            **size,
-            help='"host_memory" of a rank.  [default: from the available memory]',
-        ),
-        click.option(
-            "--no-zero-init",
-            is_flag=True,
-            help="Every rank makes the whole model before it is partitioned (no zero.Init).",
-        ),
-        click.option("--inference", is_flag=True, help="Forward passes alone (ZeRO-Inference)."),
-        click.option(
-            "--write",
-            metavar="FILE",
-            type=Path,
-            help="Write the DeepSpeed config of the fastest way of DeepSpeed that fits; a file that is there stays.",
-        ),
-        click.option("--all", "every", is_flag=True, help="Show all ways to train, not only six."),
-        _json_option,
-    ]
-    for option in reversed(options):
-        function = option(function)
+    function = _json_option(function)
+    for names, kind, said in reversed(_PLAN_OPTIONS):
+        function = click.option(*names.split(), **kind, help=said)(function)
     return function
 
 
