@@ -70,10 +70,6 @@ class Home:
         slot.emptied = self._start(memory, source, slot)
         self._returns.add(bucket.name, changed=True, done=slot.emptied)
 
-    def drain(self) -> None:
-        """Wait until no copy is in flight."""
-        self._returns.release(at_most=0)
-
     def _start(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> Any:
         last = None
         for event in slot.ends_of_uses():

@@ -117,9 +117,11 @@ class Streamer:
         finally:
             pop(hooks)
             for bucket in begun:
-                self.end(bucket)
-                # The caller has a view, perhaps `data`, and may change the values through it.
-                bucket.written |= not bucket.slot.is_free
+                with self._lock:
+                    slot = bucket.slot
+                    self.end(bucket)
+                    # The caller has a view, perhaps `data`, and may change the values through it.
+                    bucket.written |= bucket.users == 0 and not slot.is_free
 
     def view(
         self,
@@ -178,14 +180,6 @@ class Streamer:
                 self._home.read(bucket, lambda memory: copied.copy_(place.within(memory)))
             return copied
 
-    def flush(self) -> None:
-        """Copy the values that have changed on the device back to the tier."""
-        with self._lock:
-            for slot in self.slots:
-                if slot.bucket is not None and self._has_changed(slot.bucket):
-                    self._store(slot, slot.bucket)
-            self._home.drain()
-
     # Slots.
 
     def _present(self, bucket: Bucket) -> Slot:
@@ -219,14 +213,12 @@ class Streamer:
         bucket = slot.bucket
         if bucket is None:
             return
-        if self._has_changed(bucket):
-            self._store(slot, bucket)
+        self._store_changes(slot, bucket)
         with torch.inference_mode(False), torch.no_grad(), _no_subclass():
             bucket.slot = slot.bucket = None
             for place in bucket.places:
-                place.parameter.__class__ = (
-                    idle.IdleParameter
-                )  # a KeyboardInterrupt may have skipped it
+                # It is idle already, unless a KeyboardInterrupt has ended a use.
+                place.parameter.__class__ = idle.IdleParameter
                 place.parameter.data = self._placeholder(place)
             if self._poison:
                 if slot.filled is not None:
@@ -235,10 +227,14 @@ class Streamer:
                 if slot.filled is not None:
                     torch.cuda.synchronize(self._device)
 
-    def _store(self, slot: Slot, bucket: Bucket) -> None:
+    def _store_changes(self, slot: Slot, bucket: Bucket) -> None:
+        """Copy the values in *slot* back if they have changed."""
+        if not self._has_changed(bucket):
+            return
         with torch.inference_mode(False), torch.no_grad(), _no_subclass():
             self._home.store(slot, bucket)
             bucket.versions = [place.parameter._version for place in bucket.places]
+            bucket.written &= not slot.is_free
 
     def _has_changed(self, bucket: Bucket) -> bool:
         with _no_subclass():
@@ -262,11 +258,15 @@ class Streamer:
         bucket.last_use = self._clock
         if bucket is self._last:
             return
-        self._last = bucket
+        previous, self._last = self._last, bucket
         self._order.use(bucket.name, bucket.nbytes, created=False)
-        if self._order.followed:
-            # What fails ahead of its use fails again, and is raised, when it is used.
-            with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
+        # A transfer that fails here fails again, and raises, where its bucket is used or leaves.
+        with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
+            slot = None if previous is None else previous.slot
+            # Written back now, the slot can be filled again without a wait.
+            if previous is not None and slot is not None and slot.is_free:
+                self._store_changes(slot, previous)
+            if self._order.followed:
                 for distance in range(AHEAD):
                     following = self._buckets[self._order.at(self._order.now + distance).name]
                     if following.slot is None:

@@ -1,0 +1,191 @@
+"""Parameters that stream to a GPU: the bits of the model in GPU memory, and less of that memory."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "parameters"))
+from modules import KINDS, WAYS, WIDTH, Stack
+from torch import nn
+
+from nvme_offload import NVMeOptimizer, Offload
+from nvme_offload.parameters import setup
+from nvme_offload.parameters.buckets import Division
+
+DEVICE = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
+
+Make = Callable[..., Offload]
+WIDE = 512
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same call gives the same bits; unused slots have NaN; buckets have two of `_blocks`."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(setup, "POISON", True)
+    monkeypatch.setattr(setup, "DIVISION", Division(2200 << 10, small_bytes=0, trainable_share=0))
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Offload] = []
+
+    def offload(host_memory: int | str) -> Offload:
+        made.append(Offload(tmp_path, host_memory))
+        return made[-1]
+
+    yield offload
+    for one in made:
+        one.close()
+
+
+def _blocks(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(24))).to(
+        dtype
+    )
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, *, clips: bool
+) -> list[float]:
+    losses = []
+    for step in range(4):
+        x = torch.randn(64, WIDE, generator=torch.Generator().manual_seed(step))
+        loss = model(x.to(DEVICE, dtype)).float().square().mean()
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("checkpointing", ["", "other", "reentrant"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_to_train_gives_the_bits_of_the_model_on_the_gpu(
+    make: Make, monkeypatch: pytest.MonkeyPatch, kind: str, checkpointing: str
+) -> None:
+    monkeypatch.setattr(setup, "DIVISION", Division(3 << 10, small_bytes=0, trainable_share=0))
+    offload = make("1MB")
+    for way in WAYS:
+        torch.manual_seed(0)
+        x = torch.randn(3, 8, WIDTH).to(DEVICE).requires_grad_()
+        y = torch.randint(0, 7, (24,)).to(DEVICE)
+        model = Stack(KINDS[kind], checkpointing)
+        on_gpu = copy.deepcopy(model).to(DEVICE)
+        try:
+            expected = [way(on_gpu, x, y) for _ in range(2)]
+        except RuntimeError:
+            continue  # torch refuses it
+        offload.parameters(model, DEVICE)
+        losses = [way(model, x, y) for _ in range(2)]
+        assert all(map(_same, losses, expected)), way
+        for one, other in zip(model.parameters(), on_gpu.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), way
+            assert one.grad is None or _same(one.grad, other.grad), way
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("host_memory", ["200MB", "30MB"])
+@pytest.mark.parametrize("settings", [{}, {"step_in_backward": True}, {"state_format": "compact"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_optimizer_gives_the_weights_of_the_model_on_the_gpu(
+    make: Make, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype, host_memory: str
+) -> None:
+    """With all values in host memory, and with most on the drive."""
+    model = _blocks(dtype)
+    on_gpu = copy.deepcopy(model).to(DEVICE)
+    offload = make(host_memory)
+    offload.parameters(model, DEVICE, gpu_memory="10MB")
+    own = offload.optimizer(model.parameters(), lr=1e-2, **settings)
+    clips = not settings.get("step_in_backward")
+    losses = _train(model, own, dtype, clips=clips)
+    with NVMeOptimizer(
+        on_gpu.parameters(), paths=tmp_path, host_memory="200MB", lr=1e-2, **settings
+    ) as other:
+        assert _train(on_gpu, other, dtype, clips=clips) == losses
+    for one, same in zip(model.parameters(), on_gpu.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize("gpu_memory", ["10MB", "16MB", "40MB", "auto"])
+def test_every_share_of_the_model_on_the_gpu_gives_the_same_bits(
+    make: Make, gpu_memory: str
+) -> None:
+    model = _blocks()
+    on_gpu = copy.deepcopy(model).to(DEVICE)
+    make("200MB").parameters(model, DEVICE, gpu_memory=gpu_memory)
+    for step in range(4):
+        x = torch.randn(64, WIDE, device=DEVICE)
+        for each in (model, on_gpu):
+            each(x).square().mean().backward()
+        with torch.no_grad():
+            assert torch.equal(model(x), on_gpu(x)), step
+    for one, other in zip(model.parameters(), on_gpu.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_inference_takes_the_memory_that_was_asked_for(make: Make) -> None:
+    model = _blocks()
+    whole = sum(one.nbytes for one in model.parameters())
+    make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
+    x = torch.randn(8, WIDE, device=DEVICE)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        for _ in range(3):
+            model(x)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < 12_000_000 < whole / 2
+
+
+def test_kernels_that_run_late_read_the_values_of_their_time(make: Make) -> None:
+    """The CPU is far ahead of the GPU, and slots are filled again while kernels wait."""
+    model = _blocks()
+    on_gpu = copy.deepcopy(model).to(DEVICE)
+    make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
+    x = torch.randn(64, WIDE, device=DEVICE)
+    with torch.inference_mode():
+        expected = on_gpu(x)
+        for _ in range(3):
+            torch.cuda._sleep(200_000_000)
+            assert torch.equal(model(x), expected)
+
+
+def test_a_pass_on_another_stream_has_its_values(make: Make) -> None:
+    model = _blocks()
+    on_gpu = copy.deepcopy(model).to(DEVICE)
+    make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
+    x = torch.randn(64, WIDE, device=DEVICE)
+    stream = torch.cuda.Stream()
+    with torch.inference_mode():
+        expected = on_gpu(x)
+        stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(3):
+            with torch.cuda.stream(stream):
+                found = model(x)
+            assert torch.equal(model(x), expected)
+            torch.cuda.current_stream().wait_stream(stream)
+            assert torch.equal(found, expected)
