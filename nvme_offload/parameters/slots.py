@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..errors import known
 from ..units import format_bytes
 from .buckets import Bucket
 
@@ -109,13 +109,28 @@ class Slots:
                 return unused[0]
             if len(self._slots) < self.count:
                 return self._add()
-            free = [slot for slot in self._slots if slot.is_free]
-            chosen = max(free, key=lambda slot: _when(slot, when_used), default=None)
+            chosen = self._used_last(when_used)
             if chosen is None or _when(chosen, when_used) <= before:
                 return None
             empty(chosen)
             if len(self._slots) > self.count:
                 self._drop(chosen)
+
+    def trim(self, when_used: Callable[[Bucket], float], empty: Callable[[Slot], None]) -> None:
+        """Return to the number of slots that was asked for, as far as no tensor refers to the others.
+        Raises: as *empty*.
+        """
+        while len(self._slots) > self.count:
+            chosen = self._used_last(when_used)
+            if chosen is None:
+                return
+            empty(chosen)
+            self._drop(chosen)
+
+    def _used_last(self, when_used: Callable[[Bucket], float]) -> Slot | None:
+        """The free slot whose bucket is used last."""
+        free = [slot for slot in self._slots if slot.is_free]
+        return max(free, key=lambda slot: _when(slot, when_used), default=None)
 
     def exceed(self) -> Slot:
         """One slot more, for a bucket that is needed while tensors refer to all others."""
@@ -146,4 +161,4 @@ class Slots:
 
 
 def _when(slot: Slot, when_used: Callable[[Bucket], float]) -> float:
-    return when_used(known(slot.bucket))
+    return math.inf if slot.bucket is None else when_used(slot.bucket)

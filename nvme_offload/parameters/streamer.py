@@ -285,6 +285,7 @@ class Streamer:
         self._order.step()
         self._last = None
         self._tier.swapper.step()
+        self.slots.trim(self._next_use, self._empty)
         if self._room is not None:
             more = self.slots.each_nbytes
             while self.slots.count < len(self._buckets) and self._room.suffices(

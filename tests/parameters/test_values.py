@@ -153,6 +153,28 @@ def test_the_form_of_a_parameter_does_not_bring_its_values(pair):
         assert (one.is_leaf, one.requires_grad, one.grad) == (True, True, None)
 
 
+def test_memory_is_returned_once_views_are_dropped(offload, caplog):
+    storages = set()
+
+    class Recording(nn.Linear):
+        def forward(self, x):
+            storages.add(self.weight.untyped_storage().data_ptr())
+            return super().forward(x)
+
+    model = nn.Sequential(*(Recording(24, 24) for _ in range(12)))
+    offload.parameters(model, "cpu")
+    x = torch.randn(2, 24)
+    views = [one.detach() for one in model.parameters()]
+    assert "more is taken" in caplog.text
+    del views
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        storages.clear()
+        model(x)
+    assert len(storages) <= 4
+
+
 @pytest.mark.parametrize("use", ["data_ptr", "untyped_storage", "share_memory_"])
 def test_an_address_is_refused(pair, use):
     with pytest.raises(UsageError, match="needs the address of a streamed parameter"):
