@@ -90,6 +90,15 @@ class IdleParameter(torch.nn.Parameter):
         return copied.__reduce_ex__(protocol)
 
 
+def as_it_is(function: Any, *args: Any) -> Any:
+    """Call *function* without bringing the values of the idle parameters that it uses.
+
+    C++ restores the state of this thread: a KeyboardInterrupt at the end of a ``with`` would leave
+    idle parameters without protection.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, {})
+
+
 def bind(parameter: torch.nn.Parameter, streamer: Any) -> None:
     """Have *streamer* bring the values of *parameter*."""
     parameter.__dict__[_KEY] = streamer
@@ -135,8 +144,7 @@ def _as_edges(value: Any) -> Any:
     values of its parameter.
     """
     if isinstance(value, IdleParameter):
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.autograd.graph.get_gradient_edge(value)
+        return as_it_is(torch.autograd.graph.get_gradient_edge, value)
     if isinstance(value, list | tuple):
         return [_as_edges(one) for one in value]
     if isinstance(value, dict):

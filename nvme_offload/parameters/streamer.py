@@ -25,7 +25,6 @@ from .slots import Slot, Slots
 AHEAD = STREAMED_SLOTS - 2  # in addition, one bucket is in use and one is being written back
 
 _untyped_torch: Any = torch._C
-_no_subclass: Any = torch._C.DisableTorchFunctionSubclass
 
 
 class Streamer:
@@ -169,7 +168,7 @@ class Streamer:
         """
         if parameter not in self._of:
             return parameter.detach().cpu()
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False):
             bucket = self._of[parameter]
             place = bucket.place_of(parameter)
             copied = torch.empty(place.shape, dtype=place.dtype)
@@ -199,11 +198,10 @@ class Streamer:
             self._fill(slot, bucket)
 
     def _fill(self, slot: Slot, bucket: Bucket) -> None:
-        with torch.inference_mode(False), torch.no_grad(), _no_subclass():
+        with torch.inference_mode(False):
             self._home.fill(slot, bucket)
-            for place in bucket.places:
-                place.parameter.data = place.within(slot.buffer)
-            bucket.versions = [place.parameter._version for place in bucket.places]
+            idle.as_it_is(_put_all_data, bucket, lambda place: place.within(slot.buffer))
+        bucket.versions = idle.as_it_is(_versions, bucket)
         bucket.written = False
         bucket.slot, slot.bucket = slot, bucket
         slot.count_own_references()
@@ -214,12 +212,12 @@ class Streamer:
         if bucket is None:
             return
         self._store_changes(slot, bucket)
-        with torch.inference_mode(False), torch.no_grad(), _no_subclass():
+        with torch.inference_mode(False):
             bucket.slot = slot.bucket = None
             for place in bucket.places:
                 # It is idle already, unless a KeyboardInterrupt has ended a use.
                 place.parameter.__class__ = idle.IdleParameter
-                place.parameter.data = self._placeholder(place)
+            idle.as_it_is(_put_all_data, bucket, self._placeholder)
             if self._poison:
                 if slot.filled is not None:
                     torch.cuda.synchronize(self._device)
@@ -231,17 +229,14 @@ class Streamer:
         """Copy the values in *slot* back if they have changed."""
         if not self._has_changed(bucket):
             return
-        with torch.inference_mode(False), torch.no_grad(), _no_subclass():
+        with torch.inference_mode(False):
             self._home.store(slot, bucket)
-            bucket.versions = [place.parameter._version for place in bucket.places]
-            bucket.written &= not slot.is_free
+        bucket.versions = idle.as_it_is(_versions, bucket)
+        bucket.written &= not slot.is_free
 
     def _has_changed(self, bucket: Bucket) -> bool:
-        with _no_subclass():
-            return bucket.written or any(
-                place.parameter._version != version
-                for place, version in zip(bucket.places, bucket.versions, strict=True)
-            )
+        changed: bool = bucket.written or bucket.versions != idle.as_it_is(_versions, bucket)
+        return changed
 
     def _placeholder(self, place: Place) -> torch.Tensor:
         """Memory for one element, NaN in every floating-point dtype."""
@@ -378,6 +373,15 @@ class Streamer:
             if parameter in self._of and state.get(key, parameter) is not parameter:
                 state[key] = None  # so that it keeps no slot
                 state[key] = self.copy_of(parameter)
+
+
+def _put_all_data(bucket: Bucket, values_of: Callable[[Place], torch.Tensor]) -> None:
+    for place in bucket.places:
+        place.parameter.data = values_of(place)
+
+
+def _versions(bucket: Bucket) -> list[int]:
+    return [place.parameter._version for place in bucket.places]
 
 
 def put_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
