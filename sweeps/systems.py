@@ -121,6 +121,27 @@ def _ours(state_format: str, job: dict[str, Any]) -> Step:
     return _plain(model, optimizer)
 
 
+def _streamed(state_format: str, job: dict[str, Any]) -> Step:
+    """Parameters and states in host memory, and on the drive beyond that."""
+    from nvme_offload import Offload
+
+    if job["gpus"] > 1:
+        raise UsageError("Offload.parameters is for one process: leave out --gpus")
+    model = _model(job, device=torch.device("cpu"))
+    offload = Offload(job["directory"], host_memory=job["host_memory"])
+    offload.parameters(model, _device(), gpu_memory=job["gpu_memory"] or "auto")
+    optimizer = offload.optimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        state_format=state_format,
+        step_in_backward=True,
+        lr=_LEARNING_RATE,
+        weight_decay=_DECAY,
+        fused=True,
+    )
+    return _plain(model, optimizer)
+
+
 def _zero3(
     job: dict[str, Any],
     optimizer: dict[str, Any],
@@ -311,6 +332,14 @@ SYSTEMS = {
         functools.partial(_ours_in_zero3, both=True),
     ),
     "exact": System('NVMeOptimizer, "exact", in backward', functools.partial(_ours, "exact")),
+    "offload-compact": System(
+        'Offload: streamed parameters, "compact", in backward',
+        functools.partial(_streamed, "compact"),
+    ),
+    "offload-exact": System(
+        'Offload: streamed parameters, "exact", in backward',
+        functools.partial(_streamed, "exact"),
+    ),
     "cpu-offload-policy-compact": System(
         'FSDP2 with CPUOffloadPolicy and NVMeOptimizer, "compact", in backward',
         _cpu_offload_policy_and_ours,
@@ -361,6 +390,9 @@ def _train(job: dict[str, Any]) -> None:
 @option("--systems", type=Names(SYSTEMS), default=",".join(SYSTEMS), help="With commas between.")
 @option("--gpus", type=COUNT, default=1, help="With a process for each.")
 @option("--host-memory", type=Size(), default="8GB", help="Of this package, in each process.")
+@option(
+    "--gpu-memory", type=Size(), default=None, help="Of Offload for parameters; else what is free."
+)
 @option("--batch", type=COUNT, default=4, help="Sequences for each GPU.")
 @option("--sequence", type=COUNT, default=2048)
 @option(

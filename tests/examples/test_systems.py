@@ -23,7 +23,15 @@ pytestmark = needs("transformers", "deepspeed")
 ROOT = Path(__file__).parents[2]
 FSDP2 = ("cpu-offload-policy", "cpu-offload-policy-compact")
 TRAINED = {
-    1: ("compact", "zero3", "zero3-overlap", "zero3-both", "zero-infinity", *FSDP2),
+    1: (
+        "compact",
+        "offload-compact",
+        "zero3",
+        "zero3-overlap",
+        "zero3-both",
+        "zero-infinity",
+        *FSDP2,
+    ),
     2: ("compact", "zero3", "zero3-overlap", *FSDP2),
 }
 
