@@ -13,6 +13,7 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 
+_FRAMES = 12  # of a caller in torch
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
 
@@ -157,6 +158,14 @@ def _name(function: Any) -> str:
 
 
 def _refuse_address(function: Any) -> NoReturn:
+    # torch.compile compares the addresses of all tensors that it finds.
+    caller: Any = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo"):
+            raise UnsupportedError(
+                "torch.compile cannot trace modules whose parameters stream: call the model without torch.compile"
+            )
+        caller = caller.f_back if caller is not None else None
     raise UsageError(
         f"{_name(function)} needs the address of a streamed parameter, which changes from use to use: call it in the forward() of the module "
         "that has the parameter, or on a clone() of the parameter"

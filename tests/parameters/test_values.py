@@ -181,6 +181,14 @@ def test_an_address_is_refused(pair, use):
         getattr(pair[0][5].weight, use)()
 
 
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+def test_compilation_is_refused(pair):
+    compiled = torch.compile(pair[0], backend="eager")
+    with pytest.raises(Exception, match=r"torch\.compile cannot trace modules"):
+        compiled(torch.randn(2, 24))
+    torch._dynamo.reset()
+
+
 def test_transforms_of_functions_are_refused(pair):
     model, _ = pair
     with pytest.raises(UnsupportedError, match=r"torch\.func and collectives"):
