@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -42,7 +43,8 @@ def stream(
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if saved is None else saved.read(names[tensor])
 
-    buckets, stays = divide(model, DIVISION, f"parameters{next(_serials)}")
+    division = _division(model, tier, gpu_memory)
+    buckets, stays = divide(model, division, f"parameters{next(_serials)}")
     each = max((bucket.nbytes for bucket in buckets), default=0)
     stays_bytes = sum(one.numel() * one.element_size() for one in stays)
     count = min(_slot_count(gpu_memory, stays_bytes, each), len(buckets))
@@ -62,6 +64,18 @@ def stream(
                     moved[buffer] = values.to(device, buffer.dtype)
                 module._buffers[name] = moved[buffer]
     return streamer
+
+
+def _division(model: torch.nn.Module, tier: Tier, gpu_memory: int | None) -> Division:
+    """`DIVISION`, with buckets so small that a few of them fit in *gpu_memory*, and in *tier*'s host
+    memory if that does not hold the whole model.
+    """
+    limits = [DIVISION.bucket_bytes]
+    if sum(one.nbytes for one in model.parameters()) > tier.cap_bytes:
+        limits.append(tier.cap_bytes // STREAMED_SLOTS)
+    if gpu_memory is not None:
+        limits.append(gpu_memory // (2 * STREAMED_SLOTS))  # half is for those that stay
+    return dataclasses.replace(DIVISION, bucket_bytes=min(limits))
 
 
 def streamed_bytes(model: torch.nn.Module, *, has_values: bool) -> tuple[int, bool]:
@@ -126,7 +140,8 @@ def _make_room(tier: Tier, buckets: Sequence[Bucket], largest: int) -> None:
     total = sum(bucket.nbytes for bucket in buckets)
     if largest > tier.cap_bytes:
         raise UsageError(
-            f"host_memory of {format_bytes(tier.cap_bytes)} cannot hold the largest bucket of parameters: allow at least {largest} bytes"
+            f"host_memory of {format_bytes(tier.cap_bytes)} cannot hold the largest parameter: allow at least {largest} bytes, "
+            "by the argument host_memory of offload.parameters"
         )
     tier.require_memory(total)
     tier.require_space(max(total - tier.cap_bytes, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
@@ -290,3 +291,32 @@ def test_a_closed_offload_refuses_further_use(make: Make):
     offload.close()
     with pytest.raises(UsageError), torch.no_grad():
         model(torch.randn(2, 24))
+
+
+@pytest.mark.parametrize(("host_memory", "gpu_memory"), [("6MB", "auto"), ("40MB", "12MB")])
+def test_buckets_are_as_small_as_the_memory_demands(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    host_memory: str,
+    gpu_memory: str,
+) -> None:
+    """Layers of 1 MB, in buckets of up to 256 MB where there is room."""
+    monkeypatch.setattr(setup, "DIVISION", Division())
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(16)))
+
+    streamed, whole, inputs = model(), model(), torch.randn(4, 512)
+    make(host_memory).parameters(streamed, "cpu", gpu_memory=gpu_memory)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(streamed(inputs), whole(inputs))
+
+
+def test_too_little_memory_for_a_parameter_is_refused(make: Make) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    with pytest.raises(UsageError, match="cannot hold the largest parameter") as refused:
+        make("1MB").parameters(model, "cpu")
+    enough = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+    make("4MB").parameters(model, "cpu", host_memory=enough)
