@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
-    FP32_FLAT_GROUPS,
-    OPTIMIZER_STATE_DICT,
-    SINGLE_PARTITION_OF_FP32_GROUPS,
-)
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
 
-from ..errors import OffloadError, UsageError
+from ..errors import UsageError
 from ..io.archive import Part, Provider, offloaded
 from . import states
 from .reader import MASTER, CheckpointReader, Saved, as_of_stage_3, in_flat_groups
@@ -36,7 +31,7 @@ def providers(owner: Stages1And2) -> list[Provider]:
 
 def _provider(owner: Stages1And2, index: int) -> Provider:
     group, start, _ = owner.spans[index]
-    count = max(_unpadded(owner)[group] - start, 0)
+    count = max(unpadded(owner)[group] - start, 0)
     lend = states._provider(owner, index)
 
     @contextlib.contextmanager
@@ -47,7 +42,7 @@ def _provider(owner: Stages1And2, index: int) -> Provider:
     return lending
 
 
-def _unpadded(owner: Stages1And2) -> list[int]:
+def unpadded(owner: Stages1And2) -> list[int]:
     """The elements of this rank's partition of each parameter group that are not padding."""
     return [
         max(int(size) - padding, 0)  # older releases count the padding of all ranks
@@ -67,7 +62,7 @@ def masters(owner: Stages1And2, lenders: Sequence[Provider]) -> list[torch.Tenso
                 if group == number and start < end
             ],
         )
-        for number, end in enumerate(_unpadded(owner))
+        for number, end in enumerate(unpadded(owner))
     ]
 
 
@@ -87,37 +82,13 @@ def state(owner: Stages1And2, number: int, lenders: Sequence[Provider]) -> dict[
     }
 
 
-def require_complete(owner: Stages1And2, saved: Mapping[str, Any]) -> None:
-    """Check that *saved* has a master weight and every state for each element. Raises: OffloadError."""
-    tree = saved.get(OPTIMIZER_STATE_DICT) or {}
-    weights = sum(found.numel() for found in tree.get(SINGLE_PARTITION_OF_FP32_GROUPS, []))
-    kept = (tree.get(BASE_OPTIMIZER_STATE) or {}).get("state", {}).values()
-    found = sum(
-        value.numel()
-        for state in kept
-        for value in state.values()
-        if torch.is_tensor(value) and value.dim() > 0
-    )
-    wanted = sum(
-        (end - start) * len(owner.optimizer_swapper.states(parameter))
-        for parameter, (_, start, end) in zip(
-            owner.fp32_partitioned_groups_flat, owner.spans, strict=True
-        )
-    )
-    if (weights, found) != (sum(_unpadded(owner)), wanted):
-        raise OffloadError(
-            f"the checkpoint would have {weights} of {sum(_unpadded(owner))} master weights and {found} of {wanted} "
-            "optimizer states, so it was not saved: this is a bug of nvme_offload with this release of DeepSpeed"
-        )
-
-
 def of_state_dict(owner: Stages1And2, tree: Mapping[str, Any]) -> CheckpointReader:
     """The values in *tree*, DeepSpeed's state dict of the optimizer on this rank. Raises: UsageError
     or UnsupportedError if its partitions do not match *owner*'s.
     """
     tree = as_of_stage_3(tree)
     sizes = [master.numel() for master in tree[FP32_FLAT_GROUPS]]
-    if sizes != (wanted := _unpadded(owner)):
+    if sizes != (wanted := unpadded(owner)):
         raise UsageError(
             f"the checkpoint has parameter groups of {sizes} elements for this rank, and the model has {wanted}: "
             "it is from another model, other parameter groups, or another number of ranks"

@@ -111,6 +111,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self._finite: dict[int, torch.Tensor] = {}
         # The user's sub-groups: each is a list of our sub-groups, which are lists of parameters.
         self._logical_groups: list[list[list[Any]]] = []
+        self._indexes: dict[int, int] = {}  # of sub-groups, by the id of their master weights
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         # True while a checkpoint is written that streams states from the drive.
         self.leaves_states_offloaded = False
@@ -370,11 +371,10 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
         self.swaps_natively = True
 
     def _index_of(self, parameter: torch.Tensor) -> int:
-        return next(
-            index
-            for index, other in enumerate(self.fp32_partitioned_groups_flat)
-            if other is parameter
-        )
+        known = len(self._indexes)  # the base class appends to the list while it makes masters
+        for index, other in enumerate(self.fp32_partitioned_groups_flat[known:], known):
+            self._indexes[id(other)] = index
+        return self._indexes[id(parameter)]
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         if not self.native:
@@ -1153,7 +1153,7 @@ class Stage3(PartialSteps, compat.stage3()):  # type: ignore[misc]  # untyped
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:
         """Raises: OffloadError if *saved* lacks states: see `states.require_complete`."""
-        states.require_complete(self, saved)
+        states.require_complete(self, saved, sum(self.fp16_partitioned_groups_flat_numel))
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         if not self.has_offloaded_states:

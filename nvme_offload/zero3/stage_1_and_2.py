@@ -605,7 +605,8 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:
         """Raises: OffloadError if *saved* lacks states."""
-        partition_states.require_complete(self, saved)
+        weights = sum(partition_states.unpadded(self))
+        states.require_complete(self, saved, weights, map(int, self.partition_size))
 
     def begin_load(self) -> None:
         """Release everything that an interrupted call left in use, and discard all gradients: they

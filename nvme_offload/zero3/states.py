@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    OPTIMIZER_STATE_DICT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
 
 from ..errors import OffloadError, UnsupportedError, UsageError, known
 from ..io.archive import Part, Provider, offloaded, wait_all, whole
@@ -33,6 +37,7 @@ from .reader import (
     MASTER,
     CheckpointReader,
     Saved,
+    as_of_stage_3,
     in_sub_groups,
     shape_of,
 )
@@ -142,27 +147,31 @@ def _add_converted(states: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, s
     return aliases
 
 
-def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
-    """Check that *saved* has a master weight and every state for each element of *stage3*. Raises:
-    OffloadError.
+def require_complete(
+    owner: Owner, saved: Mapping[str, Any], weights: int, sizes: Iterable[int] = ()
+) -> None:
+    """Check that *saved* has *weights* master weights, and every state for each element of *owner*.
+    *sizes*: of elementwise states, in addition to the sizes of master weights. Raises: OffloadError.
     """
     tree = saved.get(OPTIMIZER_STATE_DICT) or {}
-    masters = tree.get(FP32_FLAT_GROUPS, [])
+    if SINGLE_PARTITION_OF_FP32_GROUPS in tree:
+        tree = as_of_stage_3(tree)
+    masters = [master.numel() for master in tree.get(FP32_FLAT_GROUPS, [])]
+    expected = {*masters, *sizes}
     kept = tree.get(OPTIMIZER_STATE_DICT, {}).get("state", {}).values()
-    sizes = {tuple(master.shape) for master in masters}
-    found = [
+    found = sum(
         value.numel()
         for state in kept
         for value in {id(value): value for value in state.values()}.values()
-        if torch.is_tensor(value) and tuple(value.shape) in sizes
-    ]
-    numels = stage3.fp16_partitioned_groups_flat_numel
-    wanted = sum(
-        numel * len(_elementwise_states(stage3, index)) for index, numel in enumerate(numels)
+        if torch.is_tensor(value) and value.dim() == 1 and value.numel() in expected
     )
-    if (sum(master.numel() for master in masters), sum(found)) != (sum(numels), wanted):
+    wanted = sum(
+        numel * len(_elementwise_states(owner, index))
+        for index, numel in enumerate(owner.fp16_partitioned_groups_flat_numel)
+    )
+    if (sum(masters), found) != (weights, wanted):
         raise OffloadError(
-            f"the checkpoint would have {sum(master.numel() for master in masters)} of {sum(numels)} master weights and {sum(found)} of {wanted} "
+            f"the checkpoint would have {sum(masters)} of {weights} master weights and {found} of {wanted} "
             "optimizer states, so it was not saved: this is a bug of nvme_offload with this release of DeepSpeed"
         )
 

@@ -125,6 +125,7 @@ def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path:
     assert ours["weights"] == other["weights"]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
     case = Case(groups=2, zero={"stage": stage}, section=SMALLEST)
@@ -192,6 +193,7 @@ def pass_on(cases: list[Case], numbers: list[int], directory: Path) -> list[dict
     return [{case.name: each[case.name] for case in cases} for each in found]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("numbers", [[1, 2, 1], pytest.param([1, 3, 4, 1], marks=pytest.mark.slow)])
 def test_values_pass_through_other_numbers_of_ranks(numbers, tmp_path: Path):
     passed, direct = pass_on(CHAINED, numbers, tmp_path)
