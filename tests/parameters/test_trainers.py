@@ -1,0 +1,93 @@
+"""PEFT and the Trainer of transformers with streamed parameters give the bits of the run in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from families import FAMILIES
+from torch import nn
+
+from nvme_offload import Offload
+from nvme_offload.parameters import setup
+from nvme_offload.parameters.buckets import Division
+
+Make = Callable[..., Offload]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+
+
+def _llama() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    built: Any = FAMILIES["llama"]()
+    return built[0], built[1]["input_ids"]
+
+
+def test_adapters_of_peft_train_over_a_base_that_streams(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=200))
+    base, tokens = _llama()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=1, target_modules=["q_proj"]))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    in_memory = copy.deepcopy(model)
+    make().parameters(model, "cpu")
+    losses: list[list[float]] = []
+    for each in (model, in_memory):
+        trained = [one for one in each.parameters() if one.requires_grad]
+        assert all(type(one) is nn.Parameter for one in trained)
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            loss = each(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_trains_and_saves(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=0, trainable_share=0))
+    model, tokens = _llama()
+    in_memory, offload = copy.deepcopy(model), make("6MB")
+    offload.parameters(model, "cpu")
+    data: Any = [{"input_ids": one, "labels": one} for one in tokens.repeat(4, 1)]
+    for each in (model, in_memory):
+        optimizer: torch.optim.Optimizer = (
+            offload.optimizer(each.parameters(), lr=1e-2)
+            if each is model
+            else torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False)
+        )
+        settings = hf.TrainingArguments(
+            str(tmp_path / "out"),
+            per_device_train_batch_size=2,
+            max_steps=3,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            gradient_checkpointing=True,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        trainer = hf.Trainer(each, settings, train_dataset=data, optimizers=(optimizer, schedule))
+        trainer.train()
+        if each is model:
+            trainer.save_model(str(tmp_path / "saved"))
+    saved = type(model).from_pretrained(tmp_path / "saved")
+    for one, other, third in zip(
+        model.parameters(), in_memory.parameters(), saved.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
