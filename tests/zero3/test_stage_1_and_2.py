@@ -125,7 +125,6 @@ def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path:
     assert ours["weights"] == other["weights"]
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
     case = Case(groups=2, zero={"stage": stage}, section=SMALLEST)
