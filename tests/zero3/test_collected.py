@@ -15,7 +15,7 @@ CASE = Case(
 CASES = {
     "plain": CASE,
     "overlap": CASE.but(section={**CASE.section, "overlap_step": True}),
-    "compact": CASE.but(section={"host_memory": 2_000_000, "state_format": "compact"}),
+    "compact": CASE.but(section={"host_memory": 1_000_000, "state_format": "compact"}),
 }
 
 
