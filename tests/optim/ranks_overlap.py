@@ -7,10 +7,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import late
 import torch
 from reference import Reference, differing
 from torch import nn
@@ -32,6 +33,9 @@ from two_ranks import (
     over_tensors,
     sharded,
 )
+
+sys.path.append(str(Path(__file__).parents[1]))
+import late
 
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter

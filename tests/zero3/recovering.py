@@ -328,7 +328,13 @@ def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[st
         if raised.where is None:
             seen["not reached"] += 1  # a line of a thread, whose pace differs
             continue
-        outcome = "exact" if came is None and training._final(engine) == whole else repeated()
+        same = False
+        if came is None:
+            try:
+                same = training._final(engine) == whole
+            except (MemoryError, KeyboardInterrupt) as caught:
+                came = caught  # of the thread that makes updates, after the step has returned
+        outcome = "exact" if same else repeated()
         if came is not None and came is not error:
             outcome = f"{came!r} in place of it, then {outcome}"
         seen[outcome] += 1
