@@ -225,7 +225,7 @@ def test_locked_memory_is_there_at_once_and_growing_keeps_its_contents(without_c
         assert not tensor.any()
         tensor.view(torch.int64).copy_(torch.arange(nbytes // 8))
         pool.grow(2 * nbytes)
-        assert mapping(tensor.data_ptr())["Rss"] == 2 * nbytes
+        assert mapping(tensor.data_ptr())["Locked"] == 2 * nbytes
         grown = whole(pool).view(torch.int64)
         assert torch.equal(grown[: nbytes // 8], torch.arange(nbytes // 8))
         assert not grown[nbytes // 8 :].any()
