@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..optimizer_states import compiling
-from ..update.queue import Job, Pending, UpdateQueue, queues
+from ..update.queue import Job, Pending, UpdateQueue, wait_for_all
 from .awaited import Awaited, has_waiting_class, use_module, watch_entrances
 from .buckets import Bucket, Weight, is_distributed, local
 from .modes import Modes, fixed_modes, sure_stack
@@ -170,13 +170,6 @@ def can_be_awaited(tensor: torch.Tensor) -> bool:
     if is_distributed(tensor):
         from . import awaited_dtensor  # noqa: F401  # slow to import, and often not needed
     return has_waiting_class(tensor)
-
-
-def wait_for_all() -> None:
-    """Return when no optimizer has a pending update. Raises: the error of an update."""
-    for queue in queues():
-        if isinstance(queue, BucketUpdates):
-            queue.wait()
 
 
 def anything_is_compiled() -> bool:
