@@ -24,7 +24,7 @@ class SavedTensors:
     def __init__(self, streamer: Streamer, outer: Any) -> None:
         self._streamer = streamer
         self.outer = outer
-        # A checkpoint counts the tensors that are saved, so it has to get all of them.
+        # A checkpoint counts the tensors that are saved, so it has to receive every tensor.
         self._is_in_checkpoint = (
             outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         )

@@ -46,7 +46,7 @@ class Slot:
         return users == 0 and self._references() <= self._own_references
 
     def order_after_copy(self) -> None:
-        """Let the current stream wait until the values are copied in."""
+        """Make the current stream wait until the values are copied in."""
         if self.filled is not None:
             stream = torch.cuda.current_stream(self.buffer.device)
             if stream not in self.streams:

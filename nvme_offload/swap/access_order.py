@@ -15,8 +15,8 @@ _RECENT = 32  # number of last uses that `followed` counts
 class Use(NamedTuple):
     """One use of a value.
 
-    *created*: the user provides the contents in each period, so the use needs memory but no read. *changed*: the
-    contents changed. *dropped*: the value was discarded afterwards.
+    *created*: the user provides the contents in each period, so the use needs memory but no read.
+    *changed*: the contents changed. *dropped*: the value was discarded afterwards.
     """
 
     name: str

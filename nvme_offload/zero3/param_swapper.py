@@ -316,7 +316,7 @@ def _name(param: Any) -> str:
 
 
 def _drop_copy(param: Any) -> None:
-    # The status first: an exception before the last line leaves a copy that nobody uses.
+    # The status first: after an exception before the last line, DeepSpeed reads the partition anew.
     param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
     param.nvme_value.read = None
     param.ds_tensor.data = _placeholder(param)
