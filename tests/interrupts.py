@@ -147,26 +147,47 @@ def sample(found: Sequence[Place], most: int, first: int = 0) -> Sequence[Place]
 
 
 def stack(depth: int) -> str:
-    """The innermost frames of the package."""
-    frames = [
-        f"{frame.filename[len(PACKAGE) :]}:{frame.lineno}"
-        for frame in traceback.extract_stack()
-        if frame.filename.startswith(PACKAGE)
-    ]
-    return " < ".join(frames[: -depth - 1 : -1])
+    """The innermost frames of the package in this thread."""
+    frames = [one for one in traceback.extract_stack() if one.filename.startswith(PACKAGE)]
+    return innermost(frames, depth)
+
+
+def innermost(frames: Sequence[traceback.FrameSummary], depth: int) -> str:
+    """The *depth* innermost *frames*, the innermost first."""
+    return " < ".join(
+        f"{frame.filename.removeprefix(PACKAGE)}:{frame.lineno}"
+        for frame in frames[: -depth - 1 : -1]
+    )
 
 
 @contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise `Hang` in the main thread when the context takes longer."""
+def deadline(seconds: int) -> Iterator[None]:
+    """Raise `Hang` in the main thread when the context takes longer. A pause of the whole machine
+    counts as one second.
+    """
+    ticks = 0
 
-    def late(*_: Any) -> None:
-        raise Hang(stack(8))
+    def tick(*_: Any) -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == seconds:
+            raise Hang(f"{stack(8)}; {others()}")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def others() -> str:
+    """The innermost frames of the other threads that run the package, by thread."""
+    this = threading.get_ident()
+    frames = sys._current_frames()
+    return "; ".join(
+        f"{thread.name}: {innermost(traceback.extract_stack(frames[thread.ident]), 12)}"
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread.ident != this
+    )

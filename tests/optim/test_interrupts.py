@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))
 from interrupted import MODES, found, outcomes
-from interrupts import Place, sample
+from interrupts import Hang, Place, deadline, sample
 from reference import differing, model, train
 
 from nvme_offload.errors import UsageError
@@ -65,6 +66,16 @@ def test_a_step_goes_on_or_is_refused_wherever_it_is_interrupted(tmp_path, mode)
     assert seen.keys() <= GOOD, seen
     assert seen["exact"] > 0
     assert seen["refused"] > 0
+
+
+def test_a_hang_names_what_every_thread_does():
+    end = threading.Event()
+    other = threading.Thread(target=end.wait, name="the other one")
+    other.start()
+    with pytest.raises(Hang, match=r"the other one: \S+threading.py"), deadline(1):
+        threading.Event().wait()
+    end.set()
+    other.join()
 
 
 def begun(place: Path, **options: object) -> tuple[list[torch.nn.Parameter], NVMeOptimizer]:
