@@ -19,8 +19,6 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
   if (name == "libaio") return make_libaio_backend(queue_depth, wake);
   if (name == "posix") return make_posix_backend(wake);
   if (name == "io_uring") return make_uring_backend(queue_depth, wake);
-  // For benchmarks of the engine; AioConfig does not accept it.
-  if (name.rfind("null", 0) == 0) return make_null_backend(name, queue_depth, wake);
   throw Misuse("there is no backend called " + name);
 }
 

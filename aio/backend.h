@@ -74,10 +74,6 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
 
 std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake);
 std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake);
-/// *name* is "null", or "null:R:W": each worker then models a drive that reads R and writes W bytes
-/// a second.
-std::unique_ptr<Backend> make_null_backend(const std::string& name, std::uint32_t queue_depth,
-                                           WakeSignal& wake);
 std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake);
 
 }  // namespace nvme_offload

@@ -349,11 +349,10 @@ class Engine(Closing):
         config: AioConfig | None = None,
         *,
         _faults: Sequence[tuple[int, int, _aio.FaultKind, int]] = (),
-        _backend: str | None = None,
     ) -> None:
         self.config = config or AioConfig()
         self._core = _aio.Engine(
-            _backend or self.config.backend,
+            self.config.backend,
             self.config.block_size,
             self.config.queue_depth,
             self.config.thread_count,
