@@ -17,7 +17,7 @@ constexpr std::uint64_t kWake = UINT64_MAX;
 
 /// Registered files: the kernel then needs no descriptor lookup per transfer.
 ///
-/// The kernel holds a registered file open. So a file is unregistered when nobody else holds it,
+/// The kernel holds a registered file open. So a file is unregistered when no other owner is left,
 /// and all are while the worker sleeps.
 class FileTable {
  public:
@@ -47,7 +47,8 @@ class FileTable {
     if (place >= 0) entries_[static_cast<std::size_t>(place)].uses -= 1;
   }
 
-  /// Unregisters files that no transfer uses and nobody else holds; with *all*, also held ones.
+  /// Unregisters files that no transfer uses and that have no other owner; with *all*, also files
+  /// with other owners.
   void forget_unused(bool all) {
     for (Entry& entry : entries_) {
       if (entry.descriptor < 0 || entry.uses > 0 || !(all || entry.file.expired())) continue;

@@ -11,7 +11,7 @@ namespace nvme_offload {
 class Request;
 
 /// Holds the memory of a tensor's storage. torch frees that memory when the storage is resized,
-/// shared or given other memory, whoever references the storage.
+/// shared or given other memory, whatever else references the storage.
 ///
 /// While this object lives, it owns the memory and the storage has a non-owning alias of it
 /// (`_swap_data_ptr_`): torch refuses to resize an alias ("Trying to resize storage that is not
@@ -43,8 +43,8 @@ class HeldStorage {
   const std::size_t nbytes_;
 };
 
-/// Memory of a Python object, and what keeps it alive: the exporter of a buffer (locked meanwhile),
-/// the storage of a tensor, or any object.
+/// Memory of a Python object, and the object that keeps it alive: the exporter of a buffer (locked
+/// meanwhile), the storage of a tensor, or any object.
 class Buffer {
  public:
   /// *writable*: the memory will be changed. Throws Misuse for an object without such memory, and

@@ -20,8 +20,8 @@ bool has_checksum() noexcept;
 std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::uint64_t begin,
                              std::uint64_t offset) noexcept;
 
-/// A hash of 128 bits (XXH3), by which two contents of some memory are told apart; nothing where
-/// this build has no checksums.
+/// A hash of 128 bits (XXH3) that detects a change of some memory; nothing where this build has no
+/// checksums.
 std::optional<std::pair<std::uint64_t, std::uint64_t>> fingerprint(const std::byte* data,
                                                                    std::size_t nbytes) noexcept;
 

@@ -119,9 +119,9 @@ bool Engine::cancel(const Requests& requests) {
   return true;
 }
 
-/// An idle worker to wake if there is work: the one that went to sleep last, whose memory is
-/// likeliest to be cached. One at a time: each woken worker wakes the next, so that the caller does
-/// not pay for all wake-ups.
+/// An idle worker to wake if there is work: the last to go to sleep, whose memory is likeliest to
+/// be cached. One at a time: each woken worker wakes the next, so that the caller does not pay for
+/// all wake-ups.
 Worker* Engine::take_idle_worker() noexcept {
   if (queued_bytes_ == 0 || idle_workers_.empty()) return nullptr;
   Worker* const worker = idle_workers_.back();

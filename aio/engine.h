@@ -77,8 +77,8 @@ class Engine {
   void refuse_requests();
   /// Waits until all requests have finished, for at most *limit*. Returns whether they have.
   bool wait_idle(std::chrono::nanoseconds limit);
-  /// The first request whose failure nobody has observed, or null; it counts as observed from now
-  /// on.
+  /// The first request whose failure no caller has observed, or null; it counts as observed from
+  /// now on.
   std::shared_ptr<Request> take_unobserved_failure();
 
   [[nodiscard]] Stats stats() const;

@@ -23,7 +23,7 @@
 namespace nvme_offload {
 namespace {
 
-// if the kernel does not tell: no drive has larger logical blocks
+// if the kernel does not report one: no drive has larger logical blocks
 constexpr std::uint64_t kFallbackAlignment = 4096;
 
 // the known size of a block device, which is neither extended nor preallocated
@@ -62,8 +62,8 @@ bool is_refusal(int error) {
   return error == EPERM || error == EACCES || error == ENOSYS || error == EOPNOTSUPP;
 }
 
-/// Opens *path*, creating it where missing if it is to be written; *created* tells. O_NONBLOCK
-/// keeps a FIFO from blocking the open.
+/// Opens *path*. For writing, creates it where missing; sets *created* then. O_NONBLOCK keeps a
+/// FIFO from blocking the open.
 int open_or_create(const std::string& path, Access access, bool& created) {
   const int flags =
       open_flags(access) | O_CLOEXEC | O_NONBLOCK | (access == Access::read ? 0 : O_NOFOLLOW);
@@ -157,8 +157,8 @@ void File::configure(Direct direct, std::uint64_t nbytes) {
         ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 &&
         (answer.mask & STATX_DIOALIGN) != 0;
     const bool refused = told && answer.dio_offset_alignment == 0;
-    // tmpfs accepts O_DIRECT and uses the page cache all the same. A block device is asked itself,
-    // though its node is on devtmpfs.
+    // tmpfs accepts O_DIRECT but uses the page cache. A block device is queried itself, though its
+    // node is on devtmpfs.
     const bool in_memory = S_ISREG(status.st_mode) && is_memory_filesystem(descriptor_);
     direct_ = !refused && !in_memory && ::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
     if (!direct_ && direct == Direct::required) {

@@ -19,14 +19,14 @@ class File {
   /// Opens *path*. For writing it is created (mode 0600) where missing, never truncated, and a
   /// symbolic link as last component is refused. *nbytes* are preallocated. A failure leaves no new
   /// file behind.
-  /// Throws SystemFailure, Misuse for what is neither a regular file nor a block device,
+  /// Throws SystemFailure; Misuse where *path* is neither a regular file nor a block device;
   /// Unsupported where *direct* is required and missing.
   static std::shared_ptr<File> open(const std::string& path, Access access, Direct direct,
                                     std::uint64_t nbytes);
 
   /// An unnamed file in *directory*, for reading and writing: deleted with the last descriptor,
   /// also after kill -9. With *padded* a write that starts at a multiple of kPadding may fill the
-  /// bytes up to the next multiple with zeros, so that all of it uses O_DIRECT.
+  /// bytes up to the next multiple with zeros, so that the whole write uses O_DIRECT.
   static std::shared_ptr<File> open_anonymous(const std::string& directory, Direct direct,
                                               std::uint64_t nbytes, bool padded);
 
@@ -37,7 +37,7 @@ class File {
   File& operator=(const File&) = delete;
 
   [[nodiscard]] const std::string& path() const noexcept { return *path_; }
-  /// The same, for owners that outlive the file.
+  /// The path, for owners that outlive the file.
   [[nodiscard]] const std::shared_ptr<const std::string>& shared_path() const noexcept {
     return path_;
   }

@@ -24,8 +24,8 @@ bool Latch::wait_for(std::chrono::nanoseconds limit) noexcept {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
   const timespec left{static_cast<std::time_t>(seconds.count()),
                       static_cast<long>((limit - seconds).count())};
-  // Returns at once if the flag was raised meanwhile, and early on a signal, which the waiter wants
-  // to see.
+  // Returns immediately if the flag was raised meanwhile, and early on a signal, which the waiter
+  // wants to see.
   ::syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, kAwaited, &left, nullptr, 0);
   return raised();
 }

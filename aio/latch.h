@@ -6,8 +6,8 @@
 
 namespace nvme_offload {
 
-/// A one-shot flag with any number of waiters. Raising it makes a system call only if somebody
-/// waits.
+/// A one-shot flag with any number of waiters. Raising it makes a system call only if there is a
+/// waiter.
 class Latch {
  public:
   /// The object must outlive this call, though a waiter may see the flag earlier.

@@ -106,7 +106,7 @@ void Memory::populate(std::size_t nbytes) noexcept {
   const std::size_t most = std::min<std::size_t>(usable_cores(), length / kPopulated);
   try {
     while (threads.size() + 1 < most) threads.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads: those that run do it
+  } catch (const std::system_error&) {  // the thread limit: the running threads do the work
   } catch (const std::bad_alloc&) {
   }
   work();
@@ -117,7 +117,7 @@ std::size_t Memory::lock() noexcept {
   const std::size_t length = mapped_bytes(nbytes_);
   const std::size_t page = mapped_bytes(1);
   std::size_t locked = 0;
-  // In halving steps: the kernel tells whether a range fits, not how much would.
+  // In halving steps: the kernel reports whether a range fits, not how much would.
   for (std::size_t step = length; step >= page && locked < length; step = step / 2 / page * page) {
     while (locked < length && lock_range(data_ + locked, std::min(step, length - locked)))
       locked += std::min(step, length - locked);

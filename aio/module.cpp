@@ -35,7 +35,7 @@ constexpr std::chrono::milliseconds kSignalInterval{50};
 ///
 /// Until Python 3.14, a daemon thread that takes the GIL when the interpreter is ending is
 /// terminated by unwinding. That must not pass through a destructor (so no py::gil_scoped_release),
-/// nor, with libc++, through pybind11's catch (...). So such a thread stays here, as from 3.14 on.
+/// nor, with libc++, through pybind11's catch (...). So the thread blocks here, as from 3.14 on.
 template <typename Work>
 auto without_gil(Work work) -> decltype(work()) {
   PyThreadState* const thread = PyEval_SaveThread();
@@ -101,12 +101,13 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
     const bool read = request.operation == Operation::read;
     raise(error_class("BufferChangedError")(
         std::string("the tensor's storage was resized, freed or shared meanwhile: ") +
-            (read ? "what was read is not in it" : "what was written may be other bytes"),
+            (read ? "the bytes read are not in it" : "other bytes may have been written"),
         **where));
   }
   const bool truncated = kind == Failure::Kind::truncated;
   raise(error_class(truncated ? "TruncatedError" : "CorruptionError")(
-      truncated ? "the file ends before that" : "the checksum is not that of what was written",
+      truncated ? "the file ends before that"
+                : "the bytes do not have the checksum that they were written with",
       **where));
 }
 
@@ -169,8 +170,8 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   /// Throws Misuse where the engine is closed or belongs to another process.
   void require_live() const { (void)live(); }
 
-  /// Waits for every request and ends the threads; raises the first failure that nobody observed.
-  /// Does nothing in a forked child.
+  /// Waits for every request and ends the threads; raises the first failure that no caller
+  /// observed. Does nothing in a forked child.
   void close() {
     if (engine_ == nullptr || process_ != process_generation()) return;
     std::shared_ptr<Engine> engine = engine_;
@@ -251,7 +252,8 @@ class PyRequest {
 
   /// The request, as a blocker of one on *engine*. Throws Misuse where it is another engine's.
   [[nodiscard]] const std::shared_ptr<Request>& of(const PyEngine& engine) const {
-    if (engine_.get() != &engine) throw Misuse("a request can only follow those of its own engine");
+    if (engine_.get() != &engine)
+      throw Misuse("a request can only follow requests of the same engine");
     return request_;
   }
 

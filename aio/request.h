@@ -34,7 +34,7 @@ struct Failure {
   Kind kind;
   int error = 0;  // errno, for Kind::system
 
-  /// A consequence of another failure or of cancel(): not reported by itself.
+  /// A consequence of another failure or of cancel(): not reported separately.
   [[nodiscard]] bool is_consequence() const noexcept {
     return kind == Kind::cancelled || kind == Kind::abandoned;
   }
@@ -42,7 +42,7 @@ struct Failure {
 
 class Request;
 
-/// Whether to compute the checksum of a request, and what it must be.
+/// Whether to compute the checksum of a request, and its expected value.
 struct Checksum {
   bool wanted = false;
   std::optional<std::uint64_t> expected;  // of a read: the checksum that it must have
@@ -115,7 +115,7 @@ class Request {
   /// is finished.
   bool wait_for(std::chrono::nanoseconds limit) { return finished_.wait_for(limit); }
 
-  /// Somebody knows of the failure: close() need not report it.
+  /// A caller has seen the failure: close() need not report it.
   std::atomic<bool> observed{false};
 
   /// False in a forked child, which has the memory of a request but not the threads that finish it.
@@ -141,14 +141,14 @@ struct Block {
   Route route = Route::direct;
 };
 
-/// Cuts the next block of at most *block_size* bytes off *request*; *page_size* is that of the page
-/// cache.
+/// Cuts the next block of at most *block_size* bytes off *request*; *page_size* is the size of a
+/// page of the page cache.
 ///
 /// Blocks start and end at pages of the file, except at the ends of the request. An unaligned end
-/// of a read is read with the rest of its sector into a bounce buffer. That of a write goes through
-/// the page cache, which merges it into the page. So does the whole page: a direct and a cached
-/// write to one page at the same time would overwrite each other. In a file that pads, the end is
-/// written directly with zeros behind it.
+/// of a read is read with the rest of its sector into a bounce buffer. An unaligned end of a write
+/// goes through the page cache, which merges it into the page. So does the whole page: a direct and
+/// a cached write to one page at the same time would overwrite each other. In a file that pads, the
+/// end is written directly with zeros behind it.
 inline Block cut_block(Request& request, std::uint64_t block_size, std::uint64_t page_size) {
   const File& file = *request.file;
   const std::uint64_t granule = std::max(file.offset_alignment(), page_size);
@@ -173,7 +173,7 @@ inline Block cut_block(Request& request, std::uint64_t block_size, std::uint64_t
       block.nbytes = head > 0 ? head : body;
       block.route = head > 0 ? Route::bounced : Route::direct;
     } else if (left > most) {
-      block.nbytes = head + body;  // unaligned memory: all of it goes through the bounce buffer
+      block.nbytes = head + body;  // unaligned memory: the bounce buffer takes the whole block
     }
   } else if (head == 0 && body > 0) {
     block.nbytes = body;

@@ -19,8 +19,8 @@ namespace {
 using std::chrono::microseconds;
 
 /// A transfer without progress (EAGAIN, EINTR, 0 bytes) is resubmitted this often, after growing
-/// pauses up to the longest: about a second in all. So a busy drive does not fail a request, and
-/// one that never takes the block does not block it for ever.
+/// pauses up to the longest: about a second in all. So a busy drive does not fail a request, and a
+/// drive that never takes the block does not block it for ever.
 constexpr std::uint32_t kMaxStalls = 120;
 constexpr microseconds kLongestPause{10'000};
 

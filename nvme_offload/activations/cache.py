@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _HELD = 2  # copies of saved tensors in flight that the computation does not wait for
-# Tensors copied to a GPU ahead, if the next node needs no more.
+# Tensors copied to a GPU ahead, unless the next node needs more.
 _AHEAD = 2
-_PREFETCHED = 8  # chunks that the swapper is told to prefetch
+_PREFETCHED = 8  # chunks to prefetch
 _NEAR = 32  # a restored tensor stays on its device if it is needed again within so many
 # How far to look for the next chunks, once for each chunk that is swapped in.
 _FAR = 8192
@@ -94,7 +94,7 @@ class ActivationCache:
 
     A tensor is copied from its device while computation goes on; the computation waits for the copy
     `_HELD` tensors later, which frees the memory without polling. In backward, each unpacked tensor
-    tells which come next: the swapper prefetches their chunks, and the first are copied to their
+    predicts the next ones: the swapper prefetches their chunks, and the first are copied to their
     device.
 
     An exception in the middle of a call, such as KeyboardInterrupt, can leave the tables
@@ -277,7 +277,7 @@ class ActivationCache:
     def _pack(self, tensor: torch.Tensor, counter: torch.Tensor) -> Packed:
         import torch
 
-        autograd: Any = torch.autograd  # not all of it is in its stub
+        autograd: Any = torch.autograd  # its stub is incomplete
         if not is_plain(tensor):
             return Stayed(tensor)
         begin, end = span(tensor)
@@ -383,8 +383,8 @@ class ActivationCache:
         return known(value.chunk.place)[value.place : value.place + value.nbytes]
 
     def _look_ahead(self, asked: SavedBytes, number: int) -> None:
-        """Backward has unpacked *number*: prefetch what it needs next, and free on the devices what
-        it does not need soon.
+        """Backward has unpacked *number*: prefetch the next tensors, and free the tensors on the
+        devices that backward does not need soon.
         """
         import torch
 

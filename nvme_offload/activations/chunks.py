@@ -21,7 +21,7 @@ _CHUNK_BYTES = 4 << 20  # large enough that a drive reads it at full bandwidth
 _LARGE_FRACTION = 4  # tensors larger than a quarter of a chunk get their own
 _MEMORY_FRACTION = 8  # a chunk takes at most this fraction of host memory
 _ALIGNED = 64
-# Chunks that stay in use while their tensors are unpacked: those of one node may be in two.
+# Chunks that stay in use while their tensors are unpacked: one node's tensors may be in two.
 _READ_CHUNKS = 2
 
 
@@ -161,7 +161,7 @@ class Chunks:
         return True
 
     def abandon(self) -> None:
-        """Give back the memory that was requested. Nothing else may be called afterwards."""
+        """Release the requested memory. The caller may call no other method afterwards."""
         requested, self._requested_bytes = self._requested_bytes, 0
         self._tier.give_back(requested)
 
@@ -207,20 +207,20 @@ class Chunks:
         return Chunk(number, nbytes, place)
 
     def _with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call *ask* until the swapper has room, giving back chunks in use."""
+        """Call *ask* until the swapper has free memory for it, releasing chunks in use."""
         while True:
             try:
                 return ask()
             except OutOfHostMemoryError:
-                if not (self._give_back() or self._end_copy()):
+                if not (self._release_kept() or self._end_copy()):
                     raise
 
     def _end_copy(self) -> bool:
         end = self._copies()
         return end is not None and end()
 
-    def _give_back(self) -> bool:
-        """Give back the chunks that are in use for later calls; False when there are none."""
+    def _release_kept(self) -> bool:
+        """Release the chunks that are kept in use for later calls; False when there are none."""
         kept = self._reading if self._filling is None else [*self._reading, self._filling]
         self._reading, self._filling = [], None
         for chunk in kept:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class save_on_nvme:
     """A context that offloads the tensors which a forward pass saves for backward.
 
-    Make one, and enter it in every step. What is saved in it is restored ahead of the backward
+    Make one, and enter it in every step. The tensors saved in it are restored ahead of the backward
     pass, which may run inside or outside of the context::
 
         offload = save_on_nvme("/local_nvme")
@@ -42,8 +42,8 @@ class save_on_nvme:
         Smaller tensors stay on their device: bytes, or a size such as "1MiB".
     host_memory
         The most pinned host memory to use: bytes, or a size such as "8GB". "auto" takes a share of
-        what is available now. What fits in it never touches a drive. A tensor larger than it stays
-        on its device, with one warning.
+        the memory available now. Tensors that fit in it never touch a drive. A tensor larger than
+        it stays on its device, with one warning.
     aio
         Settings of the engine. By default those that `nvme-sweep` chose for the drive.
 
@@ -70,9 +70,9 @@ class save_on_nvme:
     Tensors of up to 1 MiB share chunks of up to 4 MiB, or an eighth of *host_memory* if that is
     less. A chunk is freed with the last of its tensors.
 
-    Several graphs may be alive at once. Contexts may be nested; the innermost gets what is saved in
-    it. A compiled block saves the tensors that its compiled backward needs, and restores them
-    together: so compile blocks, not the whole model. All methods are thread-safe.
+    Several graphs may be alive at the same time. Contexts may be nested; a tensor goes to the
+    innermost. A compiled block saves the tensors that its compiled backward needs, and restores
+    them together: so compile blocks, not the whole model. All methods are thread-safe.
 
     A block under `torch.utils.checkpoint` saves its inputs here. Without ``use_reentrant``, these
     are the tensors among its arguments, positional and keyword, also in tuples, lists, dicts and

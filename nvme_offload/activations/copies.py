@@ -53,7 +53,7 @@ class Copy:
             self._device_memory = None
 
     def precede(self, storage: torch.UntypedStorage) -> None:
-        """Let the kernels launched from here on wait until *storage*, the target's, is filled."""
+        """Make kernels launched from here on wait until *storage*, the target's, is filled."""
         import torch
 
         computing: Any = torch.cuda.current_stream(storage.device)

@@ -1,5 +1,5 @@
-"""What a graph holds in place of a saved tensor: the tensor itself, or what is needed to rebuild it
-from offloaded bytes.
+"""The objects that a graph holds in place of saved tensors: the tensor itself, or the description
+from which it is rebuilt from offloaded bytes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def is_weight(tensor: torch.Tensor) -> bool:
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that shares *tensor*'s version counter: itself, or its base if it is a view.
 
-    Others on the same storage may have their own counters, such as those of `Tensor.data` and of
-    the gates of a GRU (`unsafe_chunk`). So equal versions do not mean equal bytes unless the
-    counter is the same.
+    Other tensors on the same storage may have their own counters, such as `Tensor.data` and the
+    gates of a GRU (`unsafe_chunk`). So equal versions of different counters do not mean equal
+    bytes.
     """
     return tensor if tensor._base is None else tensor._base
 
@@ -93,7 +93,7 @@ class Parts:
         whole: Any = tensor
         names, self._context = whole.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
-        # What is not a tensor is kept as it is, such as a device mesh.
+        # Other attributes, such as a device mesh, are kept unchanged.
         self._parts = {
             name: pack(part) if isinstance(part, torch.Tensor) else part
             for name, part in parts.items()

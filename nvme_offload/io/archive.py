@@ -119,7 +119,7 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
     engine
         Writes the tensors.
     summed
-        Whether to compute checksums of what the engine writes.
+        Whether to compute checksums of the bytes that the engine writes.
 
     Returns
     -------
@@ -349,8 +349,8 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
 
 
 def as_failure(error: Exception, path: Path) -> Exception:
-    """*error*, of a file that was to be written to *path*, as one of `nvme_offload.errors` if it is
-    about the file.
+    """Convert *error*, raised while *path* was written, to a class of `nvme_offload.errors` if it
+    is about the file.
     """
     if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
         return error

@@ -66,8 +66,8 @@ def allocate(nbytes: int) -> memoryview:
 class File(Closing):
     """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`.
 
-    After `close` further requests are refused; those in flight finish, and the descriptor is closed
-    with the last of them. Usable as a context manager.
+    After `close` further requests are refused; requests in flight finish, and the last of them
+    closes the descriptor. Usable as a context manager.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class Ticket:
         return self._request.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until every byte has been moved. A second call returns or raises the same.
+        """Wait until every byte has been moved. A second call has the same outcome.
 
         Parameters
         ----------
@@ -226,7 +226,7 @@ class Ticket:
 
 
 def cancel_all(tickets: Sequence[Ticket]) -> bool:
-    """Cancel several requests before they start, or none of them: see `Ticket.cancel`.
+    """Cancel several requests before they start: all or none, see `Ticket.cancel`.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ class Engine(Closing):
 
     Requests are independent: they finish in any order, and a read that overlaps an unfinished write
     returns old or new bytes. To order them, pass the tickets of earlier requests as *after*: the
-    engine's threads start the request when all of them have succeeded, and fail it with
+    engine's threads start the request when every earlier request has succeeded, and fail it with
     `CancelledError` when one fails.
 
     All methods are thread-safe. A forked child cannot use the engine, and makes its own.
@@ -340,8 +340,8 @@ class Engine(Closing):
     Notes
     -----
     `close`, or the end of a `with` block, waits for every request. An engine that is dropped, or
-    still open when the interpreter exits, is closed the same way; a failure that nobody waited for
-    is then printed to standard error, and the process exits with status 1 instead of 0.
+    still open when the interpreter exits, is closed the same way; the failure of an unawaited
+    transfer is then printed to standard error, and the process exits with status 1 instead of 0.
     """
 
     def __init__(
@@ -489,7 +489,7 @@ class Engine(Closing):
 
         Notes
         -----
-        The held memory is the one that the tensor's storage has at the call. While the request is
+        The engine holds the memory that the tensor's storage has at the call. While the request is
         in flight, torch refuses to resize or free the storage (RuntimeError), and after
         `share_memory_` the read ends with `BufferChangedError`. A tensor that is given another
         storage (`set_`, `data =`) does not see the bytes. A torch without
@@ -568,7 +568,7 @@ class Engine(Closing):
         Raises
         ------
         IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
-            The first failure of a request that nobody waited for.
+            The first failure of an unawaited request.
         """
         _open_engines.discard(self)
         self._core.close()
@@ -718,20 +718,20 @@ def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
             _close_at_last(one)
 
     # weakref finalizers run in reverse order of creation, all from one atexit handler. An atexit
-    # handler of our own would run before all of them: torch has created finalizers already.
+    # handler would run before every finalizer: torch has created finalizers already.
     weakref.finalize(opened, close)
 
 
 def _close_at_last(opened: Any) -> None:
-    """Close what nobody closed. There is nobody to raise a failure to: print it, and make the
-    process exit with status 1.
+    """Close an object that the program left open. No caller can receive an exception: print a
+    failure, and make the process exit with status 1.
     """
     try:
         opened.close()
     except OffloadError as error:
         if sys.stderr is not None:
             print(
-                f"nvme_offload: nobody waited for a transfer that failed: {type(error).__name__}: {error}",
+                f"nvme_offload: unawaited transfer failed: {type(error).__name__}: {error}",
                 file=sys.stderr,
                 flush=True,
             )

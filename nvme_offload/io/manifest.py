@@ -85,7 +85,7 @@ class Manifest:
                 raise ValueError
             if (version := data.pop("version")) != _VERSION:
                 raise UnsupportedError(
-                    f"{path} is of version {version!r}, and this package reads version {_VERSION}: install the one that wrote it"
+                    f"{path} is of version {version!r}, and this package reads version {_VERSION}: install the release that wrote it"
                 )
             files = tuple(
                 Entry(**{**entry, "pieces": tuple(Piece(*piece) for piece in entry["pieces"])})
@@ -152,7 +152,7 @@ def verify(directory: Path, entry: Entry, engine: Engine, checksum: str) -> None
         ranges = [(piece.offset, piece.nbytes) for piece in entry.pieces]
         for piece, found in zip(entry.pieces, _sums(reading, file, ranges, checksum), strict=True):
             if found != piece.checksum:
-                reason = "the checksum is not that of what was written"
+                reason = "the bytes do not have the checksum that they were written with"
                 raise CorruptionError(
                     reason,
                     operation="load",

@@ -83,8 +83,8 @@ class PinnedPool(Closing):
     nbytes : int
         Size of the arena in bytes, rounded up to 4 KiB.
     pin : bool or "auto"
-        "auto" pins what the machine allows, and warns when a GPU refuses. True requires all of it
-        to be pinned. False pins nothing.
+        "auto" pins as much as the machine allows, and warns when a GPU refuses. True requires the
+        whole pool to be pinned. False pins nothing.
     reserve : int
         Bytes of address space to reserve for `grow`. They take no memory until then.
 
@@ -174,7 +174,7 @@ class PinnedPool(Closing):
         Raises
         ------
         UsageError
-            *nbytes* is above what was reserved, or the pool is closed.
+            *nbytes* exceeds the reservation, or the pool is closed.
         MemoryError
             The memory cannot be mapped.
         UnsupportedError

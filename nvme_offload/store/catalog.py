@@ -107,7 +107,7 @@ class Catalog:
             value = self.current(name)
             if transfer.nbytes != value.nbytes:
                 raise UsageError(
-                    f"tensor {name!r} has {value.nbytes} bytes, not the {transfer.nbytes} of what it is to be read into"
+                    f"tensor {name!r} has {value.nbytes} bytes, but the tensor to read it into has {transfer.nbytes}"
                 )
         if value.readers:
             for reader in list(value.readers):  # record finished reads that no call waits for

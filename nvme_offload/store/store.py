@@ -115,7 +115,7 @@ class TensorStore(Closing):
         self._shares = _weight_list(weights, len(self.paths))
         if engine is not None and config is not None:
             raise UsageError(
-                "an engine has its configuration already: pass config or engine, not both"
+                "pass config or engine, not both: an engine already includes a configuration"
             )
         self.checksum = checksum
         self._process_id = os.getpid()

@@ -245,7 +245,7 @@ class Schedule:
         value = self._value(name)
         self._check_used(value)
         if nbytes is not None and not 0 <= nbytes <= value.nbytes:
-            raise UsageError(f"{name!r} has room for {value.nbytes} bytes, not for {nbytes}")
+            raise UsageError(f"{name!r} holds {value.nbytes} bytes, not {nbytes}")
         if changed:
             value.value_bytes = value.nbytes if nbytes is None else nbytes
             self.order.changed(name)

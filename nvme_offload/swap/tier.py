@@ -326,7 +326,7 @@ class Tier:
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes
         if held + beside_bytes > available:
             raise UsageError(
-                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for what it offloads"
+                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for offloaded values"
                 f"{f' and {format_bytes(beside_bytes)} for other buffers' if beside_bytes else ''}, and {format_bytes(available)} are available to it: "
                 'lower "host_memory", or use fewer ranks or a smaller model'
             )
@@ -497,7 +497,7 @@ def _check_place(path: str) -> None:
     drive = describe(path)
     if drive.is_memory:
         _log.warning(
-            '%s is in memory (%s): what is offloaded there takes host memory in addition to "host_memory"',
+            '%s is in memory (%s): values offloaded there take host memory in addition to "host_memory"',
             path,
             drive.filesystem,
         )

@@ -29,7 +29,7 @@ class Value:
     state: State = State.NEW
     block: Block[Value] | None = None
     read: Transfer | None = None
-    write: Transfer | None = None  # in flight, from its block or from one that it has lost
+    write: Transfer | None = None  # in flight, from its block or from an earlier block
     home: int | None = None  # the offset reserved for it as a resident
     # The position of the use for which it was read or reserved; -1 for a hint.
     prefetched_for: int | None = None

@@ -672,7 +672,7 @@ def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith(
-        "nvme_offload: nobody waited for a transfer that failed: TruncatedError: read of 8 MiB at 0 bytes in "
+        "nvme_offload: unawaited transfer failed: TruncatedError: read of 8 MiB at 0 bytes in "
     )
     assert str(path) in line
 
@@ -733,8 +733,7 @@ def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(
         out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, errors
     assert [
-        "nobody waited for a transfer that failed: IOFailure: write of " in line
-        for line in errors.splitlines()
+        "unawaited transfer failed: IOFailure: write of " in line for line in errors.splitlines()
     ] == [True] * told
     assert ("the rest" in out) == ("the rest" in script)
 

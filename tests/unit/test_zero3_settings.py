@@ -382,7 +382,7 @@ def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog, monk
         ).close()
     assert caplog.messages == [
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
-        f'{place} is in memory (tmpfs): what is offloaded there takes host memory in addition to "host_memory"',
+        f'{place} is in memory (tmpfs): values offloaded there take host memory in addition to "host_memory"',
     ]
 
 
