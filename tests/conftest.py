@@ -74,15 +74,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # As where the environment is activated: its ninja, and nobody's of another version, which would
-    # compile DeepSpeed's ops anew.
+    # As in the activated environment: use its ninja. Another version would compile DeepSpeed's ops
+    # again.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Images of containers often set this. Without bytecode every interpreter that a test starts
-    # compiles torch and DeepSpeed again, which takes longer than most of what is tried.
+    # compiles torch and DeepSpeed again, which takes longer than most tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # Python 3.12 and later warn of every fork beside threads, which an engine has: in the
-    # interpreters that tests start, forks are what is tried.
+    # Python 3.12 and later warn of a fork in a process with threads, such as an engine's: tests
+    # fork on purpose in the interpreters that they start.
     os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
     config.addinivalue_line(
         "markers",
@@ -99,8 +99,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_is_set_aside() -> None:
-    """Have no collection look again through what was imported before a module's tests: many of them
-    collect, and torch has millions of objects.
+    """Exclude objects imported before a module's tests from garbage collection: many tests collect,
+    and torch has millions of objects.
     """
     gc.collect()
     gc.freeze()
@@ -170,8 +170,8 @@ def filesystems(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def mounted(filesystems: Mount) -> Iterator[Mount]:
-    """As `filesystems`, for one test: what it leaves there goes with it, so that none finds what
-    another has left.
+    """As `filesystems`, for one test: its files are deleted with it, so that no test finds another's
+    files.
     """
     found: dict[Path, set[Path]] = {}
 
@@ -297,8 +297,8 @@ def configure(backend: str, directory: Path) -> Callable[..., AioConfig]:
 
 
 def _takes_direct_io(directory: Path) -> bool:
-    # tmpfs takes the flag since Linux 6.6 and goes through the page cache all the same; the engine
-    # counts it as a filesystem without.
+    # tmpfs accepts the flag since Linux 6.6 but uses the page cache; the engine treats it as a
+    # filesystem without O_DIRECT.
     if _command("stat", "--file-system", "--format=%T", str(directory)).strip() == "tmpfs":
         return False
     try:
@@ -331,7 +331,7 @@ def stall(stalling_directory: Path) -> Callable[[], AbstractContextManager[Calla
     """A context in which writes into *stalling_directory* stall, so that a request is in flight for
     certain and for as long as a test needs it.
 
-    Its value is a function that lets them go, as the end of the context does. Open files before and
+    Its value is a function that releases them, as the end of the context does. Open files before and
     close engines after it: creating a file stalls as well, and a stalled request that is waited for
     inside never ends.
     """
@@ -413,8 +413,8 @@ def kill_points(
     """A function from a directory to the environment of a program, and to where the copies come
     that it makes of the directory.
 
-    There is one, in order, of what a kill of the program would leave before each of its calls that
-    change something in the directory.
+    There is one for each call that changes something in the directory, in order, with the contents
+    that a kill of the program before that call would leave.
     """
 
     def of(directory: Path) -> tuple[dict[str, str], Path]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 class Residual(nn.Module):
-    """What it wraps, beside a way around it."""
+    """A module with a residual connection around it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Feed(nn.Module):
 
 
 class Words(nn.Module):
-    """A transformer over tokens, whose weights are those of the embedding as well."""
+    """A transformer over tokens whose output layer shares its weights with the embedding."""
 
     def __init__(self, blocks: int = 3, words: int = 97, width: int = 64) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 
 
 def made(name: str, device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
-    """The model *name* and what goes into it, the same ones in every call."""
+    """The model *name* and its input; every call returns equal ones."""
     torch.manual_seed(3)
     model, x = MODELS[name]()
     return model.to(device), x.to(device)

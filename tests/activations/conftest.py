@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-# for the modules beside this, which the tests on a GPU import too
+# for the modules in this folder, which the tests on a GPU import too
 sys.path.append(str(Path(__file__).parent))
 
 from offloading import Make, left
@@ -30,8 +30,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """A function to a context that saves what has a KiB or more, by default within 96 KiB of host
-    memory; what it saved must be gone after the test.
+    """A function that makes a context for tensors of 1 KiB or more, by default with 96 KiB of host
+    memory; the saved tensors must be freed after the test.
     """
     made = []
 

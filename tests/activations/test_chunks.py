@@ -1,5 +1,5 @@
-"""Many small saved tensors: they share room in the swapper, and what each costs does not grow with
-their number.
+"""Many small saved tensors: they share chunks in the swapper, and the cost of each does not grow
+with their number.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ def test_a_chunk_lasts_as_long_as_any_tensor_in_it_and_no_longer(make: Make) -> 
     offload = make(host_memory=128 << 10)
     inputs = [torch.full((ELEMENTS,), float(number), requires_grad=True) for number in range(256)]
     with offload:
-        outputs = [x.exp().square().sum() for x in inputs]  # squares save what nobody else has
+        outputs = [
+            x.exp().square().sum() for x in inputs
+        ]  # `square` saves a tensor with no other owner
     assert offload.stats().bytes_written > 0
-    # Every 16th stays; the others go in an order that is neither that of saving nor its opposite.
+    # Every 16th stays; the rest are freed neither in the order of saving nor in reverse.
     kept = outputs[::16]
     for number in sorted(range(256), key=lambda number: number * 37 % 256):
         if number % 16:

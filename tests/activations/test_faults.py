@@ -1,5 +1,5 @@
-"""A drive that fails or is full under a forward or a backward pass: the caller is told, nothing
-hangs, nothing is left, and the next step works.
+"""A drive that fails or is full during a forward or backward pass: the caller gets the error,
+nothing hangs or leaks, and the next step works.
 """
 
 from __future__ import annotations

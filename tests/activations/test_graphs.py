@@ -1,5 +1,5 @@
-"""Graphs as training makes them: several at once, nested, retained, checkpointed, compiled, broken
-off, and in several threads.
+"""Graphs as training makes them: several alive, nested, retained, checkpointed, compiled,
+abandoned, and in several threads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_innermost_of_nested_contexts_has_what_is_saved_in_it(make: Make) ->
         torch.manual_seed(1)
         with around:
             y = first(x)
-            with within, within:  # one that is entered already may be entered again
+            with within, within:  # a context is reentrant
                 y = second(y)
             with around:
                 loss = y.float().square().mean()

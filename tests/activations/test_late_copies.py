@@ -1,4 +1,4 @@
-"""Copies that go on beside the computation, as those of a GPU do."""
+"""Copies that run concurrently with the computation, as on a GPU."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ def test_random_programs(budget: int, late: bool, tmp_path: Path) -> None:
             )
         if any(isinstance(one, str) for one in expected):
             changed += 1
-            # autograd lets go of some graphs of which an error was raised only when the process
-            # ends, with any hooks
+            # with any hooks, autograd frees some graphs that raised an error only when the process
+            # ends
             while contexts:
                 contexts.pop().close()
             continue

@@ -1,5 +1,5 @@
-"""What is saved is the memory: once, however many tensors are on it, with sizes, strides and types
-as they were.
+"""A storage is saved once, however many tensors share it; sizes, strides and dtypes of the tensors
+are restored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PAGE = 4096
 
 
 class Keep(torch.autograd.Function):
-    """Saves the tensors that it is given, and shows what it gets back; its gradient is of the
-    first, and nothing but ones.
+    """Saves its inputs, and shows the tensors that backward unpacks; the gradient of the first
+    input is ones.
     """
 
     seen: list[torch.Tensor]
@@ -206,7 +206,7 @@ def test_what_is_modified_behind_a_tensor_that_was_saved_is_saved_again(make: Ma
 
 
 class Doubling(torch.autograd.Function):
-    """Its backward modifies what it saved."""
+    """Its backward modifies its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

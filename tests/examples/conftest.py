@@ -1,4 +1,4 @@
-"""The scripts of `examples/` run in processes of their own, see `doors`: all slow, since each
+"""The scripts of `examples/` run in separate processes, see `doors`: all are slow, since each
 starts launchers and frameworks.
 """
 
@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))  # for doors
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder."""
+    """Mark the tests in this folder."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slow)

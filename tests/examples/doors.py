@@ -46,8 +46,8 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def place_with_drives(tmp_path_factory: Any) -> Path:
-    """A directory for a module's tests, with those in it that stand for drives: none is made by the
-    package.
+    """A directory for a module's tests, with subdirectories that stand for drives: the package does
+    not create them.
     """
     place: Path = tmp_path_factory.mktemp("doors")
     for name in ("drive", "drive0", "drive1"):
@@ -87,7 +87,7 @@ def run(
     timeout: float = 500,
     **environment: str,
 ) -> list[Ended]:
-    """Run *commands* at once, as on one machine each, and wait for all."""
+    """Run *commands* concurrently, as on one machine each, and wait for all."""
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(_started(command, accelerator, environment)) for command in commands
@@ -109,7 +109,7 @@ def run_well(*commands: Sequence[str | os.PathLike[str]], **options: Any) -> lis
 
 
 def moved(said: str) -> tuple[float, float]:
-    """The GB read and written that a line of `StepStats` tells."""
+    """The GB read and written in a line of `StepStats`."""
     found = re.search(r"read (\S+) GB and wrote (\S+) GB", said)
     assert found is not None, said[-3000:]
     return float(found[1]), float(found[2])
@@ -134,7 +134,7 @@ def _started(
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         **environment,
     }
-    # A file, not a pipe: what fills a pipe stands still while another is read.
+    # A file, not a pipe: a process that fills a pipe blocks while another pipe is read.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [*map(os.fspath, command)],

@@ -1,5 +1,5 @@
-"""`examples/big_models/train.py` on its smallest model: every way to update, beside states in
-memory.
+"""`examples/big_models/train.py` on its smallest model: every way to update, compared with states
+in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic"
 
 
 def trained(directory, *options, ranks=1, left=()):
-    """What a run of the script tells at its end."""
+    """The results that a run of the script prints at its end."""
     launcher = [
         "-m",
         "torch.distributed.run",

@@ -21,8 +21,7 @@ from ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed")]
 
-# bytes of host memory a rank: less than half of what the model has, so that the rest must go to the
-# drive
+# bytes of host memory a rank: less than half of the model's, so that the rest must go to the drive
 SMALL = 6_000_000
 
 
@@ -70,7 +69,7 @@ def half(place, config):
 def test_the_deepspeed_launcher(half):
     assert [loss.partition(":")[0] for loss in half.losses] == ["step 1", "step 2"]
     assert min(moved(half.said)) > 0
-    assert half.said.count("host memory for offload: 5.72 MiB") == 1  # told by one rank
+    assert half.said.count("host memory for offload: 5.72 MiB") == 1  # logged by one rank
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from doors import configuration, needs, place_with_drives, run_well
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "lightning")]
 
 SCRIPT = [sys.executable, Path(__file__).with_name("lightning_on_cpu.py")]
-SMALL = 2_000_000  # bytes of host memory: less than half of what the model has
+SMALL = 2_000_000  # bytes of host memory: less than half of the model's
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """`python -m sweeps.systems` on the smallest model, without a GPU: systems that need none, in one
-process and in two, and what is said of one that cannot run.
+process and in two, and the message about a system that cannot run.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from doors import (
 )
 from ports import free_port
 
-SMALL = 5_000_000  # bytes of host memory: less than half of what the model has
+SMALL = 5_000_000  # bytes of host memory: less than half of the model's
 RUN = ["-m", "nvme_offload.commands", "run", "--"]
 
 

@@ -24,7 +24,7 @@ from ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "transformers", "accelerate")]
 
-SMALL = 5_000_000  # bytes of host memory: less than half of what the model has
+SMALL = 5_000_000  # bytes of host memory: less than half of the model's
 PROGRESS = {"nvme_wait_share", "nvme_gb_per_s", "nvme_read_gb", "nvme_written_gb"}
 
 
@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 
 
 def trainer(place, *options, ranks, accelerator):
-    """Train four steps, or go on to the fourth; what was said, and what the Trainer logged."""
+    """Train four steps, or resume to the fourth. Returns the output and the Trainer's log."""
     config = configuration(
         "ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks
     )
@@ -149,15 +149,14 @@ def test_accelerate_launch_with_fsdp2_trains_as_the_plain_optimizer_and_resumes(
 
 
 def assert_generates_from_the_drive(place, *, accelerator):
-    """As many words as without the drive, and the same, of the model in place / "model" with louder
-    weights.
+    """The model in place / "model", with larger weights, generates the same words with and without
+    the drive.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
-    # as large as those of a model that has learned something, so that not one word follows every
-    # other
+    # as large as weights of a trained model, so that it does not repeat one word
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(8)
@@ -187,7 +186,7 @@ def test_inference_from_the_drive(place):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(1)  # of 60 seeds, 4 say no more than two words; this one says five
+    torch.manual_seed(1)  # of 60 seeds, 4 give at most two words; this one gives five
     config = GPT2Config(
         vocab_size=100,
         n_positions=32,

@@ -52,7 +52,7 @@ def growth(data: bytes, draw: random.Random) -> bytes:
 
 
 def zeros(data: bytes, draw: random.Random) -> bytes:
-    """A range that was never written: what is left of delayed allocation after a loss of power."""
+    """A range that was never written, as delayed allocation leaves it after a loss of power."""
     start = draw.randrange(len(data)) // 512 * 512
     end = min(len(data), start + 512 * draw.randint(1, 8))
     return data[:start] + bytes(end - start) + data[end:]
@@ -72,8 +72,8 @@ def lost(data: bytes, draw: random.Random) -> bytes:
 
 
 def field(data: bytes, draw: random.Random) -> bytes:
-    """JSON, of which one value is another, one is missing, or one has another key; of text with an
-    object a line, in one of them.
+    """JSON in which one value is changed or missing, or one key is changed; in text with an object a
+    line, one line is damaged.
     """
     lines = data.decode().splitlines(keepends=True)
     number = (

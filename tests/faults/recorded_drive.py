@@ -1,10 +1,9 @@
-"""A drive with a record of its writes and flushes, and what may be found on it after a loss of
-power at any moment.
+"""A drive with a record of its writes and flushes, and its possible contents after a loss of power
+at any moment.
 
-The drive is a loop device whose every write and flush is on record (logged_disk.py). What was
-written before a flush is there after it; of what was written since the last one, any part may be.
-Such images are made, for every flush, and given to the kernel to mount, which replays the
-filesystem's journal.
+The drive is a loop device whose every write and flush is on record (logged_disk.py). Writes before
+a flush are on the drive after it; any part of the later writes may be. Images with such contents
+are made for every flush, and mounted: the kernel then replays the filesystem's journal.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from logged_disk import Write, read_log
 
 _MEBIBYTES = 24
 _PIECE_BYTES = 4096  # of which a drive writes each whole, or not
-# By kind of filesystem: what makes it, and how an image of one that is mounted already is mounted
-# beside it. XFS calls 24 MiB unsupported.
+# By kind of filesystem: the command that makes it, and the options to mount a copy of a filesystem
+# that is mounted already. XFS calls 24 MiB unsupported.
 _KINDS = {
     "ext4": (
         [
@@ -91,7 +90,7 @@ class Drive:
         stack.callback(command, "umount", "--lazy", self.place)
 
     def now(self) -> int:
-        """How long the record is; what has happened by now is before that."""
+        """The length of the record so far."""
         return self._log.stat().st_size
 
     def go(self) -> None:
@@ -144,7 +143,7 @@ class Drive:
 
 
 def _parts(writes: list[Write], draw: random.Random) -> Iterator[list[Write]]:
-    """Some of the parts of *writes* that a drive may have written, in any order of its own."""
+    """Some of the parts of *writes* that a drive may have written, in any order."""
     if len(writes) > 1:
         yield writes[: draw.randrange(1, len(writes))]
         yield writes[draw.randrange(1, len(writes)) :]

@@ -1,8 +1,8 @@
-"""What this package changes on a drive to stay, each as two scripts, and a judge of what is found
-after an end in the middle: old, new, or neither.
+"""The durable changes that this package makes on a drive, each as two scripts, and a function that
+judges the state after an interruption: old, new, or neither.
 
-The scripts run in a process of their own, with `place`, a directory. `before` makes the old state;
-its end has synced nothing by itself.
+The scripts run in a separate process, with `place`, a directory. `before` makes the old state; its
+end syncs nothing.
 """
 
 from __future__ import annotations

@@ -36,14 +36,14 @@ BYTES = np.random.default_rng(1).integers(0, 256, 4 << 20, dtype=np.uint8)
 
 
 class Soak:
-    """One store, what it should have, and what is under way."""
+    """One store, its expected contents, and its transfers in flight."""
 
     def __init__(self, store: TensorStore, directory: Path, chance: random.Random) -> None:
         self.store = store
         self.directory = directory
         self.chance = chance
         self.expected: dict[str, tuple[int, int]] = {}  # name -> where in BYTES, and how many
-        # a ticket, what was read, what should have been
+        # a ticket, the bytes read, the expected bytes
         self.under_way: deque[tuple[Transfer, Any, Any]] = deque()
         self.counts: Counter[str] = Counter()
 

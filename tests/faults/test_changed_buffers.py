@@ -1,5 +1,5 @@
-"""A tensor that is resized, freed, shared or pointed elsewhere while a request on it is under way:
-in a process of its own, since it may end one.
+"""A tensor that is resized, freed, shared or pointed elsewhere while a request on it is in flight:
+in a separate process, since it may crash.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 CAN_HOLD = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # what this torch can do
 RESIZED = ("freed", "larger storage", "larger")
 
-# Between "ready" and "changed" the drive is stalled: a write is not finished, and what is to follow
-# one is not begun.
+# Between "ready" and "changed" the drive is stalled: no write finishes, and no request that follows
+# one starts.
 CHILD = """
 import json, sys, threading
 import torch
@@ -71,7 +71,7 @@ def meet(word):
     print(word, flush=True)
     sys.stdin.readline()
 
-def tell(found):
+def report(found):
     print(json.dumps(found), flush=True)
 
 class EngineDoor:
@@ -94,24 +94,24 @@ class StoreDoor:
 class Case:
     def __init__(self, door, direction, change, lent, name):
         self.door, self.direction, self.change, self.name = door, direction, change, name
-        self.told = {"door": type(door).__name__, "direction": direction, "change": change, "lent": lent}
+        self.result = {"door": type(door).__name__, "direction": direction, "change": change, "lent": lent}
         door.write(name, pattern(1)).wait()
         self.array = pattern(2).numpy().copy()
         self.tensor = torch.from_numpy(self.array) if lent != "torch" else pattern(2).clone()
         if lent == "array":
             del self.array
-        self.memory = self.tensor.view(-1)  # the same, also where the tensor is pointed elsewhere
+        self.memory = self.tensor.view(-1)  # this memory, also where the tensor is pointed elsewhere
     def start(self, after):
         self.ticket = getattr(self.door, self.direction)(self.name, self.tensor, after=after)
-        self.told["refusal"] = refusal(self.change, self.tensor)
+        self.result["refusal"] = refusal(self.change, self.tensor)
     def end(self):
-        self.told["ended"] = [outcome(self.ticket.wait), outcome(self.ticket.wait)]
+        self.result["ended"] = [outcome(self.ticket.wait), outcome(self.ticket.wait)]
         there = torch.empty(COUNT, dtype=torch.int32)
         self.door.read(self.name, there).wait()
-        self.told["in_memory"] = torch.equal(self.memory, pattern(1))
-        self.told["on_drive"] = torch.equal(there, pattern(2))
-        self.told["refusal_later"] = refusal(self.change, self.tensor)
-        return self.told
+        self.result["in_memory"] = torch.equal(self.memory, pattern(1))
+        self.result["on_drive"] = torch.equal(there, pattern(2))
+        self.result["refusal_later"] = refusal(self.change, self.tensor)
+        return self.result
 
 def run(doors_of, combinations):
     with Engine(config) as engine, TensorStore(directory, config) as store:
@@ -128,12 +128,12 @@ def run(doors_of, combinations):
         others = [torch.full((COUNT,), 7, dtype=torch.int32) for _ in range(100)]  # would have the memory that was freed
         meet("changed")
         cases = [case.end() for case in cases]
-        tell({"cases": cases, "others": all(bool((other == 7).all()) for other in others)})
+        report({"cases": cases, "others": all(bool((other == 7).all()) for other in others)})
 """
 
 
 def ends(script: str, backend: str, place: Path, stall: Stall) -> Any:
-    """What the process tells that runs *script* after `CHILD`."""
+    """The result that a process reports which runs *script* after `CHILD`."""
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -166,10 +166,10 @@ def test_the_memory_of_a_request_stays(
     script = """
 run(2, [(direction, change, lent) for direction in ("read", "write") for change in CHANGES for lent in ("torch", "array")])
 """
-    told = ends(script, backend, stalling_directory, stall)
-    assert told["others"]
-    assert len(told["cases"]) == 2 * 2 * 6 * 2
-    for case in told["cases"]:
+    result = ends(script, backend, stalling_directory, stall)
+    assert result["others"]
+    assert len(result["cases"]) == 2 * 2 * 6 * 2
+    for case in result["cases"]:
         lost = case["direction"] == "read" and case["change"] == "shared"
         assert case["ended"] == ["BufferChangedError" if lost else "well"] * 2, case
         if case["direction"] == "write":
@@ -194,9 +194,9 @@ def test_where_torch_cannot_lend_memory_a_change_is_told(
 torch.UntypedStorage._swap_data_ptr_ = property()
 run(1, [(direction, change, "kept array") for direction in ("read", "write") for change in ("shared", "none")])
 """
-    told = ends(script, backend, stalling_directory, stall)
-    assert told["others"]
-    for case in told["cases"]:
+    result = ends(script, backend, stalling_directory, stall)
+    assert result["others"]
+    for case in result["cases"]:
         assert (
             case["ended"] == [{"shared": "BufferChangedError", "none": "well"}[case["change"]]] * 2
         ), case
@@ -214,7 +214,7 @@ meet("ready")
 door.read("data", tensor, after=[door.write("data", gate)])
 tensor.share_memory_()
 meet("changed")
-tell(outcome(engine.close))
+report(outcome(engine.close))
 """
     assert ends(script, backend, stalling_directory, stall) == "BufferChangedError"
 
@@ -245,6 +245,6 @@ with TensorStore(directory, config) as store:
         right.append(torch.equal(swapper.swap_in(name), pattern(seed).view(torch.uint8)))
         swapper.release(name, changed=False)
     swapper.close()
-    tell(right)
+    report(right)
 """
     assert ends(script, backend, stalling_directory, stall) == [True] * 3

@@ -43,9 +43,7 @@ def value(fill: int, nbytes: int = 40_000) -> np.ndarray:
 
 
 def test_a_drive_that_goes_away_in_the_middle(backend: str, drive: Drive) -> None:
-    """Its last flush is long past, and nobody answers for it any more: no write is done, no read
-    brings anything.
-    """
+    """The drive answers no request after its last flush: no write succeeds, no read returns bytes."""
     out = value(0)
     store = TensorStore(drive.place, AioConfig(backend=backend))
     for number in range(8):
@@ -79,7 +77,7 @@ def test_a_drive_that_goes_away_in_the_middle_of_training(drive: Drive) -> None:
 
 
 def test_a_filesystem_that_turns_read_only(backend: str, drive: Drive) -> None:
-    """As ext4 makes itself after an error: what is there is read, nothing more is written."""
+    """As ext4 does after an error: existing files are readable, and every write fails."""
     out = value(0)
     store = TensorStore(drive.place, AioConfig(backend=backend))
     for number in range(4):
@@ -127,8 +125,8 @@ def limited(mount_namespace: None, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
-    """Every write that it refuses is a NoSpaceError; what was there stays, and room that is given
-    back can be had again.
+    """Every write that it refuses is a NoSpaceError; existing values stay, and freed space is usable
+    again.
     """
     out = value(0, 2 << 20)
 
@@ -143,7 +141,7 @@ def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
         kept = fill(store)
         assert 4 <= kept < 63
         store.delete("0")
-        try:  # which copies what it writes over, and may have no room for that
+        try:  # the filesystem copies the blocks that it overwrites, and may have no space for that
             store.put("again", value(99, 2 << 20)).wait(PATIENCE)
         except NoSpaceError:
             pass

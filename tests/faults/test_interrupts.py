@@ -27,8 +27,8 @@ def pattern(number: int, version: int) -> torch.Tensor:
 
 
 class Values:
-    """A swapper with room for half of its values, and what these must be. One is created anew in
-    each step, and one is undone.
+    """A swapper with memory for half of its values, and their expected contents. One value is
+    created anew in each step, and one is undone.
     """
 
     def __init__(self, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is found on a drive after a loss of power at any moment: the old or the new, never a third;
+"""The contents of a drive after a loss of power at any moment: the old or the new, never a mixture;
 and the new once the change has returned.
 """
 

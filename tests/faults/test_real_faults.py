@@ -1,7 +1,7 @@
 """Faults that the kernel itself makes: drives that are full, broken or stuck, limits, what is
 forbidden, kills, forks, crowds; contents compared.
 
-What `tests/unit` shows of these is not repeated: a range that no drive has room for, the limit on a
+Faults that `tests/unit` tests are not repeated: a range that fits on no drive, the limit on a
 file's size where the file is there, a file cut between two reads, a filesystem without O_DIRECT,
 too few descriptors and asynchronous events, Ctrl-C in a wait, tickets and engines dropped, the end
 of the interpreter without a close.
@@ -74,7 +74,7 @@ def free_bytes(place: Path) -> int:
     return status.f_bfree * status.f_frsize
 
 
-# Interpreters of their own, for what a process can lose or forbid itself but once
+# Separate interpreters, for resources that a process can lose or forbid itself only once
 
 PROLOGUE = """
 import ctypes, os, resource, struct, sys
@@ -417,15 +417,15 @@ with Engine(AioConfig(backend="io_uring", block_size=4096, queue_depth=4, thread
             print(failure.errno, failure.done)
     stats = engine.stats()
     assert (stats.read.in_flight, stats.write.in_flight, stats.oldest) == (0, 0, None)
-    # Nobody stirs once there is nothing to do: a few looks, as the threads may only just be on their way to bed.
-    told = "restless"
+    # Idle threads do not wake up. Check several times, as they may only be about to sleep.
+    outcome = "restless"
     for _ in range(100):
         before = switches()
         select.poll().poll(50)
         if switches() == before:
-            told = "asleep"
+            outcome = "asleep"
             break
-    print(told)
+    print(outcome)
 """
 
 
@@ -466,7 +466,7 @@ class LoopDrive:
         fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
     def contents(self) -> Bytes:
-        """What has reached the drive, past every cache of its own."""
+        """The bytes that have reached the drive itself, past its caches."""
         return np.frombuffer(os.pread(self.memory, os.fstat(self.memory).st_size, 0), np.uint8)
 
     def close(self) -> None:
@@ -705,7 +705,7 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
                 assert_array_equal(numbers[:, 0] & 0xFFFFFFFF, place_of_page)
                 generations = (numbers[:, 0] >> 32).astype(np.int64)
                 assert generations.max() - generations.min() <= 1
-                # What was said to be written is.
+                # Every write that was reported complete is there.
                 for line in told:
                     if line.endswith("\n"):  # else the kill came in the midst of it
                         generation, part = map(int, line.split())
@@ -782,7 +782,7 @@ def held():
     queues = open("/proc/self/maps").read().count("[aio]")
     return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), queues
 
-with ThreadPoolExecutor(8) as pool:  # the kernel takes its time to end a libaio queue, though not for many at once
+with ThreadPoolExecutor(8) as pool:  # ending a libaio queue is slow, but many end concurrently
     for _ in range(6):
         list(pool.map(use, range(count // 6)))
         print(*held())
@@ -818,8 +818,8 @@ def test_eight_threads_read_and_write_shared_and_own_files(
     ):
 
         def work(number: int) -> Bytes:
-            """Writes into its share of one file, whose ends lie in pages of its neighbours, and
-            into a file of its own; reads all that back, and a third.
+            """Writes into its share of one file, which shares pages with its neighbours', and into
+            a separate file; reads both back, and a third file.
             """
             choose = random.Random(number)
             generator = np.random.default_rng(number)

@@ -72,7 +72,7 @@ NUMBERS = CALLS.get(platform.machine(), {})
 NATIVE_AIO = {"io_setup", "io_submit", "io_getevents"}
 ERRORS = [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.slow)]
 
-# Reads requests, a line of JSON each, and answers each by a line from a child of its own.
+# Reads requests, a line of JSON each, and answers each by a line from a new child.
 SERVER = """
 import contextlib, ctypes, errno, json, logging, os, signal, struct, sys
 import torch

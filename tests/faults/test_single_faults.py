@@ -1,7 +1,7 @@
-"""Whatever single fault a file has when it is read: it is refused with a typed error, or what is
-read is what was saved.
+"""A file with any single fault is refused with a typed error, or read with the contents that were
+saved.
 
-A fault in a byte that means nothing, such as a space in JSON, is none: what is read is the same.
+The latter happens where the byte means nothing, such as a space in JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ sys.path.append(str(Path(__file__).parent))
 import damage
 
 ROOT = Path(__file__).parents[2]
-# of each kind of file, with those of tests/zero3/test_checkpoint_faults.py 10,000
+# faults in each kind of file; 10,000 including tests/zero3/test_checkpoint_faults.py
 FEW, MANY = 150, 2500
-Check = Callable[[], bool]  # raises what a reader does; whether it was told nothing of a fault
+Check = Callable[[], bool]  # raises the reader's error; True if the reader reported no fault
 
 
 def campaign(files: dict[Path, Any], check: Check, count: int, seed: int) -> Counter[str]:

@@ -71,7 +71,7 @@ def failing(
 
 
 def transfers_of(run: Callable[[TensorStore], object], paths: list[Path]) -> int:
-    """How many transfers *run* takes where nothing fails: the first whose failure nobody feels."""
+    """The number of transfers in *run* without faults: the first transfer whose fault has no effect."""
 
     def feels(number: int) -> bool:
         try:
@@ -170,7 +170,7 @@ def test_a_failure_that_nobody_heard_is_raised_at_the_end(paths: list[Path]) -> 
         TensorStore(paths, engine=engine) as store,
     ):
         store.put("a", bytes(ODD))
-        store.delete("a")  # nobody needs it any more
+        store.delete("a")  # its bytes are no longer needed
 
 
 def test_a_failed_get_can_be_asked_for_again(paths: list[Path], random_bytes: RandomBytes) -> None:
@@ -214,7 +214,7 @@ def test_a_full_drive_is_known_before_a_byte_is_written(
             with pytest.raises(NoSpaceError, match="are missing") as caught:
                 fill()
             assert place in str(caught.value)
-            # what ext4 keeps for itself is nobody's: it names less than the bytes that are missing
+            # ext4 reserves some space: the message names less than the bytes that are missing
             named = re.search(r"and (\d+) (bytes|KiB) outside; (\d+) bytes are", str(caught.value))
             assert named is not None, caught.value
             assert int(named[1]) * (1024 if named[2] == "KiB" else 1) < int(named[3])
@@ -222,7 +222,7 @@ def test_a_full_drive_is_known_before_a_byte_is_written(
             assert sorted(store.names()) == sorted(values)
             with pytest.raises(NoSpaceError):
                 store.put("0", random_bytes(700_000))
-            for name in ("1", "3"):  # two holes, neither large enough by itself
+            for name in ("1", "3"):  # two holes, neither large enough alone
                 store.delete(name)
                 del values[name]
             values["large"] = random_bytes(950_000)

@@ -1,5 +1,5 @@
-"""A drive that fails under the swapper: the caller is told, once and where it matters; nothing is
-lost, and work goes on when the drive does.
+"""A drive that fails under the swapper: the caller gets the error once, where it matters; no value
+is lost, and work continues when the drive does.
 """
 
 from __future__ import annotations

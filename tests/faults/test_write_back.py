@@ -1,5 +1,5 @@
-"""No write is done that is only in the page cache: what the drive below does not take is an error
-of the write, or of nobody's.
+"""No write completes while its bytes are only in the page cache: a write that the drive refuses
+raises its error.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_small_tensors_on_a_volume_that_cannot_keep_them(thin: Path, direct: boo
                 store.put(str(number), data).wait()
                 kept[str(number)] = data.tobytes()
             except OffloadError as error:
-                assert isinstance(error, IOFailure)  # noqa: PT017 - what is refused is refused so
+                assert isinstance(error, IOFailure)  # noqa: PT017 - a refusal has this class
                 refused += 1
                 if refused == 50:
                     break
@@ -207,7 +207,7 @@ def test_a_padded_end_is_whole_whatever_a_drive_claims_of_it(cut: int, tmp_path:
     ):
         for _ in range(2):
             for name, value in values.items():
-                value += 1  # what lay there before would be noticed
+                value += 1  # stale bytes would be noticed
                 store.put(name, value).wait()
             for name, value in values.items():
                 out = np.zeros_like(value)

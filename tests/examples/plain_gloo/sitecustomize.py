@@ -8,8 +8,8 @@ and spins.
 import os
 import sys
 
-# Not in the launchers, which need no DeepSpeed for this, and not where py-cpuinfo asks itself in a
-# process of its own, whose output DeepSpeed's would spoil.
+# Not in the launchers, which do not need DeepSpeed, and not in the subprocess of py-cpuinfo, whose
+# output DeepSpeed's would corrupt.
 if "RANK" in os.environ and not any("cpuinfo" in word for word in sys.orig_argv):
     import deepspeed.ops
 
