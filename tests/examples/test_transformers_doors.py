@@ -112,9 +112,10 @@ def assert_accelerate_trains(place, *, ranks, accelerator):
     assert min(moved(ended.said)) > 0
 
 
-def test_accelerate_launch(place):
-    # Of one process: without a GPU, Accelerate takes each of several for the only one.
-    assert_accelerate_trains(place, ranks=1, accelerator="cpu")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_accelerate_launch(place, ranks):
+    """Processes on the CPU: see `plain_gloo`."""
+    assert_accelerate_trains(place, ranks=ranks, accelerator="cpu")
 
 
 @pytest.mark.slow

@@ -28,3 +28,10 @@ if "RANK" in os.environ and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         self.fsdp_plugin = FullyShardedDataParallelPlugin()
 
     accelerate.accelerator.AcceleratorState.__init__ = make
+
+# Without a GPU, Accelerate takes each of several ranks of DeepSpeed for the only one.
+if "RANK" in os.environ and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
