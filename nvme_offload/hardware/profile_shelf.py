@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -92,22 +91,21 @@ def find(path: str | os.PathLike[str]) -> Profile:
 
 
 def chosen(path: str | os.PathLike[str]) -> Setting:
-    """The setting that the sweep chose for the drive of *path*. Logs a warning once if the evidence for
-    it is not good. Raises: as `find`.
+    """The setting that the sweep chose for the drive of *path*. Logs a warning, once for each drive, if
+    the evidence for it is poor. Raises: as `find`.
     """
     profile = find(path)
-    found = grade(profile)
-    if found.name != "good":
-        _warn_of_evidence(profile.drive["path"], profile.created[:10], str(found))
+    key = profile.drive["identity"], profile.created
+    if key not in _warned and grade(profile).name == "poor":
+        _warned.add(key)
+        _log.warning(
+            "the settings for %s are from a sweep of its drive on %s that had little evidence: run `nvme-sweep %s`, which takes a minute",
+            *(path, profile.created[:10], shlex.quote(os.fspath(path))),
+        )
     return profile.chosen
 
 
-@functools.cache
-def _warn_of_evidence(path: str, date: str, found: str) -> None:
-    _log.warning(
-        "the profile of the drive of %s, of %s, has little evidence: %s; run nvme-sweep again",
-        *(path, date, found),
-    )
+_warned: set[tuple[str, str]] = set()  # drives and dates of their profiles
 
 
 def swept_elsewhere(path: str | os.PathLike[str]) -> Profile | None:

@@ -487,13 +487,14 @@ def _check_directory(path: str) -> None:
         raise UsageError(
             f"{path} {what}, and is not created: mount the drive, or create the directory on it with mkdir -p, or correct the path"
         )
-    _check_profile(path)
     _check_place(path)
 
 
 @functools.cache
 def _check_place(path: str) -> None:
-    """Warn, once, if *path* is in memory or on the root filesystem."""
+    """Warn, once, if *path* is in memory or, probably, on another drive than the user means: it is not
+    the drive that was swept there, or it is the root filesystem.
+    """
     drive = describe(path)
     if drive.is_memory:
         _log.warning(
@@ -501,26 +502,23 @@ def _check_place(path: str) -> None:
             path,
             drive.filesystem,
         )
-    elif Path(path).stat().st_dev == Path("/").stat().st_dev:
-        _log.warning(
-            "%s is on the root filesystem: check that the drive is mounted, unless the states should go there",
-            path,
-        )
-
-
-@functools.cache
-def _check_profile(path: str) -> None:
-    """Warn, once, if *path* is on another drive than at its sweep: its drive is probably not
-    mounted.
-    """
+        return
+    swept_here = False
     with contextlib.suppress(OffloadError, OSError):
-        swept, drive = profile_shelf.swept_elsewhere(path), describe(path)
+        swept = profile_shelf.swept_elsewhere(path)
         if swept is not None:
             was = " ".join(filter(None, (swept.drive["model"], swept.drive["device"])))
             _log.warning(
                 "%s is on %s, and nvme-sweep measured it on %s: mount that drive, or run `nvme-sweep %s` for this one, which has no tuned settings",
                 *(path, drive.device, was, path),
             )
+            return
+        swept_here = Path(drive.path).is_relative_to(profile_shelf.find(path).drive["path"])
+    if not swept_here and Path(path).stat().st_dev == Path("/").stat().st_dev:
+        _log.warning(
+            "%s is on the root filesystem: check that its drive is mounted. If the states should go there, run `nvme-sweep %s`, which ends this warning",
+            *(path, path),
+        )
 
 
 def _close(resources: contextlib.ExitStack) -> None:

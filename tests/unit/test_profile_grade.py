@@ -183,26 +183,28 @@ def test_a_file_says_its_grade_and_is_not_believed_when_it_is_read() -> None:
 @pytest.fixture(autouse=True)
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    profile_shelf._warn_of_evidence.cache_clear()
+    profile_shelf._warned.clear()
     return tmp_path / "config/nvme-offload"
 
 
-def test_for_path_says_when_the_evidence_is_little(
+def test_for_path_warns_of_poor_evidence_and_names_the_callers_directory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    swept, used = tmp_path / "swept", tmp_path / "used"
+    swept.mkdir()
+    used.mkdir()
     with caplog.at_level(logging.WARNING):
-        profile_shelf.keep(profile(tmp_path))
-        assert AioConfig.for_path(tmp_path) == AioConfig.of(CHOSEN)
+        for rounds in (4, 3):  # good, and weak, which is enough for settings
+            profile_shelf.keep(profile(swept, trials=evidence(rounds=rounds)))
+            assert AioConfig.for_path(used) == AioConfig.of(CHOSEN)
         assert caplog.messages == []
-        profile_shelf.keep(profile(tmp_path, trials=evidence(rounds=3)))
-        for _ in range(2):  # it is logged once
-            assert AioConfig.for_path(tmp_path) == AioConfig.of(CHOSEN)
-    (said,) = caplog.messages
-    assert said == (
-        f"the profile of the drive of {tmp_path}, of 2026-01-02, has little evidence: "
-        "weak (write: 1 of 2 final trials of at least 0.5 s; "
-        "mixed: 3 of 4 final trials of at least 0.5 s); run nvme-sweep again"
-    )
+        profile_shelf.keep(profile(swept, trials=evidence(rounds=1)))
+        for path in (used, used, swept):  # logged once for a drive
+            assert AioConfig.for_path(path) == AioConfig.of(CHOSEN)
+    assert caplog.messages == [
+        f"the settings for {used} are from a sweep of its drive on 2026-01-02 that had little "
+        f"evidence: run `nvme-sweep {used}`, which takes a minute"
+    ]
 
 
 def test_what_has_more_evidence_is_found_before_it_is_replaced(tmp_path: Path, shelf: Path) -> None:

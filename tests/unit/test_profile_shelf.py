@@ -91,6 +91,22 @@ def test_a_later_profile_takes_the_earlier_ones_place(tmp_path: Path, shelf: Pat
     assert len(list(shelf.iterdir())) == 1
 
 
+def test_a_directory_on_the_root_filesystem_is_named_until_it_is_swept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if tmp_path.stat().st_dev != Path("/").stat().st_dev:
+        pytest.skip("the directory of the tests is not on the root filesystem")
+    swept, other = tmp_path / "swept", tmp_path / "other"
+    (swept / "below").mkdir(parents=True)
+    other.mkdir()
+    profile_shelf.keep(profile_of(swept))
+    for path in (swept, swept / "below", other):
+        Tier([str(path)], AioConfig(backend="posix")).close()
+    warned = [line for line in caplog.messages if "is on the root filesystem" in line]
+    assert [line.partition(" ")[0] for line in warned] == [str(other)]
+    assert f"run `nvme-sweep {other}`" in warned[0]
+
+
 def test_another_engines_profile_is_kept_apart(tmp_path: Path, shelf: Path) -> None:
     profile_shelf.keep(
         profile_of(tmp_path, dataclasses.replace(SETTING, queue_depth=8), engine="deepspeed")
@@ -192,7 +208,9 @@ def test_a_path_that_was_swept_on_another_drive_is_told_of_once(
                 [str(directory)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20
             ).close()
         return [
-            record.getMessage() for record in caplog.records if "nvme-sweep" in record.getMessage()
+            line
+            for line in caplog.messages
+            if "nvme-sweep measured" in line or "root filesystem" in line
         ]
 
     for directory in (swept, swept / "job"):
@@ -200,7 +218,7 @@ def test_a_path_that_was_swept_on_another_drive_is_told_of_once(
             f"{directory} is on {ours.device}, and nvme-sweep measured it on SOLIDIGM D7 /dev/nvme9n1: mount that drive, or run `nvme-sweep {directory}` "
             "for this one, which has no tuned settings"
         ]
-    assert tell(tmp_path / "elsewhere") == []
+    assert not any("measured" in line for line in tell(tmp_path / "elsewhere"))
     profile_shelf.keep(profile_of(swept))  # the existing profile
     (swept / "job2").mkdir()
     assert tell(swept / "job2") == []
