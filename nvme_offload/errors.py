@@ -27,6 +27,25 @@ class OutOfHostMemoryError(UsageError):
     """
 
 
+class TooLittleMemoryError(UsageError):
+    """A budget of host memory is too small.
+
+    Attributes
+    ----------
+    reason : str
+        What does not fit.
+    enough_bytes : int
+        A budget that suffices.
+    """
+
+    def __init__(self, reason: str, enough_bytes: int) -> None:
+        self.reason = reason
+        self.enough_bytes = enough_bytes
+        super().__init__(
+            f"{reason}: allow at least {enough_bytes} bytes ({format_bytes(enough_bytes)})"
+        )
+
+
 class InvariantError(OffloadError, RuntimeError):
     """A state that must not exist was found: a fault of this package. Also a `RuntimeError`.
 

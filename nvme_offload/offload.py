@@ -10,8 +10,9 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from .errors import UsageError
-from .swap.tier import Tier, automatic_bytes, engine_config, memory_size
+from .errors import TooLittleMemoryError, UsageError
+from .sizes import enough_with_later, kept_for_later
+from .swap.tier import Share, SharedMemory, Tier, automatic_bytes, engine_config, memory_size
 from .units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,15 +24,13 @@ if TYPE_CHECKING:
     from .optim import NVMeOptimizer
     from .parameters.streamer import Streamer
 
-# A part of a training takes this share of the host memory that is left, if it needs so much.
-_SHARE = 3 / 4
-
 
 class Offload:
     """Drives, and a budget of host memory, for parameters, optimizer states and activations.
 
-    Each part gets a share of the budget when it is made, so make them in the order of the bytes
-    that they move: parameters, then the optimizer, then activations.
+    The parts share one budget, and each takes as much of it as it needs. Those that are made first
+    are served first, so make them in the order of the bytes that they move: parameters, then the
+    optimizer, then activations.
 
     Parameters
     ----------
@@ -50,8 +49,8 @@ class Offload:
 
     Notes
     -----
-    Lifetime: memory and drive space are freed by `close`. The share of a part is freed also when the
-    model, the optimizer or the context is gone.
+    Lifetime: memory and drive space are freed by `close`. Those of a part are freed also when the
+    optimizer or the context is closed, or when it or the model is gone.
     """
 
     def __init__(
@@ -66,10 +65,9 @@ class Offload:
             raise UsageError("Offload needs at least one path")
         self._paths = [os.fspath(path) for path in given]
         memory = _size(host_memory, "host_memory")
-        self._memory_bytes = automatic_bytes() if memory == "auto" else memory
+        self._memory = SharedMemory(automatic_bytes() if memory == "auto" else memory)
         self._aio = engine_config(self._paths[0]) if aio is None else aio
         self._parts = ExitStack()
-        self._shares: list[tuple[weakref.ref[Any], int]] = []
         # The parameters of a model hold its streamer.
         self._streamers: weakref.WeakKeyDictionary[torch.nn.Module, Streamer] = (
             weakref.WeakKeyDictionary()
@@ -104,8 +102,8 @@ class Offload:
             is, the fewer parameters are copied. "auto" starts with a few hundred megabytes, and takes
             more if forward and backward passes leave it free.
         host_memory
-            The part of the budget for these parameters. "auto" takes as much as they need, but at
-            most three quarters of the rest if any can be trained.
+            The part of the budget for these parameters. "auto" takes as much as they need. If any can
+            be trained, it leaves a quarter of the rest, but at most 2 GiB, to parts made later.
 
         Raises
         ------
@@ -118,22 +116,27 @@ class Offload:
         IOFailure
             A path cannot be used.
         """
-        from .parameters.setup import stream, streamed_bytes
+        from .parameters.setup import check, stream
         from .parameters.weights import SavedWeights
 
         target = _indexed(device)
         limit = _size(gpu_memory, "gpu_memory")
-        needed, trains = streamed_bytes(model, has_values=weights is None)
-        cap = self._share(host_memory, needed, everything=not trains)
-        tier = Tier(self._paths, self._aio, host_memory=cap)
+        later = (
+            2 if check(model, has_values=weights is None) else 0
+        )  # an optimizer, and activations
+        share = self._share(host_memory, later, grows=False)
+        tier = Tier(self._paths, self._aio, host_memory=share)
         try:
             with SavedWeights(weights) if weights is not None else nullcontext() as saved:
                 streamer = stream(model, tier, target, None if limit == "auto" else limit, saved)
+        except TooLittleMemoryError as error:
+            tier.close()
+            raise self._too_little(error, host_memory, later) from error
         except BaseException:
             tier.close()
             raise
         self._streamers[model] = streamer
-        self._take(cap, streamer, tier.close)
+        self._parts.callback(_weakly(tier.close))
 
     def save(self, path: StrPath, model: torch.nn.Module | None = None) -> None:
         """Write the weights of a model to a directory, in files of safetensors.
@@ -184,7 +187,8 @@ class Offload:
         optimizer_class
             By default `torch.optim.AdamW`.
         host_memory
-            The part of the budget for states. "auto" takes three quarters of the rest.
+            The part of the budget for states. "auto" takes as much as they need, and leaves an eighth
+            of the rest, but at most 1 GiB, to activations.
         **settings
             Further arguments of `NVMeOptimizer`, and of *optimizer_class*.
 
@@ -202,16 +206,18 @@ class Offload:
 
         from .optim import NVMeOptimizer
 
-        cap = self._share(host_memory)
-        made = NVMeOptimizer(
-            params,
-            optimizer_class or torch.optim.AdamW,
-            paths=self._paths,
-            host_memory=cap,
-            aio=self._aio,
-            **settings,
-        )
-        self._take(cap, made, made.close)
+        try:
+            made = NVMeOptimizer(
+                params,
+                optimizer_class or torch.optim.AdamW,
+                paths=self._paths,
+                host_memory=self._share(host_memory, later=1),
+                aio=self._aio,
+                **settings,
+            )
+        except TooLittleMemoryError as error:
+            raise self._too_little(error, host_memory, 1) from error
+        self._parts.callback(_weakly(made.close))
         return made
 
     def activations(
@@ -227,7 +233,8 @@ class Offload:
         min_bytes
             Smaller tensors stay on their device.
         host_memory
-            The part of the budget for activations. "auto" takes three quarters of the rest.
+            The part of the budget for activations. "auto" takes as much as they need of what the
+            other parts do not use.
 
         Returns
         -------
@@ -241,9 +248,8 @@ class Offload:
         """
         from .activations import save_on_nvme
 
-        cap = self._share(host_memory)
-        made = save_on_nvme(self._paths, min_bytes, cap, aio=self._aio)
-        self._take(cap, made, made.close)
+        made = save_on_nvme(self._paths, min_bytes, self._share(host_memory), aio=self._aio)
+        self._parts.callback(_weakly(made.close))
         return made
 
     def close(self) -> None:
@@ -256,33 +262,41 @@ class Offload:
         raise UsageError("Offload cannot be pickled or copied: make one in each process")
 
     def __repr__(self) -> str:
-        return f"<Offload {', '.join(self._paths)}: {format_bytes(self._left_bytes)} of host memory left>"
+        return f"<Offload {', '.join(self._paths)}: {format_bytes(self._memory.left_bytes())} of host memory left>"
 
-    def _share(self, wanted: object, needed: int | None = None, *, everything: bool = False) -> int:
-        """The bytes of the budget for a part that has *wanted* so many, or "auto", and can use the
-        *needed* ones. Raises: UsageError.
+    def _share(self, wanted: object, later: int = 0, *, grows: bool = True) -> Share:
+        """The share of a part that is to have *wanted* bytes, or if that is "auto" as many as it needs;
+        *later* parts may follow. *grows*: it may need more than at first. Raises: UsageError.
         """
         asked = _size(wanted, "host_memory")
-        if self._shares:
+        left = self._memory.left_bytes()
+        if left < self._memory.nbytes:
             gc.collect()  # a model that the program has dropped holds its streamer in a cycle
-        most = self._left_bytes if everything else int(self._left_bytes * _SHARE)
-        share = asked if asked != "auto" else most if needed is None else min(needed, most)
-        if share > self._left_bytes:
+            left = self._memory.left_bytes()
+        if asked == "auto":
+            most = max(left - kept_for_later(left, later), 1)
+            return Share(self._memory, most, min(most, kept_for_later(left, 1)) if grows else 0)
+        if asked > left:
             raise UsageError(
-                f"host_memory of {format_bytes(share)} is more than the {format_bytes(self._left_bytes)} that Offload has left: "
+                f"host_memory of {format_bytes(asked)} is more than the {format_bytes(left)} that Offload has left: "
                 "give Offload more, or this part less"
             )
-        return max(share, 1)
+        return Share(self._memory, asked, asked)
 
-    @property
-    def _left_bytes(self) -> int:
-        """The bytes of the budget that no part has."""
-        self._shares = [share for share in self._shares if share[0]() is not None]
-        return self._memory_bytes - sum(nbytes for _, nbytes in self._shares)
-
-    def _take(self, nbytes: int, part: object, close: Callable[[], Any]) -> None:
-        self._shares.append((weakref.ref(part), nbytes))
-        self._parts.callback(_weakly(close))
+    def _too_little(self, error: TooLittleMemoryError, wanted: object, later: int) -> UsageError:
+        """The *error* of a part that was to have *wanted* bytes, with the number to change."""
+        enough = error.enough_bytes
+        if wanted == "auto":
+            enough = self._memory.needed_bytes + enough_with_later(enough, later)
+            return UsageError(
+                f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by host_memory of Offload"
+            )
+        left = self._memory.left_bytes()
+        whole = self._memory.nbytes - left + enough
+        return UsageError(
+            f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by its argument host_memory"
+            f"{f', and {whole} bytes by host_memory of Offload' if enough > left else ''}"
+        )
 
 
 def _weakly(close: Callable[[], Any]) -> Callable[[], Any]:

@@ -32,6 +32,10 @@ _SLACK_BYTES = 1 << 16
 # Parameters that stream are copied in buckets of this size, into so many places on a GPU at least.
 STREAMED_BUCKET_BYTES = 256 << 20
 STREAMED_SLOTS = 4
+# Of the host memory that `Offload` has left, a part that takes as much as it needs leaves one part in so
+# many to each part that may follow, and at most so many bytes.
+LATER_PARTS = 8
+LATER_BYTES = 1 << 30
 # The smallest share of a budget that values take which stay in memory, apart from space for a few of the
 # other values.
 _HELD_SHARE, _PASSING = 0.95, 6
@@ -43,6 +47,22 @@ def bucket_elements(cap_bytes: int, value_bytes: float, scratch_bytes: float) ->
     """
     largest = min(LARGEST_BUCKET_BYTES, cap_bytes // IN_MEMORY)
     return largest / max(value_bytes, scratch_bytes / 2, 1.0)
+
+
+def kept_for_later(left_bytes: int, parts: int) -> int:
+    """The bytes that a part of `Offload` leaves to *parts* which may follow, if *left_bytes* are left."""
+    return parts * min(left_bytes // LATER_PARTS, LATER_BYTES)
+
+
+def enough_with_later(needed_bytes: int, parts: int) -> int:
+    """The bytes of which a part may take *needed_bytes* and leave `kept_for_later` the rest. Also
+    enough for an optimizer, if *parts* follow.
+    """
+    share = -(-needed_bytes * LATER_PARTS // (LATER_PARTS - parts))
+    return max(
+        min(needed_bytes + parts * LATER_BYTES, share),
+        needed_bytes + parts * LEAST_BUDGET_BYTES // 2,
+    )
 
 
 def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:

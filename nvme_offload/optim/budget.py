@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ..errors import TooLittleMemoryError
 from ..optimizer_states.traits import UNIT
 from ..sizes import SCRATCH_PARTS, bucket_elements
 from ..units import format_bytes
@@ -86,9 +86,10 @@ class Budget:
         ):
             raise DividedOtherwiseError
         if largest + max(aside, kept) > self.cap_bytes:
-            raise UsageError(
+            raise TooLittleMemoryError(
                 f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bucket of states, {format_bytes(largest)}, and "
-                f"{format_bytes(max(aside, kept))} of scratch: allow at least {largest + max(aside, kept)} bytes ({format_bytes(largest + max(aside, kept))})"
+                f"{format_bytes(max(aside, kept))} of scratch",
+                largest + max(aside, kept),
             )
         self.values_bytes, self._divided = self.cap_bytes - kept, self._divided or bool(values)
         return sum(_rounded(value) for value in values) + _PAGE

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
 import torch
 
-from ..errors import UnsupportedError, UsageError
-from ..sizes import STREAMED_SLOTS
+from ..errors import TooLittleMemoryError, UnsupportedError, UsageError
+from ..sizes import IN_MEMORY, STREAMED_SLOTS
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import idle
@@ -23,6 +22,7 @@ DIVISION = Division()
 POISON = False
 
 _PAGE_BYTES = 4096
+_HALVINGS = 24  # of the size of a bucket, from 256 MB to a few bytes
 _serials = itertools.count()
 
 
@@ -35,25 +35,25 @@ def stream(
 ) -> Streamer:
     """Stream the parameters of *model* from *tier* to *device*. *gpu_memory*: the most that may be
     used there for parameters; None for the memory that forward and backward passes leave free.
-    *saved*: the values to use in place of the model's. Call `streamed_bytes` first. Raises: UsageError, UnsupportedError,
-    NoSpaceError; the model is not changed then.
+    *saved*: the values to use in place of the model's. Call `check` first. Raises: UsageError,
+    UnsupportedError, NoSpaceError; the model is not changed then.
     """
     names = {} if saved is None else saved.names_of(model)
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if saved is None else saved.read(names[tensor])
 
-    division = _division(model, tier, gpu_memory)
-    buckets, stays = divide(model, division, f"parameters{next(_serials)}")
-    each = max((bucket.nbytes for bucket in buckets), default=0)
-    stays_bytes = sum(one.numel() * one.element_size() for one in stays)
-    count = min(_slot_count(gpu_memory, stays_bytes, each), len(buckets))
-    _make_room(tier, buckets, each)
+    division = _divide(model, tier.cap_bytes, gpu_memory)
+    tier.require_memory(division.nbytes)
+    tier.require_space(max(division.nbytes - tier.cap_bytes, 0))
+    tier.require(division.nbytes)
     idle.refuse_in_transforms()
     grows = gpu_memory is None and device.type == "cuda"
-    slots = Slots(device, count, each)
-    streamer = Streamer(model, tier, device, buckets, slots, values_of, grows=grows, poison=POISON)
-    for parameter in stays:
+    slots = Slots(device, division.slot_count(gpu_memory), division.largest)
+    streamer = Streamer(
+        model, tier, device, division.buckets, slots, values_of, grows=grows, poison=POISON
+    )
+    for parameter in division.stays:
         put_data(parameter, values_of(parameter).to(device, parameter.dtype))
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
@@ -66,27 +66,72 @@ def stream(
     return streamer
 
 
-def _division(model: torch.nn.Module, tier: Tier, gpu_memory: int | None) -> Division:
-    """`DIVISION`, with buckets so small that a few of them fit in *gpu_memory*, and in *tier*'s host
-    memory if that does not hold the whole model.
+class _Divided:
+    """The *buckets* of a model, and the parameters that stay on the device.
+
+    Attributes: *largest*, the bytes of the largest bucket; *nbytes*, of all buckets in host memory;
+    *stays_bytes*; *least_device_bytes*, of the device's memory with the fewest slots.
     """
-    limits = [DIVISION.bucket_bytes]
-    if sum(one.nbytes for one in model.parameters()) > tier.cap_bytes:
-        limits.append(tier.cap_bytes // STREAMED_SLOTS)
-    if gpu_memory is not None:
-        limits.append(gpu_memory // (2 * STREAMED_SLOTS))  # half is for those that stay
-    return dataclasses.replace(DIVISION, bucket_bytes=min(limits))
+
+    def __init__(self, buckets: list[Bucket], stays: list[torch.nn.Parameter]) -> None:
+        self.buckets = buckets
+        self.stays = stays
+        self.largest = max((bucket.nbytes for bucket in buckets), default=0)
+        self.nbytes = sum(-(-bucket.nbytes // _PAGE_BYTES) * _PAGE_BYTES for bucket in buckets)
+        self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
+        fewest = min(STREAMED_SLOTS, len(buckets))
+        self.least_device_bytes = self.stays_bytes + fewest * self.largest
+
+    def is_comfortable(self, host_memory: int, gpu_memory: int | None) -> bool:
+        """Whether most of either memory is left for buckets that stay there, unless all do."""
+        return (self.nbytes <= host_memory or IN_MEMORY * self.largest <= host_memory) and (
+            gpu_memory is None
+            or self.stays_bytes + min(2 * STREAMED_SLOTS, len(self.buckets)) * self.largest
+            <= gpu_memory
+        )
+
+    def slot_count(self, gpu_memory: int | None) -> int:
+        """The number of slots in *gpu_memory*."""
+        count = STREAMED_SLOTS
+        if gpu_memory is not None and self.largest:
+            count = (gpu_memory - self.stays_bytes) // self.largest
+        return min(count, len(self.buckets))
 
 
-def streamed_bytes(model: torch.nn.Module, *, has_values: bool) -> tuple[int, bool]:
-    """The bytes in host memory of the parameters of *model* that would stream, and whether it has
-    trainable parameters. Raises: UsageError, UnsupportedError. *has_values*: it must have values.
+def _divide(model: torch.nn.Module, host_memory: int, gpu_memory: int | None) -> _Divided:
+    """Divide *model* into the largest buckets of which both memories hold several, or at least the
+    buckets in use. Raises: UsageError, which names the bytes that suffice.
+    """
+    prefix = f"parameters{next(_serials)}"
+    tried: list[_Divided] = []
+    for halvings in range(_HALVINGS):
+        size = DIVISION.bucket_bytes >> halvings
+        division = dataclasses.replace(DIVISION, bucket_bytes=size)
+        tried.append(_Divided(*divide(model, division, prefix)))
+        if tried[-1].is_comfortable(host_memory, gpu_memory):
+            return tried[-1]
+    held = [one for one in tried if one.largest <= host_memory]
+    if not held:
+        raise TooLittleMemoryError(
+            f"host_memory of {format_bytes(host_memory)} cannot hold the largest parameter",
+            min(one.largest for one in tried),
+        )
+    fitting = [one for one in held if gpu_memory is None or one.least_device_bytes <= gpu_memory]
+    if not fitting:
+        enough = min(one.least_device_bytes for one in held)
+        raise UsageError(
+            f"gpu_memory of {format_bytes(gpu_memory or 0)} is too little for the parameters in use: allow at least {enough} bytes"
+        )
+    return min(fitting, key=lambda one: one.largest)
+
+
+def check(model: torch.nn.Module, *, has_values: bool) -> bool:
+    """Check that *model* can stream; return whether it has trainable parameters. *has_values*: it
+    must have values. Raises: UsageError, UnsupportedError.
     """
     _check_model(model, has_values=has_values)
-    buckets, _ = divide(model, DIVISION, "")
-    # a page more for each, since the pool is divided in pages
-    nbytes = sum(bucket.nbytes + 2 * _PAGE_BYTES for bucket in buckets)
-    return nbytes, any(one.requires_grad for one in model.parameters())
+    divide(model, DIVISION, "")
+    return any(one.requires_grad for one in model.parameters())
 
 
 def _check_model(model: torch.nn.Module, *, has_values: bool) -> None:
@@ -123,26 +168,3 @@ def _check_memory(model: torch.nn.Module) -> None:
             raise UnsupportedError(
                 f"parameters {one} and {other} share memory: assign one Parameter to both modules, which ties them"
             )
-
-
-def _slot_count(gpu_memory: int | None, stays_bytes: int, each: int) -> int:
-    if gpu_memory is None:
-        return STREAMED_SLOTS
-    count = (gpu_memory - stays_bytes) // each if each else 0
-    if count < STREAMED_SLOTS and each:
-        raise UsageError(
-            f"gpu_memory of {format_bytes(gpu_memory)} is too little for the parameters in use: allow at least {stays_bytes + STREAMED_SLOTS * each} bytes"
-        )
-    return count
-
-
-def _make_room(tier: Tier, buckets: Sequence[Bucket], largest: int) -> None:
-    total = sum(bucket.nbytes for bucket in buckets)
-    if largest > tier.cap_bytes:
-        raise UsageError(
-            f"host_memory of {format_bytes(tier.cap_bytes)} cannot hold the largest parameter: allow at least {largest} bytes, "
-            "by the argument host_memory of offload.parameters"
-        )
-    tier.require_memory(total)
-    tier.require_space(max(total - tier.cap_bytes, 0))
-    tier.require(total)

@@ -25,6 +25,7 @@ from ..sizes import (
     STREAMED_SLOTS,
     Footprint,
     bucket_elements,
+    kept_for_later,
     overflow,
 )
 from . import traffic
@@ -42,8 +43,6 @@ _PLACES = 3  # buckets of `NVMeOptimizer`, or sub-groups of ZeRO-3, on a GPU at 
 # Scratch bytes of an element during its update: the widened gradient, copies and new states; on CPUs
 # also for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and bfloat16.
 _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 16, "compact24": 16}
-# Of the budget of `Offload`, for parameters at most.
-_PARAMETERS_SHARE = 3 / 4
 _PACKING_BYTES = {"exact": 0, "split": 0, "compact": 16, "compact24": 16}
 
 Place = Literal["gpu", "host", "drive"]
@@ -400,7 +399,7 @@ def beside_budget(strategy: Strategy, model: Model, world: World, budget: int) -
 def parameters_budget(model: Model, budget: int) -> int:
     """The part of the budget of `Offload` for parameters that stream."""
     needed = int(WEIGHT_BYTES * model.parameters * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
-    return min(needed, int(budget * _PARAMETERS_SHARE))
+    return min(needed, budget - kept_for_later(budget, 2))
 
 
 def _values_budget(strategy: Strategy, budget: int) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -32,6 +33,48 @@ _LEAST_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
+class SharedMemory:
+    """*nbytes* of host memory that several tiers share. A tier may use all that the other tiers do
+    not claim.
+
+    Attributes: *lock*, held while a tier grows.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.lock = threading.RLock()
+        self._tiers: weakref.WeakSet[Tier] = weakref.WeakSet()
+
+    def add(self, tier: Tier) -> None:
+        """Let *tier* use this memory, until it is closed."""
+        self._tiers.add(tier)
+
+    def left_bytes(self, besides: Tier | None = None) -> int:
+        """The bytes that no tier claims, *besides* not counted."""
+        claimed = sum(tier.claimed_bytes for tier in list(self._tiers) if tier is not besides)
+        return max(self.nbytes - claimed, 0)  # every tier claims whole pages
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes in which no tier would use a drive."""
+        return sum(max(tier.claimed_bytes, tier.needed_bytes) for tier in list(self._tiers))
+
+
+class Share(int):
+    """The most bytes of *memory* that a tier may use, as the `host_memory` of that tier. *least_bytes*
+    are reserved for the tier even if it does not use them.
+    """
+
+    memory: SharedMemory
+    least_bytes: int
+
+    def __new__(cls, memory: SharedMemory, most_bytes: int, least_bytes: int) -> Share:
+        """Make a share."""
+        share = super().__new__(cls, most_bytes)
+        share.memory, share.least_bytes = memory, least_bytes
+        return share
+
+
 class Tier:
     """The drives and the host memory of one rank: a store, and a swapper with one memory budget.
 
@@ -46,7 +89,7 @@ class Tier:
         Settings of the engine.
     host_memory : int or "auto"
         The budget in bytes. "auto" takes 70 % of the memory available now, divided by the ranks of
-        this machine.
+        this machine. With a `Share`, the budget also depends on the tiers that share the memory.
     weights : sequence of float
         Shares of the paths; equal unless given.
     checksum : bool
@@ -54,8 +97,6 @@ class Tier:
 
     Attributes
     ----------
-    cap_bytes : int
-        The budget: the most host memory that this rank may use.
     store : TensorStore
         The store of the tier.
     aio, paths
@@ -99,7 +140,8 @@ class Tier:
         self._foretold: tuple[dict[str, int], int] | None = None  # the arguments of `foretell`
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
-        self.cap_bytes = automatic_bytes() if host_memory == "auto" else host_memory
+        self._share = host_memory if isinstance(host_memory, Share) else None
+        self._cap_bytes = automatic_bytes() if host_memory == "auto" else int(host_memory)
         self._exceeded_bytes = 0  # see `exceed`
         _log.info(
             "engine for %s: %s, blocks of %s, %d in flight in each of %d threads",
@@ -110,6 +152,39 @@ class Tier:
             aio.thread_count,
         )
         self.close = weakref.finalize(self, _close, self._resources)
+        if self._share is not None:
+            self._share.memory.add(self)
+
+    @property
+    def cap_bytes(self) -> int:
+        """The budget: the most host memory that the values of this rank may use."""
+        if self._share is None:
+            return self._cap_bytes
+        left = self._share.memory.left_bytes(besides=self) - self._beside_bytes
+        return min(self._cap_bytes, left)
+
+    @cap_bytes.setter
+    def cap_bytes(self, nbytes: int) -> None:
+        self._cap_bytes = nbytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """The bytes of `SharedMemory` that other tiers must leave to this one."""
+        if self._share is None or not self.close.alive:
+            return 0
+        return max(self._held_bytes + self._beside_bytes, self._share.least_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of host memory that were announced, and that the owner keeps outside of the
+        tier.
+        """
+        return self._needed_bytes + self._beside_bytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        """The part of the share that the owner keeps for memory outside of the tier."""
+        return 0 if self._share is None else max(self._share - self._cap_bytes, 0)
 
     @property
     def swapper(self) -> TensorSwapper:
@@ -231,15 +306,17 @@ class Tier:
         if self._swapper is not None:
             _ = self.swapper  # releases abandoned values
         self._needed_bytes += nbytes
-        cap = max(self.cap_bytes, self._exceeded_bytes)
-        wanted = min(max(self._needed_bytes, _LEAST_BYTES), cap)
-        if self._swapper is None:
-            self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
-            self._resources.callback(self._swapper.close)
-        elif wanted > self._held_bytes:
-            # Doubled, since every change registers the whole pool with CUDA again.
-            self._swapper.grow(min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes))
-            self._tell_memory()
+        with contextlib.nullcontext() if self._share is None else self._share.memory.lock:
+            cap = max(self.cap_bytes, self._exceeded_bytes)
+            least = _LEAST_BYTES if self._share is None else min(_LEAST_BYTES, self._share // 16)
+            wanted = min(max(self._needed_bytes, least), cap)
+            if self._swapper is None:
+                self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
+                self._resources.callback(self._swapper.close)
+            elif wanted > self._held_bytes:
+                # Doubled, since every change registers the whole pool with CUDA again.
+                self._swapper.grow(min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes))
+                self._tell_memory()
 
     def exceed(self, nbytes: int) -> None:
         """Allow the pool to grow to *nbytes* for a value that the budget cannot hold. The caller
@@ -461,9 +538,11 @@ def _log_once(line: str) -> None:
 
 
 def memory_size(value: object) -> int | Literal["auto"]:
-    """Parse the `host_memory` of a `Tier`: "auto", bytes, or a size such as "8GB". Raises:
-    ValueError.
+    """Parse the `host_memory` of a `Tier`: "auto", bytes, a size such as "8GB", or a `Share`.
+    Raises: ValueError.
     """
+    if isinstance(value, Share):
+        return value
     if value == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int | str):

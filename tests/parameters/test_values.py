@@ -314,9 +314,51 @@ def test_buckets_are_as_small_as_the_memory_demands(
             assert torch.equal(streamed(inputs), whole(inputs))
 
 
-def test_too_little_memory_for_a_parameter_is_refused(make: Make) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+def _enough(refused: pytest.ExceptionInfo[UsageError]) -> int:
+    return int(re.findall(r"at least (\d+) bytes", str(refused.value))[0])
+
+
+def test_a_refused_budget_names_one_that_is_enough_for_training(make: Make) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+
     with pytest.raises(UsageError, match="cannot hold the largest parameter") as refused:
-        make("1MB").parameters(model, "cpu")
-    enough = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
-    make("4MB").parameters(model, "cpu", host_memory=enough)
+        make("1MB").parameters(model(), "cpu")
+    trained, offload = model(), make(_enough(refused))
+    offload.parameters(trained, "cpu")
+    optimizer = offload.optimizer(trained.parameters())
+    with offload.activations():
+        trained(torch.randn(600, 512)).sum().backward()
+    optimizer.step()
+
+    with pytest.raises(UsageError, match="by its argument host_memory") as refused:
+        make("9MB").parameters(model(), "cpu", host_memory="1MB")
+    make("9MB").parameters(model(), "cpu", host_memory=_enough(refused))
+
+
+def test_a_refused_budget_names_one_that_is_enough_for_an_optimizer_of_whole_matrices(
+    make: Make,
+) -> None:
+    def start(host_memory: int | str) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        offload = make(host_memory)
+        offload.parameters(model, "cpu")
+        offload.optimizer(model.parameters(), torch.optim.Adafactor)
+
+    with pytest.raises(UsageError, match="cannot hold the largest bucket of states") as refused:
+        start("4MB")
+    start(_enough(refused))
+
+
+def test_refused_device_memory_is_enough_also_if_much_stays_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "DIVISION", Division())
+
+    def model() -> torch.nn.Module:
+        layers = [torch.nn.Linear(256, 256) for _ in range(40)]
+        return torch.nn.Sequential(torch.nn.Embedding(20000, 256), *layers)
+
+    with pytest.raises(UsageError, match="is too little for the parameters in use") as refused:
+        make("64MB").parameters(model(), "cpu", gpu_memory="2MB")
+    make("64MB").parameters(model(), "cpu", gpu_memory=_enough(refused))
