@@ -1,5 +1,5 @@
-"""One step of an `NVMeOptimizer` that an exception ends at some line, and what the program can do
-then: call it again, or load a checkpoint into the same objects.
+"""One step of an `NVMeOptimizer` that an exception ends at some line, and the program's recovery:
+call it again, or load a checkpoint into the same objects.
 
 `python tests/optim/interrupted.py DIR --output FILE` counts the outcomes, and writes a report.
 """
@@ -34,7 +34,7 @@ _FIRST = 4  # the step that is ended in the first trial of a training
 _STEPS = 2  # of a trial: the step that is ended, and the next one
 _TRIALS = 8  # that `outcomes` makes in one training
 
-# What is not part of the recovery: it runs before anything is changed, or only computes.
+# Code without recovery: it runs before any change, or only computes.
 ELSEWHERE = ("units.py", "errors.py", "hardware/", "optimizer_states/compiling.py")
 
 
@@ -101,7 +101,7 @@ class Training:
         return copy.deepcopy(self.net.state_dict()), copy.deepcopy(self.optimizer.state_dict())
 
     def load(self, saved: tuple[Any, Any], *, weights_first: bool) -> None:
-        """Bring back what was *saved*."""
+        """Restore the *saved* weights and states."""
         weights, states = saved
         if weights_first:
             self.net.load_state_dict(weights)
@@ -164,30 +164,30 @@ class _Refused(Exception):
 
 class _Program:
     """Trains to the end, as a program does that goes on after *error*: it calls `step` again, and
-    begins the step anew where anything before that was ended. *doing*: what it has called.
+    begins the step anew where an exception ended an earlier part. *doing*: the last call.
     """
 
     def __init__(self, training: Training, error: BaseException) -> None:
         self._training = training
         self._error = error
         self.doing = ""
-        self.told = 0
+        self.reported = 0
 
     def _call(self, doing: str, call: Callable[[], Any]) -> bool:
-        """Whether *call* has returned. Raises: _Refused, and what is not the error."""
+        """Whether *call* has returned. Raises: _Refused, and any error but the injected one."""
         self.doing = doing
         try:
             call()
         except UsageError as refusal:
             # `step` raises the errors of backward(), where other ranks would wait.
-            self.told = self.told or int(type(self._error).__name__ in str(refusal))
-            if not self.told or "load" not in str(refusal):
+            self.reported = self.reported or int(type(self._error).__name__ in str(refusal))
+            if not self.reported or "load" not in str(refusal):
                 raise
             raise _Refused(str(refusal)) from None
         except BaseException as failure:
             if failure is not self._error:
                 raise
-            self.told += 1
+            self.reported += 1
             return False
         return True
 
@@ -268,8 +268,8 @@ class Trials:
                 # backward() logs the error of an update or of a binding, which `step` then makes
                 in_backward = {"step_in_backward", "accumulate"} & self._options.keys()
                 logged = in_backward and isinstance(error, Exception)
-                if program.told != 1 and not (logged and not program.told):
-                    return f"wrong: raised {program.told} times after {raised.where}"
+                if program.reported != 1 and not (logged and not program.reported):
+                    return f"wrong: raised {program.reported} times after {raised.where}"
                 if different := unlike([*ended], [*self._expected[last]]):
                     return f"wrong: other values {different[:2]} after {raised.where}"
                 return result

@@ -1,5 +1,5 @@
-"""`python ranks.py DEVICE DIRECTORY`, of which two run at once: train in every sharded way, with
-`NVMeOptimizer` and in memory, and tell what differs.
+"""`python ranks.py DEVICE DIRECTORY`, run as two ranks: train in every sharded way, with
+`NVMeOptimizer` and in memory, and report the differences.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def zero_redundancy() -> list[Any]:
         dist.broadcast_object_list(box)
         resumed = copy.deepcopy(net)
         again = ZeroRedundancyOptimizer(resumed.parameters(), kind, lr=0.01, **options)
-        # whose tensors may be those of the optimizer that it comes from
+        # its tensors may be shared with the optimizer that it comes from
         again.load_state_dict(copy.deepcopy(box[0]))
         for one, stepped in ((net, optimizer), (resumed, again)):
             train(DistributedDataParallel(one), stepped, first=3)
@@ -136,7 +136,7 @@ def sharded(
     states = [one.state_dict()["state"] for one in (reference.optimizer, optimizer)]
     for state in states[1].values():
         if any(hasattr(value, "placements") != (key != "step") for key, value in state.items()):
-            found.append("what is sharded is no DTensor")
+            found.append("a sharded state is no DTensor")
         state.pop("master", None)
     found += unlike(
         *[
@@ -196,7 +196,7 @@ def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
 
 
 class Wrapped(torch.Tensor):
-    """What wraps another tensor, as for FSDP2's gathering in a format of its own."""
+    """A tensor that wraps another one, as for FSDP2's gathering in another format."""
 
     @staticmethod
     def __new__(cls: Any, inner: torch.Tensor) -> Any:

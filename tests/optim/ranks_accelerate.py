@@ -1,6 +1,6 @@
-"""`python ranks_accelerate.py DEVICE DIRECTORY`, of which two run at once: Accelerate and the Trainer
-with FSDP2, which replace the parameters of an optimizer that was made before, beside the plain
-optimizer. 20 steps, with a checkpoint in the middle, from which another run goes on.
+"""`python ranks_accelerate.py DEVICE DIRECTORY`, run as two ranks: Accelerate and the Trainer
+with FSDP2, which replace the parameters of an optimizer that was made before, compared with the
+plain optimizer. 20 steps, with a checkpoint in the middle, from which another run goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def offloaded(**options: Any) -> Make:
 
 
 def fsdp2(accelerator: accelerate.Accelerator, **options: Any) -> None:
-    """Accelerate takes FSDP2 where there are GPUs; what it does then works without them."""
+    """Accelerate uses FSDP2 only where there are GPUs, but its FSDP2 code works without them."""
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **options
@@ -88,7 +88,7 @@ def loop(make: Make, place: Path, *, first: int, last: int) -> list[Any]:
 
 
 def compared(name: str, **options: Any) -> list[Any]:
-    """What differs at the end, in a run that was not interrupted and in one that was."""
+    """The differences at the end, in an uninterrupted and in an interrupted run."""
     expected = loop(plain, shared("plain"), first=0, last=STEPS)
     place = shared(name)
     whole = loop(offloaded(**options), place, first=0, last=STEPS)

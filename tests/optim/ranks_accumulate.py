@@ -1,5 +1,5 @@
-"""`python ranks_accumulate.py DEVICE DIRECTORY`, of which two run at once: train with
-`accumulate="host"` and in memory, and tell what differs.
+"""`python ranks_accumulate.py DEVICE DIRECTORY`, run as two ranks: train with
+`accumulate="host"` and in memory, and report the differences.
 """
 
 from __future__ import annotations

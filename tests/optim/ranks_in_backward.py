@@ -1,5 +1,5 @@
-"""`python ranks_in_backward.py DEVICE DIRECTORY`, of which two run at once: `step_in_backward`
-beside the same optimizer in memory stepping afterwards.
+"""`python ranks_in_backward.py DEVICE DIRECTORY`, run as two ranks: `step_in_backward` compared
+with the same optimizer in memory, which steps afterwards.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from nvme_offload.optim.placeholders import SpentGradient
 
 STEPS, PARTS = 3, 3
 
-# of a model, an optimizer, and whether it is the last backward() of a step: what that is to be run
-# under
+# From a model, an optimizer, and whether it is the last backward() of a step: the context to run
+# backward() in
 During = Callable[[Any, Any, bool], Any]
 
 
@@ -85,7 +85,7 @@ def compared(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """What differs, or still has its gradient when backward() is over. *in_memory* makes another
+    """The names that differ, or still have a gradient after backward(). *in_memory* makes another
     model for the optimizer in memory; `NVMeOptimizer` gets *options*.
     """
     nets, found = [], []
@@ -176,7 +176,7 @@ def fsdp2_replicas() -> list[Any]:
 
 @case
 def fsdp2_frozen_and_unused() -> list[Any]:
-    """A frozen parameter, two of which each rank uses another, and one that nobody uses."""
+    """A frozen parameter, two parameters of which each rank uses another, and an unused one."""
 
     class Choice(nn.Module):
         def __init__(self) -> None:
@@ -225,7 +225,7 @@ def tensor_parallel() -> list[Any]:
 
 
 class Part(nn.Module):
-    """A layer of which each rank has its own part; the second one of rank 1 is never used."""
+    """A layer of which each rank has its own part; rank 1 never uses its second part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,11 +245,11 @@ def layers_sharded_by_hand() -> list[Any]:
 
 @case
 def a_drive_that_fails_on_one_rank() -> list[Any]:
-    """backward() goes on everywhere, and step() tells."""
+    """backward() continues on every rank, and step() raises."""
     nets: list[nn.Module] = []
-    told: list[str] = []
+    reported: list[str] = []
     logging.getLogger("nvme_offload.optim.optimizer").addFilter(
-        lambda record: told.append(record.getMessage())
+        lambda record: reported.append(record.getMessage())
     )
     for in_backward in (False, True):
         net = sharded()
@@ -273,8 +273,8 @@ def a_drive_that_fails_on_one_rank() -> list[Any]:
                     break
             net.zero_grad()
         nets.append(net)
-    left = any("is left to step()" in message for message in told)
-    return ([] if left == (RANK == 0) else [told]) + differing(
+    left = any("is left to step()" in message for message in reported)
+    return ([] if left == (RANK == 0) else [reported]) + differing(
         *([local(parameter) for parameter in net.parameters()] for net in nets)
     )
 
@@ -334,7 +334,7 @@ def what_cannot_be_known_is_refused() -> list[Any]:
 
 @case
 def what_looks_at_gradients_afterwards_is_an_error() -> list[Any]:
-    """On every rank, even where somebody said what is not so."""
+    """On every rank, even where the program declared something untrue."""
 
     def of(net: Any, settings: bool | str, then: Callable[[Any], Any]) -> None:
         with ours(net.parameters(), step_in_backward=settings):

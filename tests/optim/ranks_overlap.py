@@ -1,5 +1,5 @@
-"""`python ranks_overlap.py DEVICE DIRECTORY`, of which two run at once: train with `overlap_step`
-and in memory, and tell what differs.
+"""`python ranks_overlap.py DEVICE DIRECTORY`, run as two ranks: train with `overlap_step` and in
+memory, and report the differences.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def compared_over_ranks(
     **options: Any,
 ) -> list[Any]:
     """What differs between *make*'s model trained in memory and on the drive, whose updates are made
-    when somebody waits for them, and not before. With *keep* a step adds to the gradients of the
-    one before; *limits* are those of the norm of a step's gradients, in turn. *in_memory* makes
+    when a caller waits for them, and not before. With *keep* a step adds to the gradients of the
+    one before; *limits* are the norm limits of the steps, one after the other. *in_memory* makes
     another model to train in memory.
     """
     nets: list[Any] = []
@@ -183,7 +183,7 @@ def fsdp2() -> list[Any]:
 
 @case
 def fsdp2_policies() -> list[Any]:
-    """What FSDP2 gathers by other ways: without copies by itself, converted, kept, over one rank."""
+    """Other ways in which FSDP2 gathers: without its copies, converted, kept, over one rank."""
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = compared_over_ranks(functools.partial(in_blocks, mp_policy=mixed))
     for kept in (True, False):
@@ -217,7 +217,7 @@ def fsdp2_gathered_before_it_is_used() -> list[Any]:
 
 @case
 def fsdp2_gradients() -> list[Any]:
-    """Those of a step before are added to, and clipped, by a norm that is and is not above the
+    """Gradients of an earlier step are added to, and clipped, with a norm above and below the
     limit.
     """
     return (
@@ -237,7 +237,7 @@ def fsdp2_updates_in_both_passes() -> list[Any]:
 
 @case
 def fsdp2_looked_at() -> list[Any]:
-    """After a step, by all that DTensors and FSDP2 have for it: what is seen is new."""
+    """After a step, every way of DTensors and FSDP2 to read a parameter gives its new value."""
     ways: dict[str, Callable[[Any, torch.Tensor], Any]] = {
         "to_local": lambda net, weight: weight.to_local(),  # type: ignore[attr-defined]
         "_local_tensor": lambda net, weight: weight._local_tensor,  # type: ignore[attr-defined]

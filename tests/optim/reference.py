@@ -1,5 +1,5 @@
-"""What `NVMeOptimizer` is held against: the same class in memory, over fp32 copies of what has 16
-bits. And parameters and gradients for both.
+"""The reference for `NVMeOptimizer`: the same class in memory, over fp32 copies of 16-bit
+parameters. And parameters and gradients for both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from patience import PATIENCE
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-# Odd sizes, a scalar, one element, nothing at all, and one that is larger than a bucket of the
+# Odd sizes, a scalar, one element, no element, and a tensor that is larger than a bucket of the
 # smallest budget.
 SHAPES = ((40, 30), (7,), (300, 100), (), (1,), (0, 3), (64, 64), (5, 3, 2))
 
@@ -163,7 +163,7 @@ def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
 
 
 def set_gradients(params: Sequence[torch.Tensor], step: int, scale: float = 1.0) -> None:
-    """Those of a step, whatever the parameters are."""
+    """The gradients of a step; they do not depend on the parameters' values."""
     generator = torch.Generator().manual_seed(1000 + step)
     for parameter in params:
         parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(
@@ -184,7 +184,7 @@ import torch
 from nvme_offload.optim import NVMeOptimizer
 
 def now():
-    # Not what is mapped from a state dict's file, which is page cache.
+    # Without pages mapped from a state dict's file, which are page cache.
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
 path, shapes, optimizer, host_memory, options = json.loads(sys.argv[1])
@@ -222,7 +222,7 @@ def taken_by_fifty_steps(
     options: Mapping[str, Any] | None = None,
 ) -> tuple[int, int]:
     """Bytes of memory that fifty steps of *optimizer*, a class by its name, take at most in a
-    process of their own, with state dicts; and bytes of states.
+    separate process, with state dicts; and bytes of states.
     """
     given = json.dumps([str(path), shapes, optimizer, host_memory, options or {}])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
@@ -257,7 +257,7 @@ def tight(
 
 
 def copied(params: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
-    """Parameters like these, with memory of their own."""
+    """Copies of these parameters."""
     return [torch.nn.Parameter(parameter.detach().clone()) for parameter in params]
 
 

@@ -1,5 +1,5 @@
-"""`accumulate="host"`: the bits of accumulation in `.grad`, in host memory; whoever looks at
-gradients finds them.
+"""`accumulate="host"`: the bits of accumulation in `.grad`, in host memory; every read of a
+gradient sees it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_other_formats_have_the_same_bits_too(tmp_path, state_format):
 
 
 def test_no_gradient_is_where_the_parameters_are(tmp_path, monkeypatch):
-    """Of those that backward() makes never more than one; at an update those of one bucket."""
+    """At most one of the gradients that backward() makes, and in an update one bucket's."""
     net = model()
     made = []
     most = [0]
@@ -318,7 +318,7 @@ def test_clipping_by_the_optimizer(tmp_path, norm_type, accumulate):
 
 
 def test_clipping_over_several_dtypes(tmp_path):
-    """The scale is of fp32 then, also for what has 16 bits, and for scalars."""
+    """The scale is in fp32 then, also for 16-bit parameters and for scalars."""
     results = []
     for ours in (False, True):
         params = [*parameters(torch.bfloat16), *parameters(), *parameters(torch.float16)]
@@ -520,12 +520,12 @@ class Failing(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
-        raise RuntimeError("no more")
+        raise RuntimeError("injected")
 
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_backward_that_fails_in_the_middle(tmp_path, given_up):
-    """What it has added is added, as in memory."""
+    """Gradients added before the failure stay added, as in memory."""
     results = []
     for ours in (False, True):
         net = model()
@@ -535,7 +535,7 @@ def test_a_backward_that_fails_in_the_middle(tmp_path, given_up):
             else torch.optim.AdamW(net.parameters())
         )
         loss_of(net, 0).backward()
-        with pytest.raises(RuntimeError, match="no more"):
+        with pytest.raises(RuntimeError, match="injected"):
             net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
         if given_up:
             optimizer.zero_grad()
@@ -701,7 +701,7 @@ def test_closing_frees_all(tmp_path):
 
 
 def test_what_was_kept_of_gradients(tmp_path):
-    """A reference to what is in `.grad` has no values of its own."""
+    """A reference to the placeholder in `.grad` has no values."""
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
         loss_of(net, 0).backward()
@@ -780,7 +780,7 @@ def test_gradients_that_are_looked_at_are_not_written_again(tmp_path):
 
 
 def test_a_drive_that_fails(tmp_path, monkeypatch):
-    """A step that failed is called again; the micro-batches of one that failed are begun again."""
+    """A failed step is called again; the micro-batches of a failed step are begun again."""
     plain = parameters(torch.bfloat16)
     train(plain, Reference(plain, torch.optim.AdamW))
     failures = []
@@ -788,7 +788,7 @@ def test_a_drive_that_fails(tmp_path, monkeypatch):
         params, failed = trained_with_faults(tmp_path, monkeypatch, first)
         failures.append(failed)
         assert differing(params, plain) == []
-    # what was only prefetched, or written, is tried again by itself
+    # failed prefetches and writes are retried automatically
     assert sum(map(bool, failures)) > 5
 
 
@@ -823,7 +823,7 @@ def trained_with_faults(tmp_path, monkeypatch, first):
     return params, failures
 
 
-def test_a_sum_that_is_not_whole_is_told(tmp_path, monkeypatch):
+def test_a_sum_that_is_not_whole_is_reported(tmp_path, monkeypatch):
     params = [torch.nn.Parameter(torch.ones(300, 100))]
     with NVMeOptimizer(params, paths=tmp_path, host_memory=200_000, accumulate="host") as optimizer:
         backward(params, 0)
@@ -843,7 +843,7 @@ def test_a_sum_that_is_not_whole_is_told(tmp_path, monkeypatch):
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore")  # of what torch compiles
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 @pytest.mark.parametrize("autograd_too", [False, True])
 def test_compiled(tmp_path, autograd_too):
     results = []
@@ -891,7 +891,7 @@ class InParts(torch.nn.Module):
 
 
 def test_one_block_at_a_time(tmp_path, monkeypatch):
-    """Each gradient is moved once, however many parts a batch has; those of one block are there."""
+    """Each gradient is moved once, however many parts a batch has; one block's stay in memory."""
     moved = []
     monkeypatch.setattr(GradientSums, "add", lambda *_: pytest.fail("moved twice"))
     results = []
@@ -928,7 +928,7 @@ def test_one_block_at_a_time(tmp_path, monkeypatch):
 
 
 class Later:
-    """Copies of a GPU that are made as late as they may be: when somebody waits for them."""
+    """Copies of a GPU that are made as late as possible: when a caller waits for them."""
 
     def __init__(self):
         self.events = []
@@ -942,7 +942,7 @@ class Later:
         before = source.clone()
 
         def unchanged():
-            assert torch.equal(source, before), "read after it was given back"
+            assert torch.equal(source, before), "read after its release"
 
         return self.event(unchanged)
 
@@ -951,7 +951,7 @@ class Later:
         return self.event(lambda: place.copy_(before))
 
     def add(self, place, values, change):
-        # what comes up is read at once, what comes down is written late
+        # copies to the GPU read immediately, copies from it write late
         total = place.clone()
 
         def make():
@@ -978,7 +978,7 @@ class Event:
 @pytest.mark.parametrize("host_memory", ["auto", 300_000, 200_000])
 @pytest.mark.parametrize("middle", [None, clip, clip_and_add, change, replace_and_add])
 def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
-    """As those of a GPU are: nothing is given back, read or written while one is under way."""
+    """As copies of a GPU: no memory is released, read or written while a copy of it is in flight."""
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
     train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
     later = Later()
@@ -997,7 +997,7 @@ def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(tmp_path, reentrant):
-    """A layer that is used twice, in segments that have a backward() of their own each."""
+    """A layer that is used twice, in segments with separate backward() calls."""
     results = []
     for ours in (False, True):
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
 """`NVMeOptimizer` where a `torch.optim.Optimizer` is expected: schedulers, scalers, hooks, groups,
-closures; and what it refuses.
+closures; and refusals.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def test_a_group_that_is_added_within_a_step_leaves_the_options_of_others(tmp_pa
 
 def test_groups_without_parameters_and_with_frozen_ones_only(tmp_path):
     frozen = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
-    for group in ({"params": []}, {"params": [frozen]}):  # a rank may have no more than that
+    for group in ({"params": []}, {"params": [frozen]}):  # a rank may have only that
         with NVMeOptimizer([group], paths=tmp_path) as optimizer:
             optimizer.step()
             state = optimizer.state_dict()
@@ -609,7 +609,7 @@ def test_garbage_gives_its_memory_back(tmp_path, in_backward):
     del optimizer, scheduler
     gc.collect()
     assert pool() is None
-    sum(parameter.sum() for parameter in params).backward()  # whose hooks have nobody to tell
+    sum(parameter.sum() for parameter in params).backward()  # its hooks have no optimizer to call
     assert list(tmp_path.iterdir()) == []
 
 

@@ -203,7 +203,7 @@ def test_masters_follow_a_cast_to_another_16_bit_dtype_and_back_to_32(tmp_path):
 
 
 def test_states_show_what_they_are_after_a_cast(tmp_path):
-    """A dictionary and a placeholder that the program has kept are those of the parameter still."""
+    """A state dictionary and a placeholder that the program kept still belong to the parameter."""
     net = net_of()
     with NVMeOptimizer(net.parameters(), paths=tmp_path) as optimizer:
         step(net, optimizer, 0)
@@ -220,8 +220,8 @@ def test_states_show_what_they_are_after_a_cast(tmp_path):
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_blocks_of_a_model_that_are_trained_in_turn(tmp_path, mode):
-    """As by BAdam: new parameters of fp32 for the block that is trained, in groups of their own, and
-    no states. 20 steps, with a checkpoint.
+    """As by BAdam: new fp32 parameters for the trained block, in separate groups, and no states.
+    20 steps, with a checkpoint.
     """
 
     def program(make: Make) -> list[torch.Tensor]:
@@ -366,7 +366,7 @@ def test_parameters_that_change_groups(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_adapters_that_are_attached_and_merged(tmp_path, mode):
-    """As LoRA: the weights are frozen for some steps, and then changed by what was trained."""
+    """As LoRA: the weights are frozen for some steps, and then changed by the trained layers."""
 
     def program(make: Make) -> list[torch.Tensor]:
         net = net_of()
@@ -424,7 +424,7 @@ def test_a_model_from_meta_whose_parameters_keep_their_objects(tmp_path, mode):
     assert compared(program, tmp_path, **MODES[mode]) == []
 
 
-def test_a_model_on_meta_that_is_replaced_is_told_of(tmp_path):
+def test_a_model_on_meta_that_is_replaced_is_reported(tmp_path):
     with torch.device("meta"):
         net = net_of()
     with NVMeOptimizer(net.parameters(), paths=tmp_path) as optimizer:
@@ -545,7 +545,7 @@ def test_a_parameter_in_two_groups_is_refused(tmp_path):
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_nothing_is_left_of_a_binding(tmp_path, mode):
-    """Replaced parameters are garbage once they have no states, and give back room on the drive."""
+    """Replaced parameters are garbage once they have no states, and their drive space is freed."""
     net = net_of()
     optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, host_memory=CAP, **MODES[mode])
     rooms = []

@@ -302,7 +302,7 @@ def test_options_come_with_the_state_dict(tmp_path):
         optimizer.param_groups[0]["lr"] = 0.7
         train(params, optimizer)
         state = optimizer.state_dict()
-    del state["param_groups"][0]["decoupled_weight_decay"]  # as in what an earlier torch saved
+    del state["param_groups"][0]["decoupled_weight_decay"]  # as in a state dict of an earlier torch
     with tight(params, tmp_path) as optimizer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
         optimizer.load_state_dict(state)

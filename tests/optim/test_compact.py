@@ -120,7 +120,7 @@ def test_states_are_widened_with_a_line(tmp_path, caplog, optimizer_class, said)
 
 
 def test_options_that_come_to_need_it_widen_them(tmp_path):
-    """As with schedulers that let momenta cycle; what was there is kept."""
+    """As with schedulers that cycle momenta; the states are kept."""
     params = parameters(shapes=SHAPES)
     with smallest(lambda cap: compact(params, tmp_path, cap)) as optimizer:
         train(params, optimizer)
@@ -241,7 +241,7 @@ def test_a_plain_state_that_is_far_apart_is_widened_as_it_is_loaded(tmp_path):
             found, given = (
                 one[2]["exp_avg_sq"].view(-1) for one in (loaded[-1]["state"], expected)
             )
-            whole = len(given) // 256 * 256  # what is left is not far apart
+            whole = len(given) // 256 * 256  # the remainder is not far apart
             assert torch.allclose(found[:whole], given[:whole], rtol=2**-7, atol=0)
             assert torch.allclose(found[whole:], given[whole:], rtol=2**-3, atol=0)
     assert unlike(loaded[0]["state"], loaded[1]["state"]) == []

@@ -49,7 +49,7 @@ def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
     with NVMeOptimizer(roomy, OPTIMIZERS[name], paths=tmp_path) as optimizer:
         train(roomy, optimizer)
         assert differing(roomy, plain) == []
-        # all of it fits
+        # everything fits
         assert (optimizer.stats().bytes_read, optimizer.stats().bytes_written) == (0, 0)
         states = optimizer.state_dict()["state"]
     with smallest(
@@ -388,7 +388,7 @@ with NVMeOptimizer(params, paths=sys.argv[1], fused=True, host_memory="30MB", st
 
 @pytest.mark.slow
 def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
-    """Of an optimizer that computes with memory of its own, which the C library keeps: 96 MB of
+    """Of an optimizer that allocates memory to compute, which the C library keeps: 96 MB of
     states, a cap of 40, state dicts and saves.
     """
     options = {"foreach": False, "fused": False}

@@ -62,7 +62,7 @@ def test_a_step_that_failed_is_tried_again_and_updates_nothing_twice(faulty, fir
                 except IOFailure as error:
                     assert error.errno == EIO  # noqa: PT017
                     failures += 1
-                    assert failures < 5, "one that passes"
+                    assert failures < 5, "the failure should have passed"
                 else:
                     break
         assert optimizer.stats().step == 4
@@ -147,7 +147,7 @@ def test_a_load_that_failed_is_to_be_done_again(faulty):
             optimizer.load_state_dict(state)
         with pytest.raises(UsageError, match="were being loaded"):
             optimizer.step()
-        # a write that failed is told of where its room is wanted, and tried again
+        # a failed write is reported where its memory is needed, and retried
         with contextlib.suppress(IOFailure):
             optimizer.load_state_dict(state)
         optimizer.load_state_dict(state)

@@ -53,7 +53,7 @@ class ScheduleFree(torch.optim.Optimizer):
         )
 
     def forget(self, key):
-        """Raises for what there is not."""
+        """Raises for missing states."""
         for state in self.state.values():
             del state[key]
 
@@ -178,7 +178,7 @@ def test_a_state_of_no_parameter_is_refused(tmp_path):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps by another optimizer, whose states are no part of its own: as Lookahead does."""
+    """Steps with another optimizer, whose states are separate: as Lookahead does."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})
@@ -193,7 +193,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Sums(torch.optim.SGD):
-    """Keeps its sums in a list of its own."""
+    """Keeps its sums in a separate list."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -211,14 +211,14 @@ class Unforeseen(Odd):
                 self.state[parameter].setdefault("more", torch.zeros(10, parameter.numel()))
 
 
-def test_a_cap_that_shows_to_be_too_little_is_told_with_what_would_do(tmp_path):
-    told_when = "which shows as it makes them, and host_memory has no room for them"
+def test_a_cap_that_shows_to_be_too_little_is_reported_with_what_would_do(tmp_path):
+    reason = "which shows as it makes them, and host_memory has no room for them"
     with (
         tight(parameters(shapes=SHAPES), tmp_path, Unforeseen) as optimizer,
-        pytest.raises(UsageError, match=told_when) as told,
+        pytest.raises(UsageError, match=reason) as reported,
     ):
         train(optimizer.param_groups[0]["params"], optimizer, steps=4)
-    enough = int(re.search(r"at least (\d+)", str(told.value))[1])
+    enough = int(re.search(r"at least (\d+)", str(reported.value))[1])
     params = parameters(shapes=SHAPES)
     with NVMeOptimizer(params, Unforeseen, paths=tmp_path, host_memory=enough) as optimizer:
         train(params, optimizer, steps=4)

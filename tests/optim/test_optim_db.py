@@ -1,4 +1,4 @@
-"""torch's own test inputs of its optimizers, all of them: the plain optimizer's bits with one
+"""All test inputs that torch has for its optimizers: the plain optimizer's bits with one
 bucket and with many, or refused by name.
 """
 

@@ -113,13 +113,13 @@ def kinds(params):
 
 
 class Quantized(torch.Tensor):
-    """A tensor of a class of its own, as torchao's optimizers keep for parameters of 4096 elements
+    """A tensor subclass, as torchao's optimizers keep for parameters of 4096 elements
     and more.
     """
 
 
 class Packed(torch.optim.SGD):
-    """Keeps such a tensor."""
+    """Keeps a tensor of this subclass."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -199,7 +199,7 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path):
         NVMeOptimizer(parameters(shapes=SHAPES), Packed, paths=tmp_path)
 
 
-# By how much they look at: single elements, whole parameters, all of them; with modes, and without.
+# By the extent of their norms: single elements, parameters, the model; with modes, and without.
 PACKAGED = {
     "lion_pytorch.Lion": {"lr": 1e-3},
     "schedulefree.AdamWScheduleFree": {"warmup_steps": 3},

@@ -1,5 +1,5 @@
 """`overlap_step`: the updates of a step run under the next forward pass, with the same bits, and
-nobody sees a weight or a state from before them.
+no reader sees a weight or a state from before them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def nothing_is_left():
 
 
 class Gate:
-    """Holds the update of the last bucket; tells when somebody waits for one."""
+    """Holds the update of the last bucket; sets an event when a caller waits for one."""
 
     def __init__(self, optimizer, monkeypatch):
         self.opened, self.awaited = threading.Event(), threading.Event()
@@ -135,7 +135,7 @@ class Gate:
 
 
 def train(path, overlap, state_format, clip, in_backward, chosen):
-    """Parameters after some steps, and what was seen of them by the way."""
+    """Parameters after some steps, and the values observed during the steps."""
     accumulation, scheduling, evaluation, checkpoints = chosen
 
     def make(net):
@@ -372,20 +372,20 @@ def test_transformers_trainer(tmp_path):
             callbacks=[Looking()],
         )
         trainer.train()
-        told = [
+        reported = [
             (entry.get("loss"), entry.get("grad_norm"), entry.get("eval_loss"))
             for entry in trainer.state.log_history
         ]
-        return net, told, optimizer, queued
+        return net, reported, optimizer, queued
 
     plain, expected, *_ = run(torch.optim.AdamW)
-    ours, told, optimizer, queued = run(
+    ours, reported, optimizer, queued = run(
         NVMeOptimizer, paths=tmp_path, host_memory=100_000, overlap_step=True
     )
     assert queued == [False, *[True] * 5]  # the first makes the states
     assert optimizer.stats().step == 6
     optimizer.close()
-    assert told == expected
+    assert reported == expected
     assert differing(list(ours.parameters()), list(plain.parameters())) == []
 
 
@@ -507,11 +507,11 @@ def test_last_stats_does_not_wait(tmp_path, monkeypatch):
     optimizer.close()
 
 
-# Nobody sees what was before.
+# No reader sees a value from before the updates.
 
 
 def pair_of(path):
-    """A model in memory and one with updates to come, after the same steps, and their optimizers;
+    """A model in memory and one with pending updates, after the same steps, and their optimizers;
     gradients are still there.
     """
     plain, ours = model(), model()
@@ -534,7 +534,7 @@ def step_of(net, optimizer, number):
 
 
 class Apart(torch.nn.Module):
-    """Gives its own parameter to what does not look at its class."""
+    """Passes its own parameter to code that does not check its class."""
 
     def __init__(self, weight):
         super().__init__()
@@ -883,7 +883,7 @@ def faulty(monkeypatch):
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("first", range(0, 60, 4))
-def test_each_transfer_that_fails_is_told_of_and_tried_again(tmp_path, faulty, first, in_backward):
+def test_each_transfer_that_fails_is_reported_and_tried_again(tmp_path, faulty, first, in_backward):
     faulty([(first, 2, FaultKind.FAIL, 5)])
     net = model(torch.bfloat16)
     failures = []
@@ -895,7 +895,7 @@ def test_each_transfer_that_fails_is_told_of_and_tried_again(tmp_path, faulty, f
             except IOFailure as error:
                 assert error.errno == 5  # noqa: PT017
                 failures.append(error)
-                assert len(failures) < 5, "one that passes"
+                assert len(failures) < 5, "the failure should have passed"
 
     with NVMeOptimizer(
         net.parameters(),
@@ -956,15 +956,15 @@ class Failing:
         lambda net, optimizer: copy.deepcopy(net),
     ],
 )
-def test_whoever_waits_is_told_and_who_comes_next_goes_on(tmp_path, monkeypatch, use):
+def test_whoever_waits_is_reported_and_who_comes_next_goes_on(tmp_path, monkeypatch, use):
     net, optimizer = begun(tmp_path)
     Failing(optimizer, monkeypatch, 2)
     optimizer.step()
     for _ in range(2):
-        with pytest.raises(IOFailure, match="gone") as told:
+        with pytest.raises(IOFailure, match="gone") as reported:
             use(net, optimizer)
         if sys.version_info >= (3, 11):
-            assert told.value.__notes__ == ["in the updates of step 3 of NVMeOptimizer"]
+            assert reported.value.__notes__ == ["in the updates of step 3 of NVMeOptimizer"]
     use(net, optimizer)
     assert optimizer.stats().step == 3
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
@@ -977,7 +977,7 @@ def test_a_step_after_an_error_makes_its_own_where_there_are_other_gradients(tmp
     optimizer.step()
     with pytest.raises(IOFailure):
         optimizer.synchronize()
-    optimizer.step()  # the same gradients: what is left of the third
+    optimizer.step()  # the same gradients: the rest of the third step
     assert optimizer.stats().step == 3
     Failing(optimizer, monkeypatch, 1)
     optimizer.zero_grad()
@@ -986,7 +986,7 @@ def test_a_step_after_an_error_makes_its_own_where_there_are_other_gradients(tmp
     set_gradients(net.parameters(), 4)
     with pytest.raises(IOFailure):
         optimizer.step()
-    optimizer.step()  # what is left of the fourth, and the fifth
+    optimizer.step()  # the rest of the fourth step, and the fifth
     assert optimizer.stats().step == 5
     optimizer.close()
     reference = torch.optim.AdamW((again := model()).parameters(), lr=0.01)
@@ -1121,7 +1121,7 @@ def compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore")  # of what torch compiles
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 @pytest.mark.usefixtures("compiler", "only_when_awaited")
 @pytest.mark.parametrize("when", ["before", "in between"])
 @pytest.mark.parametrize("how", ["model", "in place", "function"])
@@ -1289,7 +1289,7 @@ def test_a_data_loader_that_forks_has_the_new_weights(tmp_path):
         Rows(net), batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=PATIENCE
     )
     [rows] = list(loader)
-    # row by row, as the loader's process computes them: all at once may round otherwise
+    # row by row, as the loader's process computes them: one batch may round otherwise
     expected = Rows(in_memory(3))
     assert torch.equal(rows, torch.stack([expected[row] for row in range(4)]))
     optimizer.close()

@@ -118,7 +118,7 @@ def test_the_same_bits(tmp_path, dtype, state_format, clipping):
             counts.append((stats.updated_in_backward, stats.rolled_back))
             assert stats.rolled_back <= stats.updated_in_backward <= stats.buckets
         assert_same(pairs)
-    # the first step makes the states, and compact looks at those of the steps 2, 4 and 8
+    # the first step makes the states, and compact checks the states in steps 2, 4 and 8
     made = [count for count, _ in counts]
     undone = [count for _, count in counts]
     assert made[0] == 0
@@ -128,7 +128,7 @@ def test_the_same_bits(tmp_path, dtype, state_format, clipping):
         assert undone == [0] * STEPS
         assert all(made[step] > 0 for step in (2, 4, 5, 6, 8, 9))
     elif clipping == "sometimes":
-        assert undone[2] == made[2] > 0  # nobody knew
+        assert undone[2] == made[2] > 0  # the undo was unexpected
         assert made[3] == 0  # as the last one
         assert made[6] > 0 == undone[6]
 
@@ -144,7 +144,7 @@ def test_other_optimizers(tmp_path, name):
                 step_of(net, optimizer, step, sometimes)
             made += pairs[1][1].stats().updated_in_backward
         assert_same(pairs)
-    # what is smaller than the memory stays there
+    # states smaller than the memory stay there
     assert (made > 0) == (pairs[1][1].last_stats.bytes_read > 0)
 
 
@@ -254,7 +254,7 @@ def test_an_optimizer_that_changes_its_groups(tmp_path):
 
 
 def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
-    """In steps that are like the one before. One that is undone costs its bytes again."""
+    """In steps like the one before. An undone step moves its bytes again."""
     with closing(both(tmp_path)) as pairs:
         moved = []
         for step in range(36):
@@ -270,7 +270,7 @@ def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
                 ]
             )
         # a transfer in flight at the end of a step counts in the next one: up to half a step's
-        # bytes at either end, so that it takes many steps to tell
+        # bytes at either end, so that a difference shows only over many steps
         after, provisional = (sum(sum(sides[which]) for sides in moved[5:35]) for which in (0, 1))
         assert provisional <= 1.06 * after
         assert sum(moved[35][1]) > sum(moved[35][0]) > 0
@@ -345,7 +345,7 @@ def test_what_changes_one_gradient_undoes_one_update(tmp_path):
                 )
                 for net, _ in pairs:
                     gradient = [*net.parameters()][number].grad
-                    gradient.data.view(-1)[fragment.start] *= 1.5  # of which no version tells
+                    gradient.data.view(-1)[fragment.start] *= 1.5  # without a change of its version
             for _, optimizer in pairs:
                 optimizer.step()
         stats = pairs[1][1].stats()
@@ -364,7 +364,7 @@ def test_scaled_losses_with_infinite_gradients(tmp_path):
                     net[4].bias.grad[0] = float("inf")
                 scaler.step(optimizer)
                 scaler.update()
-                net.zero_grad()  # which tells the optimizer nothing
+                net.zero_grad()  # without a call of the optimizer
             assert differing(*(list(net.parameters()) for net, _ in pairs)) == []
         assert scalers[0].get_scale() == scalers[1].get_scale()
         assert_same(pairs)
@@ -536,7 +536,7 @@ def test_with_overlap_step(tmp_path, clipping):
 
 @pytest.mark.parametrize("state_format", ["exact", "compact"])
 def test_the_forward_pass_has_a_share_of_the_updates(tmp_path, state_format):
-    """And no value is moved more often for it. The bits are those of updates after backward()."""
+    """And no value is moved more often for it. The bits equal updates after backward()."""
     found = {}
     for overlap in (None, False, True):
         net = chain()
@@ -666,7 +666,7 @@ PASSES = {
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("between", PASSES)
 def test_a_step_that_the_model_gives_up_is_forgotten(tmp_path, to_none, between):
-    """By `zero_grad` of the model, of which the optimizer is not told."""
+    """By `zero_grad` of the model, without a call of the optimizer."""
     pairs = both(tmp_path)
     with closing(pairs):
         for step in range(6):
@@ -685,7 +685,7 @@ def test_a_step_that_the_model_gives_up_is_forgotten(tmp_path, to_none, between)
 
 
 class Scaled(torch.optim.SGD):
-    """Scales each step of a parameter by what `factor` makes of its state."""
+    """Scales each step of a parameter by `factor` of its state."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -700,7 +700,7 @@ class Scaled(torch.optim.SGD):
 
 
 class Late(Scaled):
-    """With a small state that comes later than the others."""
+    """With a small state that is created later than the other states."""
 
     @staticmethod
     def factor(state):
@@ -829,7 +829,7 @@ def test_an_undo_that_is_cut_short_is_not_taken_for_whole(tmp_path, monkeypatch,
         assert_same(pairs)
 
 
-# What it costs.
+# Costs.
 
 
 @pytest.mark.parametrize("expected", [False, True], ids=["undone", "left to the step"])

@@ -71,7 +71,7 @@ ACCUMULATED = (
 )
 
 
-def told_by_two_ranks(script, device, directory, ranks=2):
+def results_of_ranks(script, device, directory, ranks=2):
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -100,83 +100,83 @@ def told_by_two_ranks(script, device, directory, ranks=2):
             )
         )
     try:
-        told = [process.communicate(timeout=PATIENCE) for process in processes]
+        reported = [process.communicate(timeout=PATIENCE) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    complaints = "".join(complaints for _, complaints in told)
+    complaints = "".join(complaints for _, complaints in reported)
     assert [process.returncode for process in processes] == ranks * [0], complaints
-    return json.loads(told[0][0].splitlines()[-1])
+    return json.loads(reported[0][0].splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return told_by_two_ranks("ranks.py", "cpu", tmp_path_factory.mktemp("drive"))
+def reported(tmp_path_factory):
+    return results_of_ranks("ranks.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.fixture(scope="module")
-def told_in_backward(tmp_path_factory):
-    return told_by_two_ranks("ranks_in_backward.py", "cpu", tmp_path_factory.mktemp("drive"))
+def results_in_backward(tmp_path_factory):
+    return results_of_ranks("ranks_in_backward.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.fixture(scope="module")
-def told_overlapped(tmp_path_factory):
-    return told_by_two_ranks("ranks_overlap.py", "cpu", tmp_path_factory.mktemp("drive"))
+def results_overlapped(tmp_path_factory):
+    return results_of_ranks("ranks_overlap.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.fixture(scope="module")
-def told_accumulated(tmp_path_factory):
-    return told_by_two_ranks("ranks_accumulate.py", "cpu", tmp_path_factory.mktemp("drive"))
+def results_accumulated(tmp_path_factory):
+    return results_of_ranks("ranks_accumulate.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks(told, case):
-    assert told[case] == []
+def test_two_ranks(reported, case):
+    assert reported[case] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", IN_BACKWARD)
-def test_updates_in_backward_on_two_ranks(told_in_backward, case):
-    assert told_in_backward[case] == []
+def test_updates_in_backward_on_two_ranks(results_in_backward, case):
+    assert results_in_backward[case] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OVERLAPPED)
-def test_overlapped_steps_on_two_ranks(told_overlapped, case):
-    assert told_overlapped[case] == []
+def test_overlapped_steps_on_two_ranks(results_overlapped, case):
+    assert results_overlapped[case] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ACCUMULATED)
-def test_accumulation_on_two_ranks(told_accumulated, case):
-    assert told_accumulated[case] == []
+def test_accumulation_on_two_ranks(results_accumulated, case):
+    assert results_accumulated[case] == []
 
 
 @pytest.mark.slow
 def test_accelerate_and_the_trainer_on_two_ranks(tmp_path):
     """Programs that replace the parameters of an optimizer that was made before."""
     (tmp_path / "drive").mkdir()
-    told = told_by_two_ranks("ranks_accelerate.py", "cpu", tmp_path / "drive")
-    assert {case: found for case, found in told.items() if found} == {}
-    assert len(told) == 5
+    reported = results_of_ranks("ranks_accelerate.py", "cpu", tmp_path / "drive")
+    assert {case: found for case, found in reported.items() if found} == {}
+    assert len(reported) == 5
 
 
 @pytest.mark.slow
-def test_every_accumulated_case_is_looked_at(told_accumulated):
-    assert set(told_accumulated) == set(ACCUMULATED)
+def test_every_accumulated_case_is_looked_at(results_accumulated):
+    assert set(results_accumulated) == set(ACCUMULATED)
 
 
 @pytest.mark.slow
-def test_every_overlapped_case_is_looked_at(told_overlapped):
-    assert set(told_overlapped) == set(OVERLAPPED)
+def test_every_overlapped_case_is_looked_at(results_overlapped):
+    assert set(results_overlapped) == set(OVERLAPPED)
 
 
 @pytest.mark.slow
-def test_every_case_is_looked_at(told):
-    assert set(told) == set(CASES)
+def test_every_case_is_looked_at(reported):
+    assert set(reported) == set(CASES)
 
 
 @pytest.mark.slow
-def test_every_case_in_backward_is_looked_at(told_in_backward):
-    assert set(told_in_backward) == set(IN_BACKWARD)
+def test_every_case_in_backward_is_looked_at(results_in_backward):
+    assert set(results_in_backward) == set(IN_BACKWARD)

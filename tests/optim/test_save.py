@@ -285,7 +285,7 @@ def test_what_is_not_of_these_parameters_is_refused_and_changes_nothing(tmp_path
         train(params, optimizer)
         optimizer.save(path)
         before = optimizer.state_dict()["state"]
-        for spoil, told in (
+        for spoil, reported in (
             (lambda state: state["exp_avg"].update(codes=torch.zeros(5, dtype=torch.uint8)), "has"),
             (lambda state: state["exp_avg"].update(codes=torch.zeros(40, 30)), "none that this"),
             (lambda state: state["exp_avg_sq"].update(exponents=torch.zeros(1)), "none that this"),
@@ -294,7 +294,7 @@ def test_what_is_not_of_these_parameters_is_refused_and_changes_nothing(tmp_path
         ):
             tree = torch.load(path)
             spoil(tree["state"][0])
-            with pytest.raises(UsageError, match=told):
+            with pytest.raises(UsageError, match=reported):
                 optimizer.load_state_dict(tree)
             assert unlike(optimizer.state_dict()["state"], before) == []
     wider = [torch.nn.Parameter(parameter.detach().float()) for parameter in params]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_ranks import told_by_two_ranks
+from test_ranks import results_of_ranks
 
 from nvme_offload.files import commit
 from nvme_offload.io import manifest
@@ -40,17 +40,17 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return told_by_two_ranks("ranks_save.py", "cpu", tmp_path_factory.mktemp("drive"), ranks=4)
+def reported(tmp_path_factory):
+    return results_of_ranks("ranks_save.py", "cpu", tmp_path_factory.mktemp("drive"), ranks=4)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_four_ranks(told, case):
-    assert told[case] == []
+def test_four_ranks(reported, case):
+    assert reported[case] == []
 
 
-def test_every_case_is_looked_at(told):
-    assert set(told) == set(CASES)
+def test_every_case_is_looked_at(reported):
+    assert set(reported) == set(CASES)
 
 
 def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_save(
@@ -65,7 +65,7 @@ def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_save(
     with monkeypatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        assert told_by_two_ranks("ranks_save_twice.py", "cpu", drive) == {"saved_twice": []}
+        assert results_of_ranks("ranks_save_twice.py", "cpu", drive) == {"saved_twice": []}
     found = [*sorted(image for image in images.iterdir() if image.is_dir()), place]
     assert len(found) > 30, "the calls were not seen"
     steps: list[int] = []

@@ -1,4 +1,4 @@
-"""States on a drive that has no room for all of them: it holds what host memory does not."""
+"""States on a drive that is too small for all states: it holds the states outside host memory."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
         for ours, theirs in zip(params, plain, strict=True):
             assert torch.equal(optimizer.state[ours]["exp_avg"], same.state[theirs]["exp_avg"])
         assert store.used_bytes < STATES / 2
-    (told,) = caplog.messages
-    assert told.startswith("the drive has no room for all of 23.8 MiB: ")
-    assert told.endswith(" is allocated there, and host memory holds the rest")
+    (reported,) = caplog.messages
+    assert reported.startswith("the drive has no room for all of 23.8 MiB: ")
+    assert reported.endswith(" is allocated there, and host memory holds the rest")
     params, optimizer = made(place.parent)
     with optimizer:
         with_room = 0
@@ -101,7 +101,7 @@ def test_states_are_saved_where_neither_the_drive_nor_memory_holds_all(mounted, 
     assert differing(params, in_memory(6)[0]) == []
 
 
-def test_updates_in_backward_that_a_full_drive_fails_are_told_of_once(tmp_path, caplog):
+def test_updates_in_backward_that_a_full_drive_fails_are_reported_once(tmp_path, caplog):
     """Others take the room for second versions; training goes on with the same bits."""
     results, updated = [], []
     for full in (False, True):
@@ -145,7 +145,7 @@ def test_states_that_may_need_16_bits_have_room_for_them_or_a_warning(mounted, c
             sizes.append(optimizer._tier.store._space.nbytes)
     roomy, *little = caplog.messages
     assert roomy.endswith("holds the rest")
-    assert all("; should states grow, by up to 7." in told for told in little)
+    assert all("; should states grow, by up to 7." in reported for reported in little)
     assert sizes[2] < sizes[0]  # the rest is for the other rank
 
 

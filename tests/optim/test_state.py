@@ -1,5 +1,5 @@
-"""`optimizer.state`: what is read, written, replaced, taken out and put back behaves as in memory,
-or is refused there and then.
+"""`optimizer.state`: reading, writing, replacing, removing and restoring an entry behaves as in
+memory, or is refused immediately.
 """
 
 from __future__ import annotations

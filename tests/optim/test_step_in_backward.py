@@ -88,7 +88,7 @@ def test_gradients_are_gone_before_the_step(tmp_path):
 
 
 def test_a_gradient_that_is_still_on_its_way_to_pinned_memory_is_waited_for(tmp_path, monkeypatch):
-    """As FSDP2 with CPUOffloadPolicy gives it in torch 2.11."""
+    """As FSDP2 with CPUOffloadPolicy provides it in torch 2.11."""
     arriving = []
 
     class Stream:
@@ -236,7 +236,7 @@ def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog
     assert "is left to step()" in caplog.text
 
 
-def test_a_drive_that_stays_broken_is_told_by_the_step(tmp_path, monkeypatch):
+def test_a_drive_that_stays_broken_is_reported_by_the_step(tmp_path, monkeypatch):
     monkeypatch.setattr(
         nvme_offload.store.store,
         "Engine",
@@ -259,7 +259,7 @@ def test_a_drive_that_stays_broken_is_told_by_the_step(tmp_path, monkeypatch):
     optimizer.close()
 
 
-def test_an_error_in_the_midst_of_an_update_is_told_by_the_step(tmp_path):
+def test_an_error_in_the_midst_of_an_update_is_reported_by_the_step(tmp_path):
     class Breaking(torch.optim.AdamW):
         broken = False
 
@@ -289,7 +289,7 @@ def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loade
 
         @staticmethod
         def backward(context, gradient):
-            raise RuntimeError("no more")
+            raise RuntimeError("injected")
 
     net = model()
     before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -299,7 +299,7 @@ def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loade
         step_in_backward=True,
     ) as optimizer:
         saved = optimizer.state_dict()
-        with pytest.raises(RuntimeError, match="no more"):
+        with pytest.raises(RuntimeError, match="injected"):
             net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
         assert differing(list(net.parameters()), before) == [2, 3, 4, 5]
         for _ in range(2):
@@ -373,7 +373,7 @@ def test_state_may_be_reset(tmp_path):
     assert differing(*results) == []
 
 
-@pytest.mark.filterwarnings("ignore")  # of what torch compiles
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 def test_compiled_autograd(tmp_path):
     results = []
     for in_backward in (False, True):
@@ -427,7 +427,7 @@ def test_closures(tmp_path):
 
 @pytest.mark.parametrize("settings", [True, "provisional"])
 def test_a_backward_pass_that_is_given_up_half_way_leaves_nothing_behind(tmp_path, settings):
-    """What was complete in it is not taken for complete in the next one, which has another order."""
+    """Buckets complete in one backward pass do not count as complete in the next, in another order."""
     results = []
     for in_backward in (False, settings):
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""What is judged of an optimizer: whether its parameters, and their elements, may be
-updated apart.
+"""The traits of an optimizer: whether its parameters, and their elements, may be updated
+separately.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Distance(torch.optim.Optimizer):
 
 
 class Late(torch.optim.SGD):
-    """Looks at no more than single elements for its first nine steps, and at norms after them."""
+    """Updates single elements for its first nine steps, and uses norms after them."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -174,7 +174,7 @@ def judged(make, dimensions=(1, 2)):
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "lion"])
 def test_what_is_known_is_so(monkeypatch, name):
-    """The table of known classes, against the trial of what they do."""
+    """The table of known classes, compared with a trial of each."""
     make = OPTIMIZERS[name]
     known = optimizer_traits.known(make([torch.zeros(2)]))
     assert known is not None
@@ -357,7 +357,7 @@ class Chosen(torch.optim.SGD):
 
 
 class Holding(Chosen):
-    """Holds its parameters beside its groups, and updates those."""
+    """Keeps references to its parameters outside its groups, and updates through them."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, [1.0])

@@ -1,5 +1,5 @@
-"""What `ranks.py`, `ranks_in_backward.py` and the others share: cases, of which two ranks tell what is not the
-same, and what they train.
+"""Code that `ranks.py`, `ranks_in_backward.py` and similar scripts share: cases whose differences
+two ranks report, and the models that they train.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def case(function: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
 
 
 def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -> NVMeOptimizer:
-    """With little more host memory than what is refused: on the CPU there is more beside a
-    bucket.
+    """With little more host memory than is refused: on the CPU a bucket needs other memory as
+    well.
     """
     params = list(params)
     caps = {
@@ -71,7 +71,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def sharded(
     dtype: torch.dtype = torch.float32, net: nn.Module | None = None, **policies: Any
 ) -> nn.Sequential:
-    """Each layer of *net* by itself, by FSDP2."""
+    """Shard each layer of *net* with FSDP2."""
     made: Any = net or model(dtype)
     for layer in made:
         if list(layer.parameters()):
@@ -81,9 +81,7 @@ def sharded(
 
 
 def over_tensors() -> nn.Module:
-    """By tensor parallelism, with gradients that each rank has a part of the sum of, those of the
-    normalisation.
-    """
+    """By tensor parallelism; of the normalisation's gradients each rank has a part of the sum."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(
         DEVICE
@@ -104,20 +102,20 @@ def inputs(number: int, dtype: torch.dtype = torch.float32, rank: int = RANK) ->
 
 
 def local(value: Any) -> Any:
-    """The part on this rank of what is distributed."""
+    """The local part of a distributed tensor."""
     with torch.no_grad():
         return value.to_local() if hasattr(value, "placements") else value
 
 
 def main() -> None:
-    """Rank 0 prints one line of JSON: by case, a list of what is not the same on any rank; it
+    """Rank 0 prints one line of JSON: by case, a list of the differences on any rank; it
     should be empty.
     """
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(RANK)
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for name, function in CASES.items():
         try:
             found = function()
@@ -126,14 +124,14 @@ def main() -> None:
             found = [f"{type(error).__name__}: {error}"]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [str(item) for item in found])
-        told[name] = [
+        reported[name] = [
             f"rank {rank}: {item}" for rank, items in enumerate(everyone) for item in items
         ]
     if os.listdir(DIRECTORY):  # noqa: PTH208
-        told["files"] = os.listdir(DIRECTORY)  # noqa: PTH208
+        reported["files"] = os.listdir(DIRECTORY)  # noqa: PTH208
     if RANK == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(reported), flush=True)
     dist.destroy_process_group()
-    # a thread of gloo that still lets go of a gathered tensor aborts an interpreter at its end
+    # a thread of gloo that still releases a gathered tensor aborts an interpreter at its end
     # (pytorch/pytorch#190489)
     os._exit(0)

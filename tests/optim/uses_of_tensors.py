@@ -1,5 +1,5 @@
-"""All that a program can do with a tensor, done with one whose values are elsewhere and with the
-same in memory: `python uses_of_tensors.py DIRECTORY {state,gradient}`. Prints each use whose effect
+"""Every operation of a program on a tensor, on one whose values are elsewhere and on the same in
+memory: `python uses_of_tensors.py DIRECTORY {state,gradient}`. Prints each use whose effect
 is another one; the last line is "done".
 """
 
@@ -20,7 +20,7 @@ import torch
 from nvme_offload.optim import NVMeOptimizer
 
 SHAPE = (4, 6)
-# Not of a value: names, addresses, and what asks for input.
+# Not properties of a value: names, addresses, and functions that ask for input.
 LEFT_OUT = {"__class__", "__dict__", "__dir__", "__doc__", "__init_subclass__", "__module__"} | {
     *("__new__", "__sizeof__", "__subclasshook__", "__weakref__", "__hash__", "__repr__"),
     *("__str__", "__format__", "__reduce__", "_use_count", "__setattr__", "__delattr__"),

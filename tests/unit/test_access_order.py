@@ -1,4 +1,4 @@
-"""What is expected next: the period before, from where it seems to be now."""
+"""The predicted uses: the period before, from the current position in it."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def test_a_record_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order.full
 
 
-# What is foretold
+# Predictions
 
 
-def test_what_was_foretold_is_expected_before_anything_was_used() -> None:
+def test_what_was_predicted_is_expected_before_anything_was_used() -> None:
     order = AccessOrder()
     assert order.foretell({"a": 1, "b": 2, "c": 3}, at_once=2)
     assert expected(order) == "abc"
@@ -130,7 +130,7 @@ def test_what_was_foretold_is_expected_before_anything_was_used() -> None:
     assert expected(order) == "abc"
 
 
-def test_nothing_is_foretold_where_something_was_used() -> None:
+def test_nothing_is_predicted_where_something_was_used() -> None:
     order = AccessOrder()
     use(order, "a")
     assert not order.foretell({"b": 1}, at_once=1)
@@ -138,7 +138,7 @@ def test_nothing_is_foretold_where_something_was_used() -> None:
 
 
 @pytest.mark.parametrize("used", ["abc", "cab"])
-def test_the_first_period_replaces_a_foretold_order(used: str) -> None:
+def test_the_first_period_replaces_a_predicted_order(used: str) -> None:
     """Its order and ends are expected from there on."""
     order = AccessOrder()
     order.foretell(dict.fromkeys("abc", 1), at_once=3)

@@ -1,5 +1,5 @@
 """Reads and writes of a checkpoint's files that end with an exception leave nothing in flight, and
-no failure that nobody waited for.
+no unawaited failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_starting_fails_after_a_read_that_will_fail(tmp_path):
 
     with pytest.raises(KeyError, match="exp_avg"):
         archive.wait_all(start())
-    engine.close()  # raises what nobody waited for
+    engine.close()  # raises unawaited failures
 
 
 def test_every_read_ends_before_the_first_failure_is_raised(tmp_path):
@@ -69,7 +69,7 @@ def test_a_loan_that_lacks_a_tensor_leaves_no_write_in_flight(tmp_path):
 
 def test_a_file_that_is_read_to_be_verified_fails_once(tmp_path):
     """The first of its reads and the second, which is under way by then, fail: one error is raised,
-    and nothing is left to be told.
+    and no failure is left to report.
     """
     path = tmp_path / "states.pt"
     path.write_bytes(bytes(3 * manifest.PIECE_BYTES))

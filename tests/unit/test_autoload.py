@@ -1,4 +1,4 @@
-"""The hook of `import torch`: what it costs a process that never imports DeepSpeed. What it does with
+"""The hook of `import torch`: its cost in a process that never imports DeepSpeed. Its effect on
 DeepSpeed is in `tests/zero3/test_autoload.py`.
 """
 

@@ -78,8 +78,8 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip(f"this processor has no {request.param}")
     place = tmp_path_factory.mktemp(request.param)
     (place / "shim.cpp").write_text(SHIM)
-    # NVME_OFFLOAD_SANITIZED: one version, that of the flags. FMA may be used where it is there, as
-    # a compiler does by itself.
+    # NVME_OFFLOAD_SANITIZED: one version, for the compiler's flags. FMA may be used where the
+    # processor has it, as a compiler does by default.
     options = [
         *WIDTHS[request.param],
         "-std=c++17",
@@ -108,7 +108,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def patterns() -> np.ndarray:
     """fp32 values of every kind: all exponents, denormals, zeros of both signs, infinities, NaNs,
-    and blocks without anything but one of these.
+    and blocks with only one of these.
     """
     generator = np.random.default_rng(7)
     bits = generator.integers(0, 1 << 32, NUMEL, dtype=np.uint32)
@@ -139,7 +139,7 @@ def randoms() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("form", "dtype"), [("", np.uint16), ("_short", np.uint8)])
 def test_split_and_join(codec: Codec, form: str, dtype: type) -> None:
-    told = []
+    reported = []
     for each in (codec, Codec(None)):
         master, working, low = patterns(), np.zeros(NUMEL, np.uint16), np.zeros(NUMEL, dtype)
         if form:
@@ -147,8 +147,8 @@ def test_split_and_join(codec: Codec, form: str, dtype: type) -> None:
         each.call(f"split{form}", master, working, low, NUMEL)
         again = np.zeros(NUMEL, np.uint32)
         each.call(f"join{form}", working, low, again, NUMEL)
-        told.append((working.tobytes(), low.tobytes(), again.tobytes()))
-    assert told[0] == told[1]
+        reported.append((working.tobytes(), low.tobytes(), again.tobytes()))
+    assert reported[0] == reported[1]
     numbers = (master & 0x7FFFFFFF) <= 0x7F800000
     assert (again == master)[numbers].all()
 
@@ -160,7 +160,7 @@ def test_encode_and_decode(codec: Codec, signed: bool) -> None:
         if signed
         else (patterns() & np.uint32(0x7FFFFFFF)).view(np.float32)
     )
-    told = []
+    reported = []
     for each in (codec, Codec(None)):
         codes, exponents, back = (
             np.zeros(NUMEL, np.uint8),
@@ -169,9 +169,9 @@ def test_encode_and_decode(codec: Codec, signed: bool) -> None:
         )
         each.call("encode", values, codes, exponents, NUMEL, signed, *randoms())
         each.call("decode", codes, exponents, back, NUMEL, signed)
-        told.append((codes.tobytes(), exponents.tobytes(), back.tobytes()))
-    assert told[0] == told[1]
-    assert len(set(codes.tolist())) > 100  # what was compared is not one value over and over
+        reported.append((codes.tobytes(), exponents.tobytes(), back.tobytes()))
+    assert reported[0] == reported[1]
+    assert len(set(codes.tolist())) > 100  # the compared values differ from each other
 
 
 @pytest.mark.parametrize("has_first", [True, False])
@@ -179,20 +179,20 @@ def test_far_blocks(codec: Codec, has_first: bool) -> None:
     first = patterns().view(np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         second = np.square(first)
-    told = []
+    reported = []
     for each in (codec, Codec(None)):
         far = np.zeros(-(-NUMEL // BLOCK), np.uint8)
         eps = () if each is codec else (1e-8,)
         each.call("mark_far", second, first if has_first else 0, far, NUMEL, *eps)
-        told.append(far.tolist())
-    assert told[0] == told[1]
-    assert set(told[0]) == {0, 1}
+        reported.append(far.tolist())
+    assert reported[0] == reported[1]
+    assert set(reported[0]) == {0, 1}
 
 
 @pytest.mark.parametrize("short_low", [False, True])
 @pytest.mark.parametrize("formula", ["TORCH", "DEEPSPEED"])
 def test_adam(codec: Codec, formula: str, short_low: bool) -> None:
-    told = []
+    reported = []
     for is_package in (False, True):
         generator = np.random.default_rng(3)
         gradient, working = (
@@ -242,6 +242,6 @@ def test_adam(codec: Codec, formula: str, short_low: bool) -> None:
             )
         else:
             codec.call("adam", formula == "TORCH", short_low, *places, NUMEL, table)
-        told.append([place.copy() for place in places])
-    for one, other in zip(*told, strict=True):
+        reported.append([place.copy() for place in places])
+    for one, other in zip(*reported, strict=True):
         assert np.array_equal(one, other)

@@ -1,4 +1,4 @@
-"""What is committed is there as it was or as it is to be, whenever its writer is killed."""
+"""A committed file has its old or its new contents, whenever its writer is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ with commit.partial_directory(place / "directory") as aside:
 
 def states(script: str, place: Path, kill_points: KillPoints) -> list[Path]:
     """What a kill would leave of *place*, for every call of *script* that changes something there,
-    and what the script leaves.
+    and the files that the script leaves.
     """
     environment, images = kill_points(place)
     text = f"import os\nfrom pathlib import Path\nfrom nvme_offload.files import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"

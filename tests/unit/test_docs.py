@@ -42,8 +42,8 @@ PAGES = [
     *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "index.md"}),  # the site's contents
 ]
 LANGUAGES = {"sh", "python", "json", "yaml", "text", "diff"}
-# Code that needs one of these is compiled, and what it takes from this package is looked up; all
-# other is run.
+# Code that needs one of these is compiled, and its imports from this package are looked up; all
+# other code is run.
 NEEDS_MORE = {
     "deepspeed",
     "lightning",
@@ -165,8 +165,8 @@ def check_command(text: str) -> None:
                     name in known if has_value else re.search(rf"^{word}:", makefile, re.MULTILINE)
                 ), f"make knows no {name}"
         case ["python", "-m", module, *rest] if module.startswith("sweeps"):
-            told = help_of(module)
-            assert [word for word in rest if word.startswith("--") and word not in told] == []
+            reported = help_of(module)
+            assert [word for word in rest if word.startswith("--") and word not in reported] == []
         case [path, *_] if path.startswith(("tools/", "sweeps/")):
             assert (ROOT / path).is_file()
         case _:
@@ -197,7 +197,7 @@ def test_a_wrong_command_is_noticed(wrong):
 
 
 def of_ours(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name) of what the code takes from this package; name "" for a module itself."""
+    """(module, name) of each import from this package in the code; name "" for a module itself."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.ImportFrom)
@@ -335,7 +335,7 @@ REPORTS = ROOT / "reports"
 
 
 def of_the_repository(directory):
-    """The files below *directory*, without those that `make sweep` made for whoever runs this."""
+    """The files below *directory*, without the ones that the developer's `make sweep` made."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "."], cwd=directory, capture_output=True, text=True
     )
@@ -571,7 +571,7 @@ def callables_of(module: str) -> Iterator[tuple[str, Callable[..., object]]]:
 
 
 def parameters_of(found: Callable[..., object]) -> set[str]:
-    """The names of its public parameters; of a class, those of its constructor."""
+    """The names of its public parameters; of a class, its constructor's."""
     if inspect.isclass(found):
         made_by = [each for each in (found.__init__, found.__new__) if inspect.isfunction(each)]
         if not made_by:  # a built-in one, as an exception's
@@ -589,7 +589,7 @@ def named_in(section: str, docstring: str) -> set[str]:
 
 
 def bases_of(found: Callable[..., object]) -> Sequence[object]:
-    """A class with those whose fields it inherits; anything else by itself."""
+    """A class and the classes whose fields it inherits; any other object alone."""
     return found.__mro__[:-1] if inspect.isclass(found) else [found]
 
 
@@ -625,7 +625,7 @@ offset, count : int
 Returns
 -------
 bytes
-    What was read.
+    The text read.
 
 Attributes
 ----------
@@ -662,7 +662,7 @@ def test_the_site_has_every_page_and_every_public_name(site):
     for name in package.__all__:
         found = getattr(package, name)
         anchor = f'id="{found.__module__}.{found.__qualname__}"'
-        # what a package's __init__ takes from within has its anchor there
+        # names that a package's __init__ imports have their anchors there
         short = f'id="{found.__module__.rpartition(".")[0]}.{found.__qualname__}"'
         assert any(anchor in text or short in text for text in pages.values()), name
     overview = pages[site / "api" / "index.html"]
@@ -703,7 +703,7 @@ def read(path: str, count: int) -> bytes:
     Returns
     -------
     bytes
-        What was read.
+        The text read.
 
     Raises
     ------

@@ -143,12 +143,12 @@ def test_the_answer_comes_first_then_what_to_paste_then_the_table(tmp_path):
     at = next(index for index, line in enumerate(lines) if "ZeRO-1" in line)
     assert lines[at + 1].startswith("     needs 22.4 GB of GPU memory, and a GPU has 8 GB")
     assert "It writes " in done.output
-    told = " ".join(done.output.split())
-    assert f" TB a day to {tmp_path}: a drive that is rated for 1,200 TB lasts " in told
-    assert "1 billion parameters, the largest layer 70.43 million (of the usual shape)" in told
-    assert "1 rank, GPU H100 with 8 GB (989 Tflop/s), 16 GB of host memory at 50 GB/s." in told
-    assert "read 4, write 4, mixed 4 GB/s." in told
-    assert "communication between ranks" in told
+    reported = " ".join(done.output.split())
+    assert f" TB a day to {tmp_path}: a drive that is rated for 1,200 TB lasts " in reported
+    assert "1 billion parameters, the largest layer 70.43 million (of the usual shape)" in reported
+    assert "1 rank, GPU H100 with 8 GB (989 Tflop/s), 16 GB of host memory at 50 GB/s." in reported
+    assert "read 4, write 4, mixed 4 GB/s." in reported
+    assert "communication between ranks" in reported
 
 
 def schema_keys(object_name: str) -> set[str]:
@@ -175,10 +175,10 @@ def test_a_plan_as_json_has_everything(tmp_path):
         2,
         "--json",
     )
-    told: dict[str, Any] = json.loads(done.output)
-    assert set(told) == schema_keys("plan")
-    assert all(set(each) == schema_keys("each of plans") for each in told["plans"])
-    assert (told["world"], told["work"]) == (
+    reported: dict[str, Any] = json.loads(done.output)
+    assert set(reported) == schema_keys("plan")
+    assert all(set(each) == schema_keys("each of plans") for each in reported["plans"])
+    assert (reported["world"], reported["work"]) == (
         {"ranks": 2, "nodes": 8, "zero_init": True},
         {
             "sequence": 2048,
@@ -189,18 +189,18 @@ def test_a_plan_as_json_has_everything(tmp_path):
             "activation_host_bytes": 2_000_000_000,
         },
     )
-    assert told["model"]["parameters"] == 7_000_000_000
-    assert told["machine"]["drives"][0]["gb_per_s"] == dict.fromkeys(PHASES, 4.0)
-    assert len(told["plans"]) == 48
-    assert told["fastest"] in {each["name"] for each in told["plans"] if each["fits"]}
-    for each in told["plans"]:
+    assert reported["model"]["parameters"] == 7_000_000_000
+    assert reported["machine"]["drives"][0]["gb_per_s"] == dict.fromkeys(PHASES, 4.0)
+    assert len(reported["plans"]) == 48
+    assert reported["fastest"] in {each["name"] for each in reported["plans"] if each["fits"]}
+    for each in reported["plans"]:
         assert each["fits"] == (not each["problems"])
         assert each["seconds"] == pytest.approx(sum(phase["seconds"] for phase in each["phases"]))
         for phase in each["phases"]:
             beside = [sum(term["seconds"] for term in terms) for terms in phase["beside"]]
             assert phase["seconds"] == pytest.approx(phase["times"] * max(beside, default=0))
         assert each["tokens_per_second"] == pytest.approx(2 * 2048 * 16 / each["seconds"])
-    assert told["ds_config"]["train_micro_batch_size_per_gpu"] == 2
+    assert reported["ds_config"]["train_micro_batch_size_per_gpu"] == 2
 
 
 def test_the_config_is_written_aside_and_never_over_another(tmp_path):
@@ -318,13 +318,13 @@ def test_what_is_asked_of_another_machine_is_answered_alike(alone, monkeypatch):
 
 
 def test_a_drive_is_described_by_its_speeds():
-    told = json.loads(plan("--params", "7B", *DRIVE, "--drive-free", "1TB", "--json").output)
-    (drive,) = told["machine"]["drives"]
+    reported = json.loads(plan("--params", "7B", *DRIVE, "--drive-free", "1TB", "--json").output)
+    (drive,) = reported["machine"]["drives"]
     assert (drive["path"], drive["free_bytes"]) == ("/local_nvme", 10**12)
     assert drive["gb_per_s"] == {"read": 3.0, "write": 2.5, "mixed": pytest.approx(2.727, rel=1e-3)}
-    told = json.loads(plan("--params", "7B", *DRIVE, "--drive-mixed", "2GB", "--json").output)
-    assert told["machine"]["drives"][0]["gb_per_s"]["mixed"] == 2.0
-    assert told["machine"]["drives"][0]["free_bytes"] is None
+    reported = json.loads(plan("--params", "7B", *DRIVE, "--drive-mixed", "2GB", "--json").output)
+    assert reported["machine"]["drives"][0]["gb_per_s"]["mixed"] == 2.0
+    assert reported["machine"]["drives"][0]["free_bytes"] is None
 
 
 def test_a_way_and_a_format_can_be_asked_for():
@@ -346,13 +346,13 @@ def test_a_way_and_a_format_can_be_asked_for():
         ),
         *(f"streamed-{updates}-compact" for updates in ("host-gradients", "in-backward")),
     ]
-    told = json.loads(plan("--params", "7B", *DRIVE, "--inference", "--json").output)
-    assert [each["name"] for each in told["plans"]] == [
+    reported = json.loads(plan("--params", "7B", *DRIVE, "--inference", "--json").output)
+    assert [each["name"] for each in reported["plans"]] == [
         "inference-gpu",
         "inference-cpu",
         "inference-nvme",
     ]
-    assert "optimizer" not in told["ds_config"]
+    assert "optimizer" not in reported["ds_config"]
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100])
@@ -375,8 +375,8 @@ def test_what_concedes_something_else_is_not_hidden_by_what_is_faster():
     assert "if states may be rounded to 8 bits: NVMeOptimizer, compact, host gradients, " in text
     assert "Faster, if gradients are not clipped by a norm: NVMeOptimizer, in backward, " in text
     assert "to 8 bits and gradients are not clipped by a norm: NVMeOptimizer, compact, in" in text
-    told = json.loads(plan(*ask, *drive, "--json").output)
-    seconds = {each["name"]: each["seconds"] for each in told["plans"]}
+    reported = json.loads(plan(*ask, *drive, "--json").output)
+    seconds = {each["name"]: each["seconds"] for each in reported["plans"]}
     assert seconds["plain-in-backward"] > seconds["plain-host-gradients-compact"]
 
 
@@ -388,8 +388,8 @@ def test_a_slower_way_is_not_called_faster_and_a_way_that_fits_is_not_denied():
     text = " ".join(plan(*ask, "--drive-free", "79GB").output.split())
     assert text.startswith("Train it with NVMeOptimizer, compact, host gradients: it fits, ")
     assert "without that, if gradients are not clipped by a norm, NVMeOptimizer, in back" in text
-    told = json.loads(plan(*ask, "--drive-free", "79GB", "--json").output)
-    seconds = {each["title"]: each["seconds"] for each in told["plans"] if each["fits"]}
+    reported = json.loads(plan(*ask, "--drive-free", "79GB", "--json").output)
+    seconds = {each["title"]: each["seconds"] for each in reported["plans"] if each["fits"]}
     named = re.findall(r"Faster, if [^:]*: (NVMeOptimizer.*?|ZeRO.*?), [\d.]+ s a step", text)
     assert named
     assert all(seconds[title] < min(4.0, seconds["NVMeOptimizer, in backward"]) for title in named)
@@ -401,8 +401,8 @@ def test_a_batch_that_hides_the_drive_fits(memory):
     ask = (*ask, "--gpu-memory", memory)
     text = " ".join(plan(*ask).output.split())
     ((batch, title),) = re.findall(r"With --micro-batch (\d+), (.*?), hides the drive", text)
-    told = json.loads(plan(*ask, "--micro-batch", batch, "--json").output)
-    (longer,) = [each for each in told["plans"] if each["title"] == title]
+    reported = json.loads(plan(*ask, "--micro-batch", batch, "--json").output)
+    (longer,) = [each for each in reported["plans"] if each["title"] == title]
     assert longer["fits"]
     _, hidden = longer["phases"]
     compute, drive = (
@@ -425,10 +425,10 @@ def test_six_ways_are_shown_unless_all_are_asked_for():
     assert len(every.splitlines()) > 40
 
 
-def test_the_life_of_a_drive_is_told():
+def test_the_life_of_a_drive_is_reported():
     ask = ("--params", "8B", *CARD, *DRIVE)
-    told = json.loads(plan(*ask, "--json").output)
-    (chosen,) = [each for each in told["plans"] if each["name"] == told["fastest"]]
+    reported = json.loads(plan(*ask, "--json").output)
+    (chosen,) = [each for each in reported["plans"] if each["name"] == reported["fastest"]]
     for option, terabytes in (((), 1200), (("--drive-rated", "600TB"), 600)):
         text = " ".join(plan(*ask, *option).output.split())
         days = terabytes * 1e12 / chosen["written_bytes_a_day"]
@@ -436,9 +436,9 @@ def test_the_life_of_a_drive_is_told():
 
 
 def test_trainable_parameters_are_asked_for():
-    told = json.loads(plan("--params", "7B", "--trainable", "40M", *DRIVE, "--json").output)
-    assert told["model"]["trainable"] == 40_000_000
-    (plain,) = [each for each in told["plans"] if each["name"] == "plain"]
+    reported = json.loads(plan("--params", "7B", "--trainable", "40M", *DRIVE, "--json").output)
+    assert reported["model"]["trainable"] == 40_000_000
+    (plain,) = [each for each in reported["plans"] if each["name"] == "plain"]
     assert plain["fits"]
     assert plain["drive_bytes"] <= 12 * 40_000_000
 
@@ -455,9 +455,9 @@ def test_speeds_are_those_of_the_options():
 
 
 def test_a_described_machine_has_tokens_a_second_without_seq():
-    told = json.loads(plan("--params", "7B", *DRIVE, "--json").output)
-    assert told["work"]["sequence"] == 2048
-    assert all(each["tokens_per_second"] for each in told["plans"])
+    reported = json.loads(plan("--params", "7B", *DRIVE, "--json").output)
+    assert reported["work"]["sequence"] == 2048
+    assert all(each["tokens_per_second"] for each in reported["plans"])
 
 
 @pytest.mark.parametrize(
@@ -484,18 +484,18 @@ def test_a_described_machine_has_tokens_a_second_without_seq():
     ],
 )
 def test_a_gpu_is_known_by_its_name(gpu, mebibytes):
-    told = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
-    assert told["machine"]["gpu"]["memory_bytes"] == mebibytes << 20
-    assert told["machine"]["gpu"]["link_bytes_per_second"] > 10e9
+    reported = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
+    assert reported["machine"]["gpu"]["memory_bytes"] == mebibytes << 20
+    assert reported["machine"]["gpu"]["link_bytes_per_second"] > 10e9
 
 
 def test_a_gpu_without_bfloat16_gets_fp16():
     for gpu, precision in (("T4", "fp16"), ("L4", "bf16")):
-        told = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
-        assert told["ds_config"][precision] == {"enabled": True}
+        reported = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
+        assert reported["ds_config"][precision] == {"enabled": True}
 
 
-def test_what_would_help_is_told_where_nothing_fits(tmp_path):
+def test_what_would_help_is_reported_where_nothing_fits(tmp_path):
     ask = ("--params", "7B", "--gpu", "RTX 4090", "--host-memory", "64GB", "--seq", 2048, *DRIVE)
     ask = (*ask, "--micro-batch", 4, "--activations", "keep", "--json")
     done = run("plan", *ask)
@@ -584,8 +584,8 @@ def test_help_is_what_it_says_without_arguments(monkeypatch, capsys):
 def test_the_doctor_looks_at_everything(tmp_path):
     keep_profile(tmp_path, 4.0)
     done = ended("doctor", "--path", tmp_path, "--json")
-    told = json.loads(done.stdout)
-    names = {each["name"] for each in told["checks"]}
+    reported = json.loads(done.stdout)
+    names = {each["name"] for each in reported["checks"]}
     assert names >= {
         "libaio",
         "aio-max-nr",
@@ -600,10 +600,10 @@ def test_the_doctor_looks_at_everything(tmp_path):
         "compilers",
         f"drive {tmp_path}",
     }
-    assert done.returncode == (0 if told["works"] else 3)
-    assert told["works"] == all(each["status"] != "problem" for each in told["checks"])
+    assert done.returncode == (0 if reported["works"] else 3)
+    assert reported["works"] == all(each["status"] != "problem" for each in reported["checks"])
     assert all(
-        each["remedy"] for each in told["checks"] if each["status"] in ("warning", "problem")
+        each["remedy"] for each in reported["checks"] if each["status"] in ("warning", "problem")
     )
     assert [path.name for path in tmp_path.iterdir()] == ["config"]  # nothing is left
 

@@ -207,10 +207,12 @@ def test_virtual_disks_and_loops_are_known_by_their_filesystem(
 
 
 @pytest.mark.parametrize(
-    ("node", "gpu", "told"),
+    ("node", "gpu", "reported"),
     [(0, 0, ""), (7, 7, "cpunodebind=7"), (0, 1, "GPUs are on node 1"), (0, -1, "")],
 )
-def test_other_numa_nodes_are_told_of(machine: Machine, node: int, gpu: int, told: str) -> None:
+def test_other_numa_nodes_are_reported(
+    machine: Machine, node: int, gpu: int, reported: str
+) -> None:
     machine.nvme(0, node=node)
     for number, cpus in enumerate(("0-1023", "1024-2047")):
         machine.write(f"devices/system/node/node{number}", cpulist=cpus)
@@ -228,17 +230,17 @@ def test_other_numa_nodes_are_told_of(machine: Machine, node: int, gpu: int, tol
         (gpu,) if gpu >= 0 else (),
     )
     said = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
-    assert [warning for warning in said if told and told in warning] == said
+    assert [warning for warning in said if reported and reported in warning] == said
 
 
-def test_a_link_below_what_drive_and_slot_can_do_is_told_of(machine: Machine) -> None:
+def test_a_link_below_what_drive_and_slot_can_do_is_reported(machine: Machine) -> None:
     machine.nvme(0, width=2)
     machine.write(f"{PCI}/0000:01:00.0", max_link_speed="32.0 GT/s PCIe", max_link_width=4)
     machine.write(PCI, max_link_speed="16.0 GT/s PCIe", max_link_width=16)
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
     assert (drive.pcie_link, drive.pcie_link_most) == ("16.0 GT/s x2", "16.0 GT/s x4")
-    (told,) = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
-    assert "runs at 16.0 GT/s x2, but drive and slot support 16.0 GT/s x4" in told
+    (reported,) = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert "runs at 16.0 GT/s x2, but drive and slot support 16.0 GT/s x4" in reported
 
 
 def test_the_deepest_mount_counts_and_the_last_of_equals(machine: Machine) -> None:
@@ -364,8 +366,8 @@ def test_virtio_disk_has_no_model_and_its_flag_of_rotation_is_not_believed(
     assert (drive.device, drive.model, drive.name) == ("/dev/vda", "", "vda")
     assert (drive.scheduler, drive.rotational, drive.numa_node) == ("mq-deadline", True, None)
     assert (drive.pcie_link, drive.link_bytes_per_second) == (None, None)
-    told = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
-    assert [warning for warning in told if "nodiscard" in warning] == told
+    reported = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert [warning for warning in reported if "nodiscard" in warning] == reported
 
 
 def test_emulated_nvme_has_no_link(machine: Machine) -> None:
@@ -461,8 +463,8 @@ def test_btrfs_is_found_by_its_source_with_all_its_devices(machine: Machine) -> 
     assert drive.device == "/dev/nvme0n1p2"
     assert drive.physical_devices == ("/dev/nvme0n1", "/dev/nvme1n1")
     drive = dataclasses.replace(drive, size_bytes=100, free_bytes=50)
-    told = warnings(drive)
-    assert [warning for warning in told if "chattr +C" in warning] == told
+    reported = warnings(drive)
+    assert [warning for warning in reported if "chattr +C" in warning] == reported
     assert (
         warnings(dataclasses.replace(drive, mount_options=(*drive.mount_options, "nodatacow")))
         == []
@@ -501,8 +503,8 @@ def test_filesystems_without_a_device(
     assert (drive.device, drive.filesystem, drive.model) == (source, kind, "")
     assert (drive.is_memory, drive.is_network) == (memory, network)
     assert drive.physical_devices == ()
-    told = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
-    assert [warning for warning in told if said in warning] == told
+    reported = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert [warning for warning in reported if said in warning] == reported
 
 
 def test_compressed_memory_disk_is_memory(machine: Machine) -> None:
@@ -553,6 +555,6 @@ def test_each_warning_comes_alone_and_says_what_to_do(
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
     sound = dataclasses.replace(drive, size_bytes=100 * 10**9, free_bytes=10 * 10**9)
     assert warnings(sound) == []
-    (told,) = warnings(dataclasses.replace(sound, **change))  # type: ignore[arg-type]
-    assert said in told
-    assert told.endswith(".")
+    (reported,) = warnings(dataclasses.replace(sound, **change))  # type: ignore[arg-type]
+    assert said in reported
+    assert reported.endswith(".")

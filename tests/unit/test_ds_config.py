@@ -511,7 +511,7 @@ def test_a_bind_mount_is_written_to(tmp_path: Path, mount_namespace: None) -> No
     assert sorted(tmp_path.iterdir()) == sorted([host, path])
 
 
-def test_an_edit_in_place_that_was_cut_short_is_told_and_not_built_upon(tmp_path: Path) -> None:
+def test_an_edit_in_place_that_was_cut_short_is_reported_and_not_built_upon(tmp_path: Path) -> None:
     path, kept = tmp_path / "ds.json", tmp_path / ".ds.json.before"
     path.write_text(HUGGING_FACE[:40])
     kept.write_text(HUGGING_FACE)

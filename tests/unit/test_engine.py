@@ -39,7 +39,7 @@ SIZES = (*OFFSETS, 3 * BLOCK + 1)
 
 def memory_at(misalignment: int, count: int) -> tuple[Bytes, slice]:
     """Zeros, and the place in them of *count* bytes that begin *misalignment* bytes after a page;
-    at least 512 bytes lie on either side.
+    at least 512 bytes are on either side.
     """
     around = np.zeros(count + 3 * mmap.PAGESIZE, np.uint8)
     start = -(around.ctypes.data + 512) % mmap.PAGESIZE + 512 + misalignment
@@ -187,7 +187,7 @@ def test_a_thousand_writes_of_odd_sizes_side_by_side(
 
 def dtypes() -> list[torch.dtype]:
     """Every dtype that this torch can view bytes as: all but the quantised ones, which carry a
-    scale beside their bytes.
+    scale compared with their bytes.
     """
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     quantised = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -416,7 +416,7 @@ def test_allocated_memory_is_aligned_writable_and_of_exactly_the_size_asked_for(
     assert allocate(0).nbytes == 0
 
 
-# Many at once
+# Many concurrent requests
 
 
 def test_a_thousand_requests_waited_for_in_any_order(
@@ -734,7 +734,7 @@ def test_a_full_filesystem_costs_nothing_that_was_there(
             with pytest.raises(NoSpaceError):
                 engine.open(path, "rw", size=64 << 20)
             assert_array_equal(on_disk(path)[: kept.size], kept)
-            # What was moved before the drive was full may stay; space that was only set aside may
+            # Bytes written before the drive was full may stay; space that was only preallocated may
             # not.
             assert free_bytes() >= before - caught.value.done - (64 << 10)
             engine.write(kept[::-1].copy(), path).wait(PATIENCE)
@@ -746,7 +746,7 @@ def test_a_full_filesystem_costs_nothing_that_was_there(
             file.unlink(missing_ok=True)
 
 
-def test_a_process_without_file_descriptors_is_told_so(
+def test_a_process_without_file_descriptors_is_reported_so(
     engine: Engine,
     configure: Configure,
     directory: Path,

@@ -1,5 +1,5 @@
 """Requests that start after others, and requests that are cancelled: the order holds, nothing is
-moved in vain, and nobody's bytes change.
+moved in vain, and no other bytes change.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_requests_without_bytes_take_part(
 def test_tickets_need_not_be_kept(
     configure: Configure, directory: Path, random_bytes: RandomBytes
 ) -> None:
-    """`close` waits for what is held as well, and for what that holds up."""
+    """`close` also waits for held requests, and for the requests after them."""
     data = random_bytes(ODD)
     path = directory / "data"
     with (
@@ -181,7 +181,7 @@ def test_another_engines_ticket_cannot_be_followed(
 def test_what_follows_a_failure_is_not_started(
     configure: Configure, directory: Path, random_bytes: RandomBytes
 ) -> None:
-    """Of a chain of a thousand; `close` tells of the one that failed and of no other."""
+    """Of a chain of a thousand; `close` raises the failed request's error only."""
     path = directory / "data"
     before = random_bytes(2 * PAGE)
     before.tofile(path)
@@ -225,7 +225,7 @@ def test_close_is_silent_of_followers(configure: Configure, directory: Path) -> 
 
 def test_any_graph(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
     """Requests that follow random others, some of which fail: each ends as its ancestors say, and
-    only those that were to be written are.
+    only the intended bytes are written.
     """
     count = 300
     chance = random.Random(3)
@@ -438,7 +438,7 @@ def test_a_fault_at_any_transfer_of_a_chain(
         assert not written[failing:].any()
 
 
-# of Python 3.12 and later, of every fork beside threads
+# Python 3.12 and later warn of every fork in a process with threads
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_can_neither_follow_nor_cancel(
     engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes

@@ -329,7 +329,7 @@ def test_allocated_memory_lives_as_long_as_its_request(
 def test_nothing_of_a_finished_request_is_held(
     engine: Engine, directory: Path, random_bytes: RandomBytes
 ) -> None:
-    """In an engine that lives on, neither its buffer nor its file, and also when nobody waited for
+    """In an engine that lives on, neither its buffer nor its file, and also when no caller waited for
     it.
     """
     path = directory / "data"
@@ -412,7 +412,7 @@ def test_a_wait_lets_other_threads_run(
     def wait() -> None:
         waiting.set()
         try:
-            # were the interpreter lock held, nobody could let go, and this would run out
+            # with the GIL held, no thread could release the buffer, and this would time out
             outcome.append(ticket.wait(PATIENCE))
         except WaitTimeout as error:
             outcome.append(error)
@@ -461,7 +461,7 @@ def test_every_thread_gets_to_work_though_the_first_is_stuck(
 
 
 def test_signals_reach_the_threads_of_python(configure: Callable[..., AioConfig]) -> None:
-    """The workers block them all: a signal that one of them took would be handled only when Python
+    """The workers block all signals: a signal delivered to a worker would be handled only when Python
     happens to look.
     """
     others = set(Path("/proc/self/task").iterdir())
@@ -636,7 +636,7 @@ int close(int descriptor) {
 def test_other_threads_run_while_a_file_without_a_name_frees_its_space(
     backend: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the GIL held meanwhile nobody would answer."""
+    """With the GIL held meanwhile no thread would answer."""
     library = tmp_path / "slow_close.so"
     subprocess.run(
         [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", library],
@@ -662,7 +662,7 @@ print("closed")
     assert (out, errors, process.returncode) == ("closed\n", "", 0)
 
 
-def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing(
+def test_a_failed_read_at_the_end_of_the_interpreter_is_reported_and_crashes_nothing(
     backend: str, directory: Path
 ) -> None:
     path = directory / "data"
@@ -681,7 +681,7 @@ FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config,
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "told"),
+    ("script", "code", "reported"),
     [
         pytest.param("engine.write(data, path)", 1, True, id="open"),
         pytest.param("engine.write(data, path)\nsys.exit(3)", 3, True, id="another status"),
@@ -727,14 +727,14 @@ FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config,
     ],
 )
 def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(
-    backend: str, directory: Path, script: str, code: int, told: bool
+    backend: str, directory: Path, script: str, code: int, reported: bool
 ) -> None:
     with interpreter(FAILS + script, backend, directory / "data") as process:
         out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, errors
     assert [
         "unawaited transfer failed: IOFailure: write of " in line for line in errors.splitlines()
-    ] == [True] * told
+    ] == [True] * reported
     assert ("the rest" in out) == ("the rest" in script)
 
 
@@ -823,7 +823,7 @@ if child == 0:
             pass
         except Exception as error:
             wrong.append((place, repr(error)))
-    # An engine of its own works.
+    # Its own engine works.
     mine = numpy.zeros_like(before)
     with Engine(AioConfig(backend=backend, direct="auto", block_size=4096)) as own:
         own.read(mine, path).wait(20)
@@ -942,7 +942,7 @@ def test_engines_leave_nothing_behind(
             engine.read(target, path)
         assert_array_equal(target, data)
 
-    # the kernel takes its time to end a queue, though not for many at once
+    # the kernel is slow to end a queue, but ends many concurrently
     with ThreadPoolExecutor(8) as pool:
         assert len(list(pool.map(use, range(300)))) == 300
     assert eventually(lambda: not more_than(before)), (before, more_than(before))

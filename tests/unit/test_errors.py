@@ -1,4 +1,4 @@
-"""The error family: what each error is to `except`, what it says, and that it survives pickling and
+"""The error family: each error's base classes, its message, and that it survives pickling and
 copying.
 """
 
@@ -149,10 +149,10 @@ def test_a_transfer_error_survives_a_process_boundary(error: IOFailure, reproduc
 )
 def test_the_error_number_makes_the_class(code, kind):
     made = IOFailure(code, "reason", **FIELDS)
-    told = IOFailure.of(OSError(code, "reason"), **FIELDS)
+    reported = IOFailure.of(OSError(code, "reason"), **FIELDS)
     assert (
         (type(made), made.errno, made.reason)
-        == (type(told), told.errno, told.reason)
+        == (type(reported), reported.errno, reported.reason)
         == (kind, code, "reason")
     )
     again = pickle.loads(pickle.dumps(made))

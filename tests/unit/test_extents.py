@@ -1,4 +1,4 @@
-"""Where best fit puts things, and what is refused."""
+"""Where best fit places ranges, and which arguments are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening files: modes, rights, preallocation, alignment, anonymous ones, and what is refused."""
+"""Opening files: modes, rights, preallocation, alignment, anonymous files, and refusals."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def test_direct_means_direct(
             assert file.offset_alignment == 4096
         if filesystem in {"ext4", "xfs"}:
             assert file.offset_alignment == 512
-        # The kernel itself agrees: at its smallest, the alignment that is promised is one that it
-        # takes.
+        # The kernel agrees: it accepts transfers at the smallest alignment that is promised.
         data = random_bytes(file.offset_alignment)
         engine.write(data, file, file.offset_alignment).wait(PATIENCE)
         assert_array_equal(on_disk(directory / "data")[file.offset_alignment :][: data.size], data)
@@ -236,7 +235,7 @@ def test_a_directory_is_no_file(engine: Engine, directory: Path, mode: str) -> N
 def test_a_fifo_is_refused_at_once(backend: str, directory: Path, mode: str) -> None:
     fifo = directory / "fifo"
     os.mkfifo(fifo)
-    # In a process of its own: an open of a FIFO that waits for the other end would never come back.
+    # In a separate process: an open of a FIFO that waits for the other end would never return.
     script = """
 import sys
 from nvme_offload.hardware.config import AioConfig

@@ -162,7 +162,7 @@ each_module = pytest.mark.parametrize(
 @each_module
 def test_a_part_imports_only_the_parts_that_it_may(path):
     part = part_of(path)
-    assert part in MAY_IMPORT, f"{part} is new: give it a row in MAY_IMPORT"
+    assert part in MAY_IMPORT, f"{part} is new: add a row to MAY_IMPORT"
     # The package itself is its version, which everyone may ask for.
     allowed = MAY_IMPORT[part] | {part, "__init__", "__version__"}
     assert [

@@ -1,4 +1,4 @@
-"""The lines of a step that goes on: what they say, when they come, and that they end with the
+"""The progress lines of a long step: their text, when they are logged, and that they end with the
 tier.
 """
 
@@ -47,7 +47,7 @@ def said(caplog):
     return lambda: [message for message in caplog.messages if message.startswith("still going")]
 
 
-def test_what_moved_is_told_once(tier, said):
+def test_what_moved_is_reported_once(tier, said):
     lines = live.Live(tier)
     use(tier, "a", "b", "a")
     lines.tell()
@@ -57,7 +57,7 @@ def test_what_moved_is_told_once(tier, said):
     assert len(said()) == 1
 
 
-def test_a_step_that_ended_has_told_already(tier, said):
+def test_a_step_that_ended_has_logged_already(tier, said):
     live.watch(tier)
     lines = live._live[tier]
     use(tier, "a", "b")
@@ -93,13 +93,13 @@ def test_the_lines_come_by_themselves_and_end_with_the_tier(tmp_path, monkeypatc
     live.watch(tier)
     live.watch(tier)
     (thread,) = set(threading.enumerate()) - before
-    told = threading.Event()
+    reported = threading.Event()
     handler = logging.Handler()
-    handler.emit = lambda record: told.set()
+    handler.emit = lambda record: reported.set()
     live._log.addHandler(handler)
     try:
         use(tier, "a", "b")
-        assert told.wait(PATIENCE)
+        assert reported.wait(PATIENCE)
     finally:
         live._log.removeHandler(handler)
     tier.close()
@@ -219,7 +219,7 @@ def test_what_the_kernel_counts_of_disks(tmp_path):
 
 
 def test_the_disk_under_a_path_is_found(tmp_path):
-    """The counters grow with what is written and synced there, where the kernel has them."""
+    """The counters grow with bytes written and synced there, where the kernel has counters."""
     disks = Disks([str(tmp_path)])
     before = disks.counters()
     if before is None:

@@ -1,4 +1,4 @@
-"""How many ranks share a machine, by what each launcher puts into the environment."""
+"""How many ranks share a machine, from the environment variables that each launcher sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a model is: by its name, by its config, by itself."""
+"""The size of a model: from its name, its config, or the model."""
 
 from __future__ import annotations
 
@@ -263,8 +263,8 @@ def test_a_config_that_is_no_model_is_one_line_and_status_2(tmp_path, monkeypatc
     assert said.err.count("\n") == 1
 
 
-# What is not covered by the sweep below, with transformers 5: classes whose default configuration
-# makes no model (transformers raises on its own), and those that need packages beside it, such as
+# Not covered by the sweep below, with transformers 5: classes whose default configuration makes no
+# model (transformers raises), and classes that need additional packages, such as
 # timm, scipy or detectron2. Base classes without parameters are no models.
 SWEEP_PARTS = 16
 
@@ -281,7 +281,7 @@ def test_every_class_of_transformers_is_counted(tmp_path, part):
                 config = transformers.CONFIG_MAPPING[family]()
                 with torch.device("meta"):
                     parameters = {id(each): each for each in kind._from_config(config).parameters()}
-            except Exception as error:  # what transformers does not build, nobody can count
+            except Exception as error:  # a model that transformers cannot build cannot be counted
                 not_built.append(f"{kind.__name__}: {error}")
                 continue
             wanted = sum(each.numel() for each in parameters.values())
@@ -302,7 +302,7 @@ def test_every_class_of_transformers_is_counted(tmp_path, part):
 
 
 def classes(transformers: Any, family: str) -> list[Any]:
-    """The models of *family*, by its own modeling file; none where that needs what is not there."""
+    """The models of *family*, from its own modeling file; empty where that needs a missing package."""
     config_class = transformers.CONFIG_MAPPING[family]
     name = config_class.__module__.replace(".configuration_", ".modeling_")
     try:

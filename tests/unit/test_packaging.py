@@ -45,9 +45,7 @@ def test_the_quick_start_is_two_shell_commands():
 
 @pytest.fixture
 def small_project(tmp_path):
-    """A project with our .ci/run, a README of its own, and a Makefile that says what it is asked
-    for.
-    """
+    """A project with our .ci/run, a README, and a Makefile that prints the requested targets."""
     (tmp_path / ".ci").mkdir()
     (tmp_path / "Makefile").write_text(
         "test-slow:\n\t@echo slow $(ARGS)\n\ntest-portable:\n\t@echo portable $(ARGS)\n"
@@ -263,7 +261,7 @@ def test_a_portable_wheel_needs_no_library_and_carries_licences(distributions):
             archive.read(name) for name in names if re.match(r"nvme_offload/_aio\..*\.so", name)
         )
         (record,) = (name for name in names if name.endswith("THIRD-PARTY.txt"))
-        told = archive.read(record).decode()
+        reported = archive.read(record).decode()
         (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
         assert "[torch.backends]\nnvme_offload = nvme_offload.autoload:install\n" in (
             archive.read(points).decode()
@@ -272,7 +270,7 @@ def test_a_portable_wheel_needs_no_library_and_carries_licences(distributions):
     assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", extension)) <= 28
     assert b"GLIBCXX" not in extension
     assert not [name for name in names if name.startswith("nvme_offload.libs/")]
-    assert all(word in told for word in ("xxHash", "pybind11", "LLVM"))
+    assert all(word in reported for word in ("xxHash", "pybind11", "LLVM"))
     assert {
         "nvme_offload/_aio.pyi",
         "nvme_offload/commands/startup/sitecustomize.py",
@@ -336,7 +334,7 @@ def fresh_environment(tmp_path):
 def test_a_wheel_is_installed_from_an_index_where_there_is_no_compiler(
     distributions, fresh_environment, tmp_path
 ):
-    """pip takes it from an index of our own, and command, engine and the libraries in it work."""
+    """pip installs it from a local index, and its command, engine and libraries work."""
     project = tmp_path / "index" / "nvme-offload"
     project.mkdir(parents=True)
     for path in distributions:

@@ -1,5 +1,5 @@
-"""What goes where, whether it fits, and what a step takes: beside DeepSpeed's estimates, the
-scheduler, and steps that were measured.
+"""The placement of each part, whether it fits, and the time of a step: compared with DeepSpeed's
+estimates, the scheduler, and measured steps.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def by_name(found: list[Plan]) -> dict[str, Plan]:
     return {plan.strategy.name: plan for plan in found}
 
 
-# Beside DeepSpeed.
+# Compared with DeepSpeed.
 
 ESTIMATE = """
 import json, sys
@@ -151,7 +151,7 @@ def test_bytes_of_what_deepspeed_does_not_estimate():
     )
 
 
-# Beside the scheduler.
+# Compared with the scheduler.
 
 
 class Steps:
@@ -244,14 +244,14 @@ def test_what_fits_the_budget_is_not_streamed(name):
     assert streamed(BY_NAME[name], SEVEN, World(), whole - 1).total > 0
 
 
-# Beside measured steps: 1.6 billion parameters on an H200 machine with 16 processors,
+# Compared with measured steps: 1.6 billion parameters on an H200 machine with 16 processors,
 # reports/training-h200.md and training-h200-auto.md.
 
 H200 = Gpu("NVIDIA H200", 143_771 << 20, 54.8e9)
 MEASURED_MODEL = Model(12 * (8 * 4096**2 + 7 * 4096), 4096 * 16384, 4096 * 16384)
 MEASURED_COPIES = 137.6e9  # of `copy_bytes_per_second` there
 MEASURED = [
-    # strategy, "host_memory", GB/s of fio beside it (read, write, mixed), seconds of forward and
+    # strategy, "host_memory", GB/s of fio then (read, write, mixed), seconds of forward and
     # backward, and of the optimizer, peak of host memory
     ("nvme-optimizer", None, (2.78, 3.30, 3.16), 0.157, 1.05, 24.97e9),
     ("nvme-optimizer", 23_500_000_000, (3.81, 3.66, 4.02), 0.146, 0.96, 24.98e9),
@@ -303,7 +303,7 @@ def test_predictions_are_near_measured_updates_of_a_small_machine(name, mixed, u
     ].update_seconds == pytest.approx(update, rel=0.15)
 
 
-# More of anything is never slower, and what fits goes on fitting.
+# More of any resource is never slower, and a model that fits continues to fit.
 
 SIZES = st.integers(20_000_000, 200_000_000_000)
 MEMORY = st.integers(1 << 30, 1 << 41)
@@ -527,7 +527,7 @@ def test_a_drive_that_was_never_swept_has_no_seconds_and_comes_last():
     roomy = plans(
         of_count("350M"), machine(drives=(Drive("/d", 1 << 40),), gpu=Gpu("x", 4 << 30)), World()
     )
-    # all of it fits the memory, so nothing depends on the drive
+    # everything fits in memory, so nothing depends on the drive
     assert by_name(roomy)["nvme-optimizer"].seconds is not None
 
 
@@ -662,7 +662,7 @@ def test_drives_that_were_swept_together_are_as_fast_as_together():
     assert machine(drives=drives[:1]).speeds == SPEEDS
 
 
-# Passes: compute, activations, and what is hidden.
+# Passes: compute, activations, and hidden transfers.
 
 
 def test_tokens_that_hide_the_drive_are_those_of_equal_times():
@@ -683,7 +683,7 @@ def test_tokens_that_hide_the_drive_are_those_of_equal_times():
 
 
 def test_updates_run_under_the_pass_of_their_window():
-    """And what is not updated in a window is updated in the step."""
+    """And values that no window updates are updated in the step."""
     work, budget = Work(2048, 32), 8_000_000_000
     roomy = machine(gpu=Gpu("H100", 200 << 30, 55e9))
     found = by_name(plans(SEVEN, roomy, World(), work, budget))
@@ -711,7 +711,7 @@ def test_updates_run_under_the_pass_of_their_window():
         + max(passes["backward"], (1 - FORWARD_SHARE) * update)
     )
     assert both.seconds < min(each.seconds for each in (forward, provisional, backward))
-    # twice the room on the drive for what is on it, and the weights that are replaced
+    # twice the space on the drive for the values on it, and for the replaced weights
     moved = after.written_bytes
     for each in (provisional, both):
         assert each.drive_bytes - after.drive_bytes == pytest.approx(moved)
@@ -730,7 +730,7 @@ def test_updates_run_under_the_pass_of_their_window():
 
 
 def test_what_a_pass_and_its_update_have_of_one_gpu_and_one_drive_is_added():
-    """Computing and packing on the one, activations and states on the other."""
+    """Computing and packing on one processor, activations and states on another."""
     work = Work(2048, 8, activations="drive")
     roomy = machine(gpu=Gpu("H100", 200 << 30, 55e9))
     found = by_name(plans(SEVEN, roomy, World(), work, budget=8_000_000_000))
@@ -951,7 +951,7 @@ def question(**changes: object) -> Question:
         ),
     ],
 )
-def test_the_cheapest_change_with_which_something_fits_is_told(changes, words):
+def test_the_cheapest_change_with_which_something_fits_is_reported(changes, words):
     asked = question(**changes)
     assert fastest(asked.answers()) is None
     found = cheapest_change(asked)
@@ -985,7 +985,7 @@ def test_more_space_than_the_least_may_concede_less():
     assert chosen.concession == found.finer.concession
 
 
-def test_where_no_change_helps_that_is_told():
+def test_where_no_change_helps_that_is_reported():
     assert cheapest_change(question(model=of_count("900T"))) is None
 
 
@@ -1060,8 +1060,8 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):  # but NVMeOptimize
 
 
 def test_nvidia_smi_is_read():
-    told = "NVIDIA H200, 143771, 5, 16\nNVIDIA L4, 23034, [N/A], [N/A]\n\nNVIDIA-SMI has failed, so, it, says\n"
-    assert machines.parse_gpus(told) == [
+    reported = "NVIDIA H200, 143771, 5, 16\nNVIDIA L4, 23034, [N/A], [N/A]\n\nNVIDIA-SMI has failed, so, it, says\n"
+    assert machines.parse_gpus(reported) == [
         Gpu("NVIDIA H200", 143_771 << 20, pytest.approx(54.8e9, rel=0.01)),
         Gpu("NVIDIA L4", 23_034 << 20, None),
     ]

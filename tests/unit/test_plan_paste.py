@@ -252,15 +252,15 @@ def test_the_code_and_the_config_train(strategy, tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRAIN, "pasted_code.py"],
         env={**os.environ, **ranks, **address, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stderr[-2000:]
-    loss, steps = json.loads(told.stdout.rpartition("trained:")[2])
+    assert reported.returncode == 0, reported.stderr[-2000:]
+    loss, steps = json.loads(reported.stdout.rpartition("trained:")[2])
     with torch.no_grad():
         before = [make_model()(**batch).loss.item() for batch in make_batches()]
     start = sum(before) / len(before)

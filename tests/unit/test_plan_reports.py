@@ -21,8 +21,8 @@ REPORTS = Path(__file__).parents[2] / "reports"
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 WITHIN = 0.15
 
-# `copy_bytes_per_second` of the H200 machines, measured there; steps.csv has those of the other
-# machines. On the machine of training-h200-slower-drive it was not measured: the column has the H200's
+# `copy_bytes_per_second` of the H200 machines, measured there; steps.csv has the other
+# machines' values. On the machine of training-h200-slower-drive it was not measured: the column has the H200's
 # in the ratio of the two updates with all states in host memory.
 H200_COPIES = 137.6e9
 H200 = Gpu("NVIDIA H200", 143_771 << 20, 54.8e9)
@@ -34,7 +34,7 @@ LLAMA_70B = Model(70_553_706_496, 1_050_673_152, 1_050_673_152, 80, 8192, 128_25
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measured run: what `plan` is told of it, and what it took.
+    """One measured run: its description for `plan`, and its measured results.
 
     *update*: whether *seconds* are of the update alone, as on machines without a GPU, since compute
     on processors is not predicted. *update_device*: of ZeRO-3, which updated on the CPU until
@@ -72,8 +72,8 @@ class Case:
 
 def on(machine: Machine, speeds: dict[str, float] | None) -> Machine:
     """*machine* with a drive of these speeds in bytes a second."""
-    told = {phase: speed / 1e9 for phase, speed in (speeds or {}).items()}
-    return dataclasses.replace(machine, drives=(Drive("/local_nvme", 1 << 40, told),))
+    reported = {phase: speed / 1e9 for phase, speed in (speeds or {}).items()}
+    return dataclasses.replace(machine, drives=(Drive("/local_nvme", 1 << 40, reported),))
 
 
 # steps.csv: the runs of training-*.md, optimizer-*.md and activations-*.md. A column is what its
@@ -176,7 +176,7 @@ def of_llama() -> Iterator[Case]:
         "h200-llama2-7b.md: ZeRO-3, parameters and states on the drive",
         "nvme-both-compact",
         LLAMA,
-        # the table of mixtures there, its first line; the engine both ways at once as it was beside
+        # the table of mixtures there, its first line; the engine in both directions, next to
         on(
             Machine(H200, 134 << 30, H200_COPIES),
             {"read": 2.27e9, "write": 2.87e9, "mixed": 2.78e9},
@@ -219,8 +219,8 @@ def of_big_models() -> Iterator[Case]:
             SHAPES[name.removesuffix(" compact")],
             on(
                 Machine(gpu, 134 << 30, H200_COPIES),
-                # of these drives, roughly; both ways at once as in the run, where nothing else was
-                # measured: this tries the bytes and the overlap
+                # of these drives, roughly; both directions as in the run, where nothing else was
+                # measured: this checks the bytes and the overlap
                 {"read": 2.2e9, "write": 2.2e9, "mixed": moved / float(cells[3])},
             ),
             float(cells[3]),
@@ -228,7 +228,7 @@ def of_big_models() -> Iterator[Case]:
             work=Work(2048, batch),
         )
     slower = {"read": 2.0e9, "write": 3.0e9, "mixed": 2.5e9}
-    # both ways at once as in updates after backward on that machine
+    # both directions concurrently as in updates after backward on that machine
     between = {"read": 2.5e9, "write": 2.5e9, "mixed": 2 * 19.16e9 / 13.5}
     for updates, way, speeds in (
         ("after backward", "plain-compact", slower),
@@ -252,7 +252,7 @@ def of_big_models() -> Iterator[Case]:
         )
     for name, row, mixed, host_gb in (
         ("70B", "time of a step, s", 2.01e9, 60),  # as swept there
-        # both ways at once as in that step
+        # both directions concurrently as in that step
         ("70B, 100 GB", "steps 5 to 7, 10 and 11, median, s", 2.5e9, 100),
     ):
         (cells,) = rows("big-models-h100.md", row, "")
@@ -287,7 +287,7 @@ def of_big_models() -> Iterator[Case]:
         "big-models-h100.md: 7B, provisional",
         "plain-provisional-compact",
         LLAMA,
-        # both ways at once as in the updates of that step
+        # both directions concurrently as in the updates of that step
         on(
             Machine(H100, 134 << 30, H200_COPIES),
             {"read": 2.0e9, "write": 3.0e9, "mixed": float(cells[4]) * 1e9},
@@ -331,7 +331,7 @@ def of_systems() -> Iterator[Case]:
             f"systems-h100.md: {title}",
             way,
             model,
-            # both ways at once as in the run itself, but for the last, where the drive was busy for
+            # both directions as in the run itself, but for the last, where the drive was busy for
             # 0.96 of it
             on(
                 Machine(H100, 134 << 30, H200_COPIES),
@@ -341,7 +341,7 @@ def of_systems() -> Iterator[Case]:
             budget * 10**9 or None,
             work=Work(2048, 4),
         )
-    for run, model, budget, mixed in (  # likewise, of the last step
+    for run, model, budget, mixed in (  # also of the last step
         ("3B, third", SHAPES["Llama 3.2 3B"], 10_000_000_000, 2.4e9),
         ("1B, first, ended after 110 s", SHAPES["Llama 3.2 1B"], 6_200_000_000, 1.86e9),
     ):

@@ -262,11 +262,11 @@ LIMITED = """
 def test_under_a_limit_as_much_is_locked_as_it_allows_and_that_is_said(limit_bytes, least_bytes):
     child = in_child(LIMITED, str(limit_bytes), str(16 << 20))
     assert (child.returncode, child.stderr) == (0, "")
-    told, pinned, refusal = child.stdout.splitlines()
+    reported, pinned, refusal = child.stdout.splitlines()
     limit = "64 KiB" if limit_bytes == 64 << 10 else "8 MiB"
     assert re.fullmatch(
         rf".* of 16 MiB could be locked in memory: RLIMIT_MEMLOCK is {limit}; the rest may be swapped out",
-        told,
+        reported,
     )
     kind, locked_bytes = pinned.split()
     assert least_bytes <= int(locked_bytes) <= limit_bytes
@@ -298,7 +298,7 @@ def test_a_pool_grows_where_it_is():
 
 
 class FakeCuda:
-    """Stands in for `torch.cuda.cudart()`, and notes what is registered."""
+    """Stands in for `torch.cuda.cudart()`, and records registered ranges."""
 
     def __init__(self, result: int = 0) -> None:
         self.result = result
@@ -333,7 +333,7 @@ def cuda(monkeypatch) -> Callable[[int], FakeCuda]:
 
 
 @pytest.mark.parametrize("pin", ["auto", True])
-def test_a_gpu_is_told_of_the_arena_until_the_last_tensor_is_gone(cuda, pin):
+def test_a_gpu_is_reported_the_arena_until_the_last_tensor_is_gone(cuda, pin):
     fake = cuda(0)
     with PinnedPool(8 * PAGE - 1, pin=pin) as pool:
         assert (pool.pinned, pool.pinned_bytes) == ("cuda", 8 * PAGE)
@@ -348,7 +348,7 @@ def test_a_gpu_is_told_of_the_arena_until_the_last_tensor_is_gone(cuda, pin):
     assert fake.registered == {}
 
 
-def test_a_gpu_is_told_anew_of_a_pool_that_grows_once_its_copies_have_ended(cuda, monkeypatch):
+def test_a_gpu_is_reported_anew_of_a_pool_that_grows_once_its_copies_have_ended(cuda, monkeypatch):
     fake = cuda(0)
     waits: list[tuple[int, dict[int, int]]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -376,7 +376,7 @@ def test_a_gpu_is_told_anew_of_a_pool_that_grows_once_its_copies_have_ended(cuda
     assert fake.registered == {}
 
 
-def test_a_gpu_is_not_told_when_nothing_is_to_be_pinned(cuda):
+def test_a_gpu_is_not_called_when_nothing_must_be_pinned(cuda):
     fake = cuda(0)
     with PinnedPool(PAGE, pin=False):
         assert fake.calls == []
@@ -455,7 +455,7 @@ FORKED = """
         refused(lambda: pool.take(sys))
         refused(lambda: pool.memory)
         repr(pool)
-        # Something else of the child's comes to lie where the arena is in the parent.
+        # The child maps other memory at the address of the parent's arena.
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

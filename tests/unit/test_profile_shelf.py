@@ -184,7 +184,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(
     assert (kept.read_bytes(), list(kept.parent.iterdir())) == (before, [kept])
 
 
-def test_a_path_that_was_swept_on_another_drive_is_told_of_once(
+def test_a_path_that_was_swept_on_another_drive_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     swept = tmp_path / "local_nvme"

@@ -12,10 +12,10 @@ from nvme_offload.swap.residents import Chooser
 from nvme_offload.swap.schedule import Schedule
 
 
-def period(told: str) -> Period:
+def period(reported: str) -> Period:
     """Of a letter, a value is used from there on; of a letter in capitals, its use ends."""
     order = AccessOrder()
-    for letter in told:
+    for letter in reported:
         if letter.islower():
             order.use(letter, 1, created=False)
         else:
@@ -25,28 +25,28 @@ def period(told: str) -> Period:
 
 
 def chooser(
-    told: str, sizes: dict[str, int], carried: int = 0, ahead: int | None = None
+    reported: str, sizes: dict[str, int], carried: int = 0, ahead: int | None = None
 ) -> Chooser:
-    return Chooser(period(told), sizes, carried, ahead)
+    return Chooser(period(reported), sizes, carried, ahead)
 
 
 @pytest.mark.parametrize(
-    ("told", "stay", "wanted"),
+    ("reported", "stay", "wanted"),
     [
-        ("aAbBcC", "", (4, 7)),  # whoever is in use, the next two are read meanwhile
-        ("aAbBcC", "c", (2, 3)),  # a, and b; there is nobody else
-        ("abBcCA", "", (5, 8)),  # a is in use beside the others
+        ("aAbBcC", "", (4, 7)),  # whichever is in use, the next two are read meanwhile
+        ("aAbBcC", "c", (2, 3)),  # a, and b; there are no other values
+        ("abBcCA", "", (5, 8)),  # a is in use while the others are
         ("abBcCA", "b", (5, 6)),
         ("aAbBcCcC", "", (4, 7)),  # c is not read again for its second use
         ("aAbBcC", "abc", (0, 0)),
     ],
 )
-def test_the_room_for_those_who_pass(told: str, stay: str, wanted: tuple[int, int]) -> None:
-    assert chooser(told, {"a": 1, "b": 2, "c": 4}).transient(stay) == wanted
+def test_the_room_for_those_who_pass(reported: str, stay: str, wanted: tuple[int, int]) -> None:
+    assert chooser(reported, {"a": 1, "b": 2, "c": 4}).transient(stay) == wanted
 
 
 def test_what_is_in_use_when_a_period_ends_has_its_room_all_the_time() -> None:
-    # a is read beside b and c; c itself is what is carried
+    # a is read next to b and c; c itself is carried over
     assert chooser("aAbBc", {"a": 1, "b": 2, "c": 4}, carried=4).transient("") == (6, 11)
     assert chooser("aAbBcC", {"a": 1, "b": 2, "c": 4}, ahead=10).transient("") == (4, 14)
 
@@ -76,7 +76,7 @@ def test_who_stays_and_who_passes_have_room_beside_each_other(nbytes: int) -> No
 
 
 def run_period(schedule, order, sizes):
-    """Use the values once in this *order*, on a drive that is done at once. A gradient is discarded
+    """Use the values once in this *order*, on an immediate drive. A gradient is discarded
     after its use, so that it has no reason to stay.
     """
 
@@ -151,7 +151,7 @@ def test_values_that_stay_are_chosen_before_they_are_made_and_never_move() -> No
         schedule.step()
         moved.append(transfers)
         assert [name for name in sizes if schedule.stays(name)] == staying
-    assert moved[0] <= 18 + 3  # with what is read ahead
+    assert moved[0] <= 18 + 3  # including prefetched values
     assert max(moved[1:]) <= 2 * 18, moved
 
 
@@ -181,7 +181,7 @@ def test_values_in_memory_stay_in_place_when_the_first_order_is_learned() -> Non
 
 
 def test_what_stays_is_not_chosen_anew_where_now_more_and_now_fewer_are_in_use() -> None:
-    """As many as the timing has it: the order in which values are used depends on what stays."""
+    """As many as the timing has it: the order of uses depends on which values stay."""
     names = [f"n{number}" for number in range(60)]
     schedule = Schedule(18, granule=1)
 

@@ -1,4 +1,4 @@
-"""`nvme-offload run`: exit status, signals and streams are those of the command, and the Python
+"""`nvme-offload run`: exit status, signals and streams are the command's, and the Python
 processes that it starts call `enable()` when they import DeepSpeed.
 """
 
@@ -154,7 +154,7 @@ def test_the_sitecustomize_that_is_hidden_runs(tmp_path):
 
 
 def test_run_reaches_every_python_process(tmp_path):
-    """Also one that is started by another, in another directory."""
+    """Also a process that another one starts, in another directory."""
     child = (
         "import sys; print(any(type(f).__module__ == '_nvme_offload_run' for f in sys.meta_path))"
     )

@@ -185,7 +185,7 @@ def test_a_cancelled_get_leaves_its_memory_and_the_value(
         blocker.wait(PATIENCE)
     assert not out.any()
     assert not store.get("a", out).cancel() or not out.any()
-    store.put("a", data[::-1].copy()).wait(PATIENCE)  # nobody reads it any more
+    store.put("a", data[::-1].copy()).wait(PATIENCE)  # no read is pending
     assert_array_equal(contents(store, "a"), data[::-1])
 
 
@@ -278,7 +278,7 @@ def test_a_put_that_fails_takes_its_followers_with_it(
 def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
     stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
 ) -> None:
-    """The sum is that of the put which is under way, not that of the value before it."""
+    """The checksum is the one of the put in flight, not of the value before it."""
     old, new = random_bytes(SIZES[1]), random_bytes(SIZES[1])
     with store_on(stalling_directory, checksum=True) as store:
         store.put("a", old).wait(PATIENCE)

@@ -1,5 +1,5 @@
-"""nvme_offload/_aio.pyi says of the extension what it is: the same names, arguments, defaults and
-kinds of values.
+"""nvme_offload/_aio.pyi describes the extension correctly: names, arguments, defaults and kinds of
+values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MADE_ELSEWHERE = ("File", "Request")  # by functions of the module: they have no
 
 
 def kinds(annotation: ast.expr | None) -> set[str]:
-    """The types that *annotation* allows, by their last names, without what they hold."""
+    """The types that *annotation* allows, by their last names, without type arguments."""
     if annotation is None:
         return set()
     if isinstance(annotation, ast.BinOp):
@@ -37,8 +37,8 @@ def kinds(annotation: ast.expr | None) -> set[str]:
 def signature(
     function: ast.FunctionDef,
 ) -> tuple[list[tuple[str, frozenset[str], bool]], frozenset[str]]:
-    """Arguments, each with its kinds and whether it may be left out, and the kinds of what is
-    returned.
+    """Arguments, each with its kinds and whether it may be left out, and the kinds of the
+    result.
     """
     arguments = [
         argument for argument in function.args.args if argument.arg not in ("self", "arg0")
@@ -57,7 +57,7 @@ def stated(documented: object) -> ast.FunctionDef:
 
 
 def described(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
-    """The public names of the stub and what it says of them."""
+    """The public names of the stub and their declarations."""
     names: dict[str, ast.AST] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -70,11 +70,11 @@ def described(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def compare(node: ast.AST, found: object, where: str) -> list[str]:
-    """How *found* differs from what *node* says of it."""
+    """How *found* differs from its declaration *node*."""
     if isinstance(found, property):
         found = found.fget
     said, is_so = signature(node), signature(stated(found))
-    # An argument that takes any object is told apart in C++.
+    # C++ checks the type of an argument that accepts any object.
     for index, (name, allowed, _) in enumerate(is_so[0]):
         if allowed == {"object"} and index < len(said[0]) and said[0][index][0] == name:
             is_so[0][index] = said[0][index]

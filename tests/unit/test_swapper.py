@@ -1,4 +1,4 @@
-"""The swapper on a real store: what stays, what streams, what a caller is told."""
+"""The swapper on a real store: which values stay, which stream, which errors a caller gets."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def pattern(number: int, nbytes: int = SIZE) -> torch.Tensor:
 def train(
     swapper: TensorSwapper, order: list[int], contents: dict[int, int], changed: bool = True
 ) -> tuple[SwapperStats, SwapperStats]:
-    """One step: each value of *order* is checked, changed and let go; the counters before and
-    after.
+    """One step: each value of *order* is checked, changed and released; the counters before
+    and after.
     """
     before = swapper.stats()
     for number in order:
@@ -104,7 +104,7 @@ def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(
     misses = after.misses - before.misses
     assert (count - values) * steps <= misses <= (count - values + streams) * steps
     assert after.hits - before.hits == count * steps - misses
-    # what is read for the next step already
+    # values prefetched for the next step
     assert (after.bytes_read - before.bytes_read) // SIZE <= misses + streams
     assert after.unused_prefetches == 0
     assert after.peak_bytes <= values * SIZE
@@ -384,8 +384,8 @@ def test_a_long_wait_says_what_it_is_for(
         swapper.swap_out("a", pattern(1))
         swapper.swap_out("b", pattern(2))
         assert torch.equal(swapper.swap_in("a"), pattern(1))
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
+    reported = [record.getMessage() for record in caplog.records]
+    assert reported == [
         f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are in flight"
         for seconds in (5, 10)
     ]

@@ -1,4 +1,4 @@
-"""A tier's memory grows as it is required, under what is in it."""
+"""A tier's memory grows on demand, while it holds values."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ with offload:
 
 @pytest.mark.parametrize("what", LEFT_OPEN)
 def test_what_nobody_closed_is_closed_in_its_order_when_the_interpreter_ends(what, tmp_path):
-    """torch has registered the end of all finalizers by then, so that what is registered later is
-    run before.
-    """
+    """torch has registered its finalizers by then, so finalizers registered later run earlier."""
     code = f"import sys, torch\npath = sys.argv[1]\n{LEFT_OPEN[what]}"
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],

@@ -227,7 +227,7 @@ def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:
     assert "**Losses or weights differ**" in render(results(tmp_path, [*equal, weights]))
 
 
-def test_failures_are_told_and_the_rest_stands(tmp_path: Path) -> None:
+def test_failures_are_reported_and_the_rest_stands(tmp_path: Path) -> None:
     failed = run("stock", 0, 1.0, losses=("0x1.8p+0",), error="RuntimeError: a | b (exit status 1)")
     shown = results(tmp_path, [failed, run("mine", 0, 1.0)])
     text = render(shown)

@@ -1,5 +1,5 @@
 """docs/troubleshooting.md has every message of an error and of a warning that the sources can make,
-and what sweep and doctor find, with its cure.
+and the findings of sweep and doctor, with their remedies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = sorted((ROOT / "nvme_offload").rglob("*.py"))
 
-# Where the family begins, and what else of Python's and click's reaches a user with words of ours.
+# The roots of the error family, and classes of Python and click that we raise with our messages.
 FAMILY = {
     "OffloadError",
     "ClickException",
@@ -55,7 +55,7 @@ def family(trees: list[ast.Module]) -> set[str]:
 
 
 def called(node: ast.AST) -> str:
-    """The last name of what is called, "" where it has none."""
+    """The last name of the called function, "" where it has none."""
     function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -193,7 +193,7 @@ def names_of(target: ast.AST) -> set[str]:
 
 
 def first_sentence(pieces: list[str]) -> list[str]:
-    """*pieces* up to the end of the first sentence: what was found, without what to do."""
+    """*pieces* up to the end of the first sentence: the finding, without the advice."""
     taken = []
     for piece in pieces:
         before, end, _ = piece.partition(". ")
@@ -231,7 +231,7 @@ def phrase_of(pieces: list[str]) -> str:
 
 
 def python_messages() -> Iterator[Message]:
-    """Those of the package."""
+    """The messages of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
     # a method of the reader of configs and a function of the manifest, which other modules call
     kinds = family(list(trees.values())) | {"fail", "corrupt"}
@@ -241,7 +241,7 @@ def python_messages() -> Iterator[Message]:
 
 
 def core_messages() -> Iterator[Message]:
-    """Those of the C++ core: the strings of each statement that throws."""
+    """The messages of the C++ core: the strings of each statement that throws."""
     for path in sorted((ROOT / "aio").glob("*.cpp")):
         text = path.read_text(encoding="utf-8")
         for statement in re.finditer(
@@ -308,7 +308,7 @@ def rows() -> list[list[str]]:
 
 
 def test_the_page_has_no_message_that_nothing_says():
-    """A row whose message was changed in the sources is found by nobody."""
+    """No user finds a row whose message has changed in the sources."""
     said = [line for row in rows() for line in row[0].split("<br>")]
     assert len(said) > len(MESSAGES) / 2
     phrases = {phrase for _, phrase in MESSAGES}

@@ -16,13 +16,13 @@ pytest.importorskip("torch")
 def test_a_compile_is_announced_and_what_is_built_is_not(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, "nvme_offload")
-    told = []
+    reported = []
 
     def build(self, verbose=True):
         """As torch's `load`: the library is in the build directory afterwards."""
         # torch may have something to say of CUDA, too
         ours = [one.message for one in caplog.records if one.name.startswith("nvme_offload")]
-        told.append((ours, verbose))
+        reported.append((ours, verbose))
         Path(tmp_path, self.name, f"{self.name}.so").touch()
         return self.name
 
@@ -33,6 +33,6 @@ def test_a_compile_is_announced_and_what_is_built_is_not(tmp_path, monkeypatch, 
         "compiling DeepSpeed's some_op: takes minutes, once; "
         f"the result is kept in {tmp_path / 'some_op'}"
     )
-    assert told == [([line], False)]
+    assert reported == [([line], False)]
     assert load(builder) == "some_op"
-    assert told[1:] == [([line], True)]
+    assert reported[1:] == [([line], True)]

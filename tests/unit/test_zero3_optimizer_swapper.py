@@ -1,4 +1,4 @@
-"""`OptimizerSwapper`: "compact" tells of second moments that are too far apart for it, and of no
+"""`OptimizerSwapper`: "compact" reports second moments that are too far apart for it, and no
 others.
 """
 
@@ -52,7 +52,7 @@ def normal(numel: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("decades", [8, 3])
-def test_states_that_are_far_apart_are_told_of_once(tmp_path, caplog, decades):
+def test_states_that_are_far_apart_are_reported_once(tmp_path, caplog, decades):
     working = normal(1024, 0).bfloat16()
     parameter = torch.nn.Parameter(torch.empty(0))
     optimizer = torch.optim.AdamW([parameter])

@@ -18,7 +18,7 @@ class Accelerator:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Where a tensor lies in memory, and the device that it is moved to."""
+    """The address of a tensor, and the device that it is moved to."""
     found: list[tuple[int, str]] = []
 
     def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

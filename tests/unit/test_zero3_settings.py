@@ -370,7 +370,7 @@ def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wro
         save_on_nvme(str(tmp_path / wrong))
 
 
-def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog, monkeypatch):
+def test_a_place_in_memory_and_a_key_that_nothing_reads_are_reported(caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         tier_of(

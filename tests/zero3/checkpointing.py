@@ -32,8 +32,8 @@ MODELS["wide"] = lambda: Chain(*(torch.nn.Linear(1024, 1024) for _ in range(16))
 
 @dataclasses.dataclass
 class Life:
-    """One engine: what it is made of, what it loads before step *first*, and what it saves and
-    where while it goes to step *last*.
+    """One engine: its configuration, the checkpoint that it loads before step *first*, and the
+    saves until step *last*.
 
     saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive
     that is filled up between two saves to it. kill: where in the last save the process is to end
@@ -41,7 +41,7 @@ class Life:
     directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model:
     where to write the 16-bit weights. failing: the last rank fails in a save more, to the first
     directory. breaking: saves there again, each with something missing. looks: at all weights and
-    states around each save, which waits for updates that are to come.
+    states around each save, which waits for pending updates.
     """
 
     name: str
@@ -83,14 +83,14 @@ def live(life: Life, directory: str) -> dict[str, Any]:
     if life.universal:
         convert(Path(life.universal))
     training = Training(life.case, directory, life.ours, Watch())
-    engine = training._engine(7 if life.load else 0)  # what is not loaded is another thing
+    engine = training._engine(7 if life.load else 0)  # values that are not loaded differ
     result: dict[str, Any] = {"differ": []}
     if life.load:
         with memory_growth(result, "loading"):
             path, client_state = engine.load_checkpoint(life.load, **life.load_arguments)
         if path is None:
             raise FileNotFoundError(life.load)
-        result["client_state"] = client_state.get("told")
+        result["client_state"] = client_state.get("reported")
     result["begin"] = training._final(engine)
     for step in range(life.first, life.last):
         for when, place in life.saves:
@@ -99,7 +99,7 @@ def live(life: Life, directory: str) -> dict[str, Any]:
                 if life.kill and [when, place] == life.saves[-1]:
                     end_in_the_middle(life.kill)
                 with memory_growth(result, "saving"):
-                    engine.save_checkpoint(place, tag="tag", client_state={"told": step})
+                    engine.save_checkpoint(place, tag="tag", client_state={"reported": step})
                 if place == life.weights and when == life.saves[-1][0]:
                     result["differ"] += compare_weights(engine, place)
                 if life.looks and training._final(engine) != before:
@@ -119,7 +119,7 @@ def live(life: Life, directory: str) -> dict[str, Any]:
         }
     result["end"] = training._final(engine)
     result |= {
-        "told": training.told,
+        "reported": training.reported,
         "global_steps": engine.global_steps,
         "rates": [group["lr"] for group in getattr(engine.optimizer, "param_groups", [])],
     }
@@ -171,8 +171,8 @@ def save_with_failing_rank(engine: Any, place: Path) -> dict[str, Any]:
 
 
 def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
-    """What is said of saves from which states are missing, by how they went: as they would with
-    another DeepSpeed, or by a fault here.
+    """The messages about saves without some states, by cause: another DeepSpeed, or a fault of
+    this package.
     """
     from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -189,7 +189,7 @@ def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
     made, kept, kind = Stage3._rigid_state_dict, type(engine)._save_zero_checkpoint, type(engine)
     losses = {
         "all states": lambda tree: states(tree).clear(),
-        "those of one sub-group": lambda tree: states(tree).popitem(),
+        "the states of one sub-group": lambda tree: states(tree).popitem(),
         "one state of one": lambda tree: states(tree)[0].pop(tensors(states(tree)[0])[-1]),
         "a part of a state": lambda tree: states(tree)[0].update(
             {tensors(states(tree)[0])[0]: torch.zeros(3)}
@@ -217,7 +217,7 @@ def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
     }
     ways["the method renamed"] = lambda: delattr(Stage3, "_rigid_state_dict")
     ways["the file"] = lambda: setattr(kind, "_save_zero_checkpoint", lambda *_, **__: None)
-    before, told, plain = contents(place), {}, engine.checkpoint_engine
+    before, reported, plain = contents(place), {}, engine.checkpoint_engine
     other = Other(plain.config_params) if hasattr(plain, "config_params") else Other()
     for writer in (plain, other):
         engine.checkpoint_engine = writer
@@ -231,10 +231,10 @@ def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
             Stage3._rigid_state_dict, kind._save_zero_checkpoint = made, kept
-            told[name if writer is plain else f"{name}, by another writer"] = said
+            reported[name if writer is plain else f"{name}, by another writer"] = said
         engine.checkpoint_engine = plain
     return {
-        "told": told,
+        "reported": reported,
         "untouched": contents(place) == before,
         "shown": [str(path) for path in place.parent.glob(f"{place.name} other/latest")],
     }
@@ -275,7 +275,7 @@ def end_in_the_middle(where: str) -> None:
     def end(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    # The first agreement is on the directory aside, the second on what was written there.
+    # The first agreement is on the temporary directory, the second on the files in it.
     module, name = (archive, "wait_all") if where == "writing" else (Ranks, "agree")
     before, calls = getattr(module, name), [0]
 

@@ -3,7 +3,7 @@ one JSON object: what `test_collected.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "destroyed", whether
 `destroy` was called first. Otherwise a `__del__` of the program's calls it: DeepSpeed's hooks keep
-an engine that nobody destroys.
+an engine that the program does not destroy.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def main(request: dict[str, Any]) -> None:
     gc.disable()  # but where it is asked for
 
     def drop(amid_steps: bool) -> weakref.ref[Any]:
-        """An engine that is garbage after some steps, and not collected; with updates to come where
-        it can be.
+        """An engine that is garbage after some steps, and not collected; with pending updates where
+        possible.
         """
         engine = training._engine(1)
         training._step(engine, 0, 0)

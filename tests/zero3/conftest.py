@@ -1,6 +1,4 @@
-"""Training runs in processes of their own, see `launch`; without DeepSpeed none of it can be
-tested.
-"""
+"""Training runs in separate processes, see `launch`; without DeepSpeed these tests are skipped."""
 
 from __future__ import annotations
 

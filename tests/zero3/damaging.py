@@ -32,7 +32,7 @@ def main(request: dict[str, Any]) -> None:
     engine = training._engine(0)
     training._step(engine, 0, 0)
     place = Path(request["directory"], "checkpoints")
-    engine.save_checkpoint(str(place), tag="step1", client_state={"told": 1})
+    engine.save_checkpoint(str(place), tag="step1", client_state={"reported": 1})
     saved = training._final(engine)
     whole = {
         path: path.read_bytes() for path in [place / "latest", *sorted((place / "step1").iterdir())]
@@ -42,7 +42,7 @@ def main(request: dict[str, Any]) -> None:
         path, state = engine.load_checkpoint(str(place))
         return (
             path is not None
-            and state["told"] == 1
+            and state["reported"] == 1
             and engine.global_steps == 1
             and training._final(engine) == saved
         )

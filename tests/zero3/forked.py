@@ -1,5 +1,5 @@
-"""Runs Python programs that train as processes of their own, forked off an interpreter that has
-imported torch and DeepSpeed: what a new one takes seconds for.
+"""Runs Python programs that train in separate processes, forked off an interpreter that has
+imported torch and DeepSpeed: a new interpreter takes seconds for that.
 
 `start` gives what `subprocess.Popen` would, as far as tests need it. A program runs as `__main__`
 and ends as every interpreter does, with its threads joined and its `atexit` functions called. Not
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-# What DeepSpeed imports in the course of a training, and what that imports.
+# The modules that DeepSpeed imports during training, and their imports.
 PRELOADED = (
     "deepspeed",
     "deepspeed.runtime.zero.stage3",
@@ -72,7 +72,7 @@ class Program:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it immediately."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -84,7 +84,7 @@ def start(
     stdout: IO[str],
     stderr: IO[str],
 ) -> Program:
-    """Start the program of *arguments*, a script and what it is to find in `sys.argv`."""
+    """Start the program of *arguments*, a script and its `sys.argv`."""
     imports = {name: value for name, value in env.items() if name.startswith(AT_IMPORT)}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(_server(json.dumps(imports, sort_keys=True), _inherited()))
@@ -98,8 +98,8 @@ def start(
 
 
 def _inherited() -> str:
-    """What a process has from the one that starts it, besides variables: its mounts, limits, cores
-    and control group.
+    """The state that a process inherits, besides variables: its mounts, limits, cores and control
+    group.
     """
     limits = [
         resource.getrlimit(getattr(resource, name))
@@ -122,7 +122,7 @@ def _server(imports: str, _: str) -> str:
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore::FutureWarning", __file__, str(listener.fileno())],
         env={**others, **json.loads(imports)},
-        stdin=subprocess.PIPE,  # whose end tells it that this process is gone, however it went
+        stdin=subprocess.PIPE,  # its end of file shows the server that this process has ended, in any way
         stdout=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
     )
@@ -139,7 +139,7 @@ def _server(imports: str, _: str) -> str:
 
 
 def serve(listener: socket.socket) -> list[str]:
-    """Fork programs off this process, and tell of their ends, until standard input ends; in each of
+    """Fork programs off this process, and report their ends, until standard input ends; in each of
     them, return its arguments.
     """
     ends: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
@@ -155,7 +155,7 @@ def serve(listener: socket.socket) -> list[str]:
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with connection, contextlib.suppress(ConnectionError):  # nobody asks any more
+                with connection, contextlib.suppress(ConnectionError):  # the client is gone
                     connection.send(str(status).encode())
                 continue
             connection, _ = listener.accept()
@@ -177,7 +177,7 @@ def serve(listener: socket.socket) -> list[str]:
 
 
 def become(request: int, stdout: int, stderr: int) -> list[str]:
-    """Turn this process into the one that was asked for, and return its arguments."""
+    """Turn this process into the requested one, and return its arguments."""
     with os.fdopen(request) as file:
         file.seek(0)
         wanted = json.load(file)
@@ -199,7 +199,7 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what was imported stays: nobody need look through it at each collection
+    gc.freeze()  # imported modules stay: collections need not visit them
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

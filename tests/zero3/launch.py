@@ -36,9 +36,9 @@ class Case:
     16 bit. groups: parameter groups, which differ in learning rate and weight decay. persistence:
     elements up to which DeepSpeed keeps a parameter on the accelerator. evaluate: forward passes
     without gradients after each step. fragments: get and set what DeepSpeed's fragment functions
-    can. engines: how many train by turns. lives: how often the engine is made and destroyed. loop:
-    of `outside.LOOPS` or `looking.LOOPS`, what is done after each step. program: of `outside.PROGRAMS`, instead of
-    steps of our own. zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only
+    can. engines: how many train interleaved. lives: how often the engine is made and destroyed. loop:
+    of `outside.LOOPS` or `looking.LOOPS`, the function called after each step. program: of `outside.PROGRAMS`, instead
+    of our steps. zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only
     read by this package) and of the whole configuration.
     """
 
@@ -73,7 +73,7 @@ class Case:
 
 @dataclasses.dataclass
 class Rank:
-    """What one rank told: a result for each case it finished, its exit status (None: killed when
+    """The report of one rank: a result for each case it finished, its exit status (None: killed when
     time was up) and the end of its complaints.
     """
 
@@ -112,8 +112,8 @@ def train(
 def each_by_itself(
     work: Sequence[Any], begin: Callable[[Sequence[Any]], list[Rank]]
 ) -> list[dict[str, Any]]:
-    """A result for each piece of *work*, with those of the other ranks under "ranks"; *begin* has
-    new processes do what it is given, in order.
+    """A result for each piece of *work*, with the other ranks' results under "ranks"; *begin* makes
+    new processes do the work that it receives, in order.
 
     A piece at which a process ends, or a rank fails that others wait for, has an "error", and new
     processes go on with the next.
@@ -133,10 +133,10 @@ def each_by_itself(
 
 
 def _failure(every: list[Rank], at: int) -> dict[str, Any]:
-    """What piece *at* came to, that not every rank finished: the error of the one that told of one,
-    or else how the first ended that did not tell.
+    """The outcome of piece *at*, which not every rank finished: the error that a rank reported, or
+    else how the first rank without a report ended.
     """
-    told = next(
+    reported = next(
         (
             rank.results[at]
             for rank in every
@@ -151,7 +151,7 @@ def _failure(every: list[Rank], at: int) -> dict[str, Any]:
         "error": "Ended",
         "message": f"rank {number} of {len(every)} ended with {silent.status}:\n{silent.complaints}",
     }
-    return {**(told or ended), "ranks": []}
+    return {**(reported or ended), "ranks": []}
 
 
 def run(
@@ -209,8 +209,8 @@ def start(
     with contextlib.ExitStack() as stack:
         processes = []
         for rank in range(ranks if on_nodes is None else len(on_nodes)):
-            # Files, not pipes: a rank whose pipe is full would stand still while another is read,
-            # and with it all of them.
+            # Files, not pipes: a rank whose pipe is full would block while another is read, and every
+            # rank with it.
             answers, complaints = (
                 stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)
             )
@@ -231,16 +231,16 @@ def start(
 
 
 def finish(process: Process, timeout: float) -> Rank:
-    """What *process* told by its end; it is killed when it takes longer than *timeout* seconds."""
+    """The report of *process*; it is killed when it takes longer than *timeout* seconds."""
     try:
         status: int | None = process.process.wait(timeout)
     except subprocess.TimeoutExpired:
         _end(process.process)
         status = None
-    told, complaints = (
+    reported, complaints = (
         file.seek(0) or file.read() for file in (process.answers, process.complaints)
     )
-    return Rank([json.loads(line) for line in told.splitlines()], status, complaints[-4000:])
+    return Rank([json.loads(line) for line in reported.splitlines()], status, complaints[-4000:])
 
 
 COMPARED = (
@@ -257,7 +257,7 @@ COMPARED = (
 
 
 def differences(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """What is not the same in both, to the bit, on any rank; empty when all is."""
+    """The names whose bits differ between both, on any rank; empty when everything is equal."""
     for one, other in (("result", result), ("reference", reference)):
         if "error" in other:
             return [f"{one}: {other['error']}: {other['message']}"]
@@ -290,7 +290,7 @@ def _unlike(mine: Any, theirs: Any) -> list[Any]:
 
 
 def _anew(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """A new interpreter, as CUDA takes none that is forked."""
+    """A new interpreter, as CUDA does not work after a fork."""
     return subprocess.Popen([sys.executable, "-W", "ignore::FutureWarning", *arguments], **options)
 
 

@@ -1,5 +1,5 @@
-"""The models that `training.py` trains, small ones with what has gone wrong before, and their
-inputs.
+"""The models that `training.py` trains: small ones with features that have caused faults, and
+their inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Chain(nn.Module):
 
 
 class Scale(nn.Module):
-    """One parameter of one element, and one without dimensions' worth beside it."""
+    """One parameter of one element, and one without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Words(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer that is not trained, and once it is adapted a small one beside it that is; where it
-    is *shifted*, so is what that one adds.
+    """A frozen layer, and once it is adapted a small trained layer in parallel; where it is
+    *shifted*, so is the small layer's output.
     """
 
     def __init__(self, features: int, shifted: bool) -> None:
@@ -112,8 +112,8 @@ class Adapted(nn.Module):
 
 class AdaptedChain(Chain):
     def adapt(self) -> None:
-        """Add the small layers: in 32 bit beside the others of 16, where zero.Init made those and
-        is over.
+        """Add the small layers: in 32 bits next to 16-bit layers, where zero.Init made those and has
+        ended.
         """
         for layer in self.layers:
             layer.adapt(3)
@@ -136,7 +136,7 @@ class Sometimes(Chain):
 
 class Dropped(Chain):
     """Layers of which another one rests in each forward pass, and the last is frozen in the second
-    and third: parameters without a gradient, by turns.
+    and third: parameters without a gradient, alternating.
     """
 
     passes = 0
@@ -273,8 +273,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = (
 
 
 class Sign(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023), with what no optimizer of torch has: a state in 16 bit, one that
-    comes at the third step, one that is no tensor.
+    """Lion (Chen et al., 2023), with features that no optimizer of torch has: a state in 16 bits, a
+    state that is created in the third step, a state that is no tensor.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ OPTIMIZERS = {
     "sign": lambda groups: Sign(groups),
 }
 
-# What each keeps for an element, and what for a tensor. DeepSpeed's CPU Adam comes through the
+# The states that each keeps for an element, and for a tensor. DeepSpeed's CPU Adam comes through the
 # configuration.
 ELEMENTWISE = {
     "cpu_adam": ("exp_avg", "exp_avg_sq"),

@@ -1,7 +1,7 @@
 """Models and loops of others, for `training.py` and `parity_models.py`: transformers' by their
 configurations, tiny, at random; PEFT, the Trainer, Accelerate.
 
-A model takes one tensor and gives one, so that whatever trains those of `models.py` trains these;
+A model takes one tensor and returns one, so that the code that trains the models of `models.py` trains these;
 what else the model wants is made of that tensor.
 """
 
@@ -30,7 +30,7 @@ ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 class Outside(nn.Module):
-    """*model*, which *call* calls with what `inputs` gives: *words*, or pictures of so many
+    """*model*, which *call* calls with the result of `inputs`: *words*, or pictures of so many
     *pixels* to a side.
     """
 
@@ -154,8 +154,8 @@ class Distilled(Outside):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            told = _logits(self.teacher, x)
-        return super().forward(x) - told
+            reported = _logits(self.teacher, x)
+        return super().forward(x) - reported
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -192,7 +192,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# Loops: each is given the `Training` and the engine after every step, and says what it has seen.
+# Loops: each receives the `Training` and the engine after every step, and returns its observations.
 
 
 def generate(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 `test_zero3_overlap.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
-`main`'s. No update is made before somebody waits for one, but in "beside", "reads" and "broken".
+`main`'s. No update is made before a caller waits for one, except in "beside", "reads" and "broken".
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def trained(training: Training, made: Made, steps: int = FIRST, seed: int = 0) -> Any:
-    """An engine after some *steps*, with the updates of the last to come."""
+    """An engine after some *steps*, with the updates of the last step pending."""
     engine = training._engine(seed)
     for step in range(steps):
         made.clear()
@@ -83,7 +83,7 @@ def trained(training: Training, made: Made, steps: int = FIRST, seed: int = 0) -
 
 
 def stepped(training: Training, engine: Any, made: Made, step: int) -> list[int]:
-    """What was updated when the *step*th step returned."""
+    """The parameters updated when the *step*th step returned."""
     engine.optimizer.finish_updates()
     made.clear()
     training._step(engine, step, 0)
@@ -275,7 +275,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
 
     def swapping_in(swapper: Any, name: str, **named: Any) -> Any:
         if full and not waited.is_set() and threading.current_thread() is threading.main_thread():
-            raise OutOfHostMemoryError("no room beside an update")
+            raise OutOfHostMemoryError("no memory next to an update")
         return swap_in(swapper, name, **named)
 
     engine = trained(training, made)
@@ -296,7 +296,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
 
 
 def failing_reads() -> Callable[[], None]:
-    """Have every read of a drive fail, until what is returned is called."""
+    """Make every read of a drive fail, until the returned function is called."""
     from nvme_offload import IOFailure
     from nvme_offload.store.store import TensorStore
     from nvme_offload.store.transfer import Transfer
@@ -337,14 +337,14 @@ def fault(training: Training, made: Made, request: dict[str, Any]) -> dict[str, 
     whole = training._final(engine)
     engine.load_checkpoint(place, tag="tag")
     engine.optimizer.clock._steps = FIRST - 1
-    training._step(engine, FIRST, 0)  # after a load at once
+    training._step(engine, FIRST, 0)  # immediately after a load
     training._step(engine, FIRST + 1, 0)
     mend = failing_reads()
     acts = {"step": engine.step, "forward": lambda: forward(training, engine)}
-    if request["told"] == "step":
+    if request["reported"] == "step":
         engine.micro_steps = engine.gradient_accumulation_steps() - 1
         acts["step"] = engine.optimizer.step
-    error = raised(acts[request["told"]])
+    error = raised(acts[request["reported"]])
     mend()
     result: dict[str, Any] = {"error": type(error).__name__}
     if hasattr(error, "__notes__"):
@@ -372,14 +372,14 @@ def fault(training: Training, made: Made, request: dict[str, Any]) -> dict[str, 
 
 def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
     """Of each of request["transfers"], with request["count"] that fail from there on: what was
-    told, and whether the end, gone on to from a checkpoint, is that without.
+    reported, and whether the end, gone on to from a checkpoint, is that without.
     """
     import nvme_offload.store.store
     from nvme_offload import OffloadError
     from nvme_offload._aio import FaultKind
     from nvme_offload.io.engine import Engine
 
-    told: Counter[str] = Counter()
+    reported: Counter[str] = Counter()
 
     def life(first: int, count: int) -> dict[str, Any] | None:
         """The end; none where an error came before there was a checkpoint."""
@@ -406,10 +406,10 @@ def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
                 break
             except OffloadError as error:
                 if not saved:
-                    told["early"] += 1
+                    reported["early"] += 1
                     return None
                 of_updates = "in the updates of step" in str(getattr(error, "__notes__", ""))
-                told["an update" if of_updates else type(error).__name__] += 1
+                reported["an update" if of_updates else type(error).__name__] += 1
                 step = 0
         engine.destroy()
         return end
@@ -420,7 +420,7 @@ def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
         for transfer in request["transfers"]
         if life(transfer, request["count"]) not in (whole, None)
     ]
-    return {"differing": differing, "told": told}
+    return {"differing": differing, "reported": reported}
 
 
 def destroy(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
@@ -434,7 +434,7 @@ def destroy(training: Training, made: Made, request: dict[str, Any]) -> dict[str
 def end(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
     engine = trained(training, made, 3)
     made.clear()
-    globals()["kept"] = engine  # it is there when the process ends, with updates to come
+    globals()["kept"] = engine  # it is alive when the process ends, with pending updates
     return {"made": stepped(training, engine, made, 3)}
 
 

@@ -1,4 +1,4 @@
-"""Many combinations of what `test_parity.py` has few of: `python tests/zero3/parity.py
+"""Many combinations of the settings that `test_parity.py` tests: `python tests/zero3/parity.py
 --combinations 300`, or `make parity`.
 
 Combinations are drawn so that every pair of values of two dimensions comes up, then at random until

@@ -2,7 +2,7 @@
 [--only "llama;lora"]`, or `make parity-models`.
 
 Each is trained with parameters and states on a drive, in less host memory than they have, and with
-`device: "cpu"`. Prints a table of what was compared and what differed; the exit status is 1 when
+`device: "cpu"`. Prints a table of the comparisons and differences; the exit status is 1 when
 anything did, or could not be trained.
 """
 
@@ -104,7 +104,7 @@ def main() -> None:
                 if found := differences(mine, reference):
                     failed += [f"{name}, {ranks} ranks: {line}" for line in found[:4]]
     lines = [
-        '# Programs of others, beside DeepSpeed with its device "cpu"',
+        '# Third-party programs, compared with DeepSpeed with its device "cpu"',
         "",
         f"`make parity-models`: {len(rows)} programs, {len({line.partition(':')[0] for line in failed})} with a difference; {time.monotonic() - began:.0f} s.",
         f"{os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}, {versions}.",

@@ -2,7 +2,7 @@
 `test_recovery.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for
-an exception at every "stride"th call of a step in turn, "passes" for one at every "stride"th call
+an exception at every "stride"th call of a step, one after the other, "passes" for one at every "stride"th call
 of the user's code, and of swapper and store, in forward and backward, "write" for a drive on which
 no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment
 function with an unknown key, "lines" for an exception at "most" of the lines of the package that a
@@ -143,8 +143,8 @@ def finish(training: Training, engine: Any, last: int = FIRST + 2) -> dict[str, 
 
 
 def reference(training: Training, engine: Any, place: str) -> tuple[dict[str, Any], list[str]]:
-    """What one step comes to after a load, and what is wrong with it: it is what comes of the run
-    that goes on, unless that has last gradients.
+    """The results of one step after a load, and its faults: it must equal the run that continues,
+    unless that has last gradients.
     """
     passes = getattr(engine.module, "passes", 0)
     on = finish(training, engine, FIRST + 1)
@@ -156,8 +156,8 @@ def reference(training: Training, engine: Any, place: str) -> tuple[dict[str, An
 
 
 def load(engine: Any, place: str, passes: int) -> None:
-    """Bring back what was saved, on the same engine; and of what is the user's to bring back, the
-    number of *passes* that some models count.
+    """Load the checkpoint into the same engine; and restore the user's part, the number of *passes*
+    that some models count.
     """
     engine.load_checkpoint(place, tag="tag")
     if hasattr(engine.module, "passes"):
@@ -165,7 +165,7 @@ def load(engine: Any, place: str, passes: int) -> None:
 
 
 def other(end: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """The names of what is not the same in both."""
+    """The names that differ between both."""
     return [
         f"{key} {name}"
         for key in whole
@@ -195,7 +195,7 @@ def one_by_one(
     arm: Callable[[Any, Cuts], tuple[Armed, Callable[[], list[str]]]],
 ) -> dict[str, Any]:
     """Cut a step at every *stride*th of its calls, and load and go on after each. *arm* also has
-    what is to be said of an engine after a cut.
+    the expected message of an engine after an exception.
     """
     engine = begin(training, place)
     passes = getattr(engine.module, "passes", 0)
@@ -344,7 +344,7 @@ def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[st
 
 
 def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
-    """An exception at every *stride*th call of a step in turn."""
+    """An exception at every *stride*th call of a step, one after the other."""
     from nvme_offload import OffloadError
 
     def arm(engine: Any, cuts: Cuts) -> tuple[Armed, Callable[[], list[str]]]:

@@ -42,30 +42,35 @@ def run(code: str, installed: str, first: str = "torch first", **environment: st
         env={**os.environ, "PYTHONPATH": installed, "DS_ACCELERATOR": "cpu", **environment},
     )
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("told")], done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("reported")], done.stderr
 
 
 ours_by_then = """
 assert type(deepspeed.__spec__) is importlib.machinery.ModuleSpec
 assert type(sys.modules["deepspeed.runtime.config"].__loader__) is importlib.machinery.SourceFileLoader
 parse = getattr(DeepSpeedConfig.__init__, "__wrapped__", None)
-print("told", [bool(zero3._replaced)], parse is not None)
+print("reported", [bool(zero3._replaced)], parse is not None)
 DeepSpeedConfig(PLAIN)
-print("told", [bool(zero3._replaced)])
+print("reported", [bool(zero3._replaced)])
 DeepSpeedConfig(OURS)
-print("told", [enabled()], DeepSpeedConfig.__init__ is parse)
+print("reported", [enabled()], DeepSpeedConfig.__init__ is parse)
 child = os.fork()
 if child == 0:
     os._exit(40 + enabled())
-print("told", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("reported", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.releases
 @pytest.mark.parametrize("first", ORDERS)
 def test_a_configuration_with_the_section_enables(installed, first):
-    told, said = run(ours_by_then, installed, first)
-    assert told == ["told [False] True", "told [False]", "told [True] True", "told 41"]
+    reported, said = run(ours_by_then, installed, first)
+    assert reported == [
+        "reported [False] True",
+        "reported [False]",
+        "reported [True] True",
+        "reported 41",
+    ]
     assert "nvme_offload" not in said
 
 
@@ -84,7 +89,7 @@ if __name__ == "__main__":
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    print("told", queue.get(), bool(zero3._replaced))
+    print("reported", queue.get(), bool(zero3._replaced))
     process.join()
 """
     )
@@ -94,7 +99,7 @@ if __name__ == "__main__":
         text=True,
         env={**os.environ, "PYTHONPATH": installed, "DS_ACCELERATOR": "cpu"},
     )
-    assert "told True False\n" in done.stdout, done.stderr
+    assert "reported True False\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -106,9 +111,9 @@ if __name__ == "__main__":
     ids=["switched off", "disabled"],
 )
 def test_what_was_turned_off_stays_off(installed, code, switch):
-    code += "DeepSpeedConfig(OURS)\nprint('told', bool(zero3._replaced))"
-    told, _ = run(code, installed, NVME_OFFLOAD_AUTOLOAD=switch)
-    assert told == ["told False"]
+    code += "DeepSpeedConfig(OURS)\nprint('reported', bool(zero3._replaced))"
+    reported, _ = run(code, installed, NVME_OFFLOAD_AUTOLOAD=switch)
+    assert reported == ["reported False"]
 
 
 def test_a_configuration_with_the_section_is_refused_where_enabling_fails(installed):
@@ -118,8 +123,8 @@ for attempt in range(2):
     try:
         DeepSpeedConfig(OURS)
     except nvme_offload.errors.UnsupportedError as error:
-        print("told", bool(zero3._replaced), error)
-print("told", DeepSpeedConfig(PLAIN).train_batch_size)
+        print("reported", bool(zero3._replaced), error)
+print("reported", DeepSpeedConfig(PLAIN).train_batch_size)
 """
     # an extension that does not load, as with an old libstdc++
     broken = "import sys; sys.modules['nvme_offload._aio'] = None; " + FIRST["torch first"]
@@ -129,13 +134,13 @@ print("told", DeepSpeedConfig(PLAIN).train_batch_size)
         text=True,
         env={**os.environ, "PYTHONPATH": installed, "DS_ACCELERATOR": "cpu"},
     )
-    *refused, last = [line for line in done.stdout.splitlines() if line.startswith("told")]
+    *refused, last = [line for line in done.stdout.splitlines() if line.startswith("reported")]
     assert len(refused) == 2, done.stderr
     for line in refused:
-        assert "told False" in line
+        assert "reported False" in line
         assert "nvme_offload cannot be enabled" in line
         assert "remove the section or set NVME_OFFLOAD_AUTOLOAD=0" in line
-    assert last == "told 1"
+    assert last == "reported 1"
 
 
 def test_a_section_of_another_name_is_questioned_and_a_stage_without_offload_refused(installed):
@@ -148,8 +153,8 @@ for changes in ({"host_memory": "8GB"}, STAGE_0):
         try:
             DeepSpeedConfig({**PLAIN, "zero_optimization": ZERO, **changes})
         except Exception as error:
-            print("told", type(error).__name__, bool(zero3._replaced))
+            print("reported", type(error).__name__, bool(zero3._replaced))
 """
-    told, said = run(code, installed)
-    assert told == ["told UsageError False"] * 2 + ["told UnsupportedError True"] * 2
+    reported, said = run(code, installed)
+    assert reported == ["reported UsageError False"] * 2 + ["reported UnsupportedError True"] * 2
     assert "nothing reads 'offload' in the DeepSpeed configuration" in said

@@ -54,8 +54,8 @@ FROM_CPU = ("states", "both", "groups")
 
 
 class Results(dict[str, dict[str, Any]]):
-    """What rank 0 told of each life, by name. One that failed fails the test that looks at it, and
-    no other; those to be refused are looked at.
+    """Rank 0's report of each life, by name. A failed life fails only the test that uses it; lives
+    that must be refused have tests.
     """
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def on_cpu(case: Case) -> Case:
 
 
 def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = PATIENCE) -> Results:
-    """What rank 0 told of each life."""
+    """Rank 0's report of each life."""
 
     def begin(rest: Sequence[Life]) -> list[Rank]:
         with start(
@@ -90,7 +90,7 @@ def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = PAT
 
 
 def run_at_once(parts: list[list[Life]], directory: Path) -> Results:
-    """`run`, of each part in a process of its own."""
+    """`run`, of each part in a separate process."""
     with ThreadPoolExecutor(len(parts)) as pool:
         return Results(
             item
@@ -193,10 +193,10 @@ def assert_resumed(
     """
     assert result["client_state"] == 2
     assert result["end"] == reference["end"]
-    for key, values in result["told"].items():
-        tail = reference["told"][key]
+    for key, values in result["reported"].items():
+        tail = reference["reported"][key]
         assert key in but or values == tail[len(tail) - len(values) :], key
-    assert result["told"]["losses"]
+    assert result["reported"]["losses"]
     assert result["global_steps"] == reference["global_steps"]
     assert result["rates"] == reference["rates"]
 
@@ -249,9 +249,9 @@ def test_what_counts_steps_goes_on_in_another_process(tmp_path: Path) -> None:
         case, target = Case(model="blocks", **changes), str(tmp_path / name)
         whole = run([Life("", case, saves=[[2, target]])], tmp_path)[""]
         resumed = run([Life("", case, first=2, load=target)], tmp_path)[""]
-        assert resumed["told"]["losses"] == whole["told"]["losses"][2:], name
-        assert resumed["told"]["observed"] == whole["told"]["observed"][2:], name
-        assert name != "autocast" or len(set(whole["told"]["observed"])) > 1
+        assert resumed["reported"]["losses"] == whole["reported"]["losses"][2:], name
+        assert resumed["reported"]["observed"] == whole["reported"]["observed"][2:], name
+        assert name != "autocast" or len(set(whole["reported"]["observed"])) > 1
 
 
 # The betas change up to step 4, and stay from then on.
@@ -329,12 +329,12 @@ def test_a_save_that_would_lack_states_is_refused_whatever_they_are_missing_from
     ]
     results = run(lives, place)
     found = results["breaking"]["breaking"]
-    for way, said in found["told"].items():
+    for way, said in found["reported"].items():
         assert re.fullmatch(
             r"OffloadError: the checkpoint would have \d+ of \d+ master weights and \d+ of \d+ optimizer states, so it was not saved.*",
             said,
         ), way
-    assert len(found["told"]) == 20
+    assert len(found["reported"]) == 20
     assert found["untouched"]
     assert found["shown"] == []
     assert results["breaking"]["end"] == results["whole"]["end"]

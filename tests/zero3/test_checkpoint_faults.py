@@ -1,5 +1,5 @@
-"""Whatever single fault a file of a checkpoint has: `load_checkpoint` refuses it by name, or loads
-what was saved.
+"""With any single fault in a file of a checkpoint, `load_checkpoint` refuses the file by name, or
+loads the saved values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def test_no_single_fault_is_accepted(tmp_path: Path) -> None:
     with start([CASE], tmp_path, script=SCRIPT, count=count, seed=17) as (process,):
         ended = finish(process, 550)
     assert ended.status == 0, ended.complaints
-    (told,) = ended.results
-    assert told["wrong"] == []
-    assert sum(told["ends"].values()) == count
-    assert told["ends"]["refused"] > 0.9 * count
+    (reported,) = ended.results
+    assert reported["wrong"] == []
+    assert sum(reported["ends"].values()) == count
+    assert reported["ends"]["refused"] > 0.9 * count

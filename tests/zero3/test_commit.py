@@ -1,5 +1,5 @@
-"""A checkpoint is the last one or the new one whenever its ranks are killed, and one that is not as
-it was written is refused with the file's name.
+"""A checkpoint is the last one or the new one whenever its ranks are killed, and a changed one is
+refused with the file's name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
 
 def run(lives: list[Life], directory: Path, ranks: int = 1) -> dict[str, dict[str, Any]]:
-    """What rank 0 told of each life."""
+    """Rank 0's report of each life."""
     with start(
         [],
         directory,
@@ -162,7 +162,9 @@ def test_what_is_not_as_it_was_written_is_refused_by_name(saved: Path, tmp_path:
     damaged("flipped manifest", manifest.NAME, flip)
     damaged("missing manifest", manifest.NAME, Path.unlink)
 
-    def without_manifest(path: Path) -> None:  # as of an earlier version: torch finds what it can
+    def without_manifest(
+        path: Path,
+    ) -> None:  # as of an earlier version: only torch checks the file
         cut(path)
         path.with_name(manifest.NAME).unlink()
 

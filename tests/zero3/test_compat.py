@@ -223,7 +223,7 @@ def test_every_override_is_in_the_contract():
 
 
 def attributes_that_are_used() -> Iterator[tuple[str, str, str]]:
-    """Of all code but `compat`'s: file, of what by its last name, and which attribute."""
+    """In all modules except `compat`: file, last name of the object, and attribute."""
     for path in (ROOT / "nvme_offload" / "zero3").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())) if path.name != "compat.py" else ():
             if isinstance(node, ast.Attribute):
@@ -259,7 +259,7 @@ def names_of_deepspeed() -> set[str]:
     return found
 
 
-# Names by which the sources call what is DeepSpeed's; self where a class derives from DeepSpeed's,
+# Variable names for DeepSpeed's objects in the sources; self where a class derives from DeepSpeed's,
 # or a function becomes a method of it.
 HELD = {
     "accelerator",
@@ -272,8 +272,8 @@ HELD = {
     "stage3",
 }
 HEIRS = {"checkpoint.py", "inference.py", "stage3.py"}
-# A parameter's by torch, DeepSpeed's engine's by its manual, and what others of these names are:
-# our own engine, torch's streams, Lightning's trainer.
+# Attributes of torch's parameters, documented ones of DeepSpeed's engine, and other objects of these
+# names: our engine, torch's streams, Lightning's trainer.
 ELSEWHERE = {"module", "DeepSpeedEngine", "close", "config", "open", "read", "write", "synchronize"}
 
 

@@ -83,10 +83,10 @@ def threads(
             )
 
     processes = [begin(rank) for rank in range(ranks)]
-    told = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    reported = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     texts = [(tmp_path / f"{rank}.log").read_text() for rank in range(ranks)]
     assert [process.returncode for process in processes] == [0] * ranks, texts
-    return [json.loads(lines.splitlines()[-1]) for lines in told], texts[0]
+    return [json.loads(lines.splitlines()[-1]) for lines in reported], texts[0]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def threads(
     [
         ({0, 1, 2, 3}, [{0, 1, 2, 3}], 4),
         ({0, 1, 2, 3}, [{0, 1, 2, 3}] * 2, 2),
-        ({0, 1}, [{0, 1}, {2, 3}], 2),  # bound to cores of their own
+        ({0, 1}, [{0, 1}, {2, 3}], 2),  # bound to separate cores
         ({0, 1, 2}, [{0, 1, 2}] * 2, 1),
         ({0}, [{0}] * 3, 1),
         (set(range(6)), [set(range(6)), {4, 5}, {5}], 4),  # 4 and 1/2 and 1/3

@@ -23,7 +23,7 @@ STREAMED = Case(model="blocks", parameters="nvme", section=SMALLEST, steps=4)
 EAGAIN, EIO, ENOSPC = 11, 5, 28
 ALWAYS = 1 << 40
 
-# first transfer, how many from there on, what goes wrong, with what value; `Engine` numbers
+# first transfer, number of transfers, kind of fault, its value; `Engine` numbers
 # transfers from 0.
 TRANSIENT = {
     "busy": [[at, 1, "FAIL", EAGAIN] for at in range(0, 400, 3)],
@@ -36,8 +36,8 @@ TRANSIENT = {
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
-    """The result of each of `TRANSIENT`, and "undisturbed" that of stock DeepSpeed; two processes
-    at once.
+    """The result of each of `TRANSIENT`, and under "undisturbed" stock DeepSpeed's; two concurrent
+    processes.
     """
     requests = {
         "undisturbed": {"ours": False},
@@ -72,7 +72,7 @@ def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(
     ranks = run([STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]], timeout=100)
     results = [result for rank in ranks for result in rank.results]
     assert len(results) == 2, [rank.complaints for rank in ranks]
-    # 1 where a second transfer had failed by then, which nobody waits for any more
+    # 1 where a second transfer had failed by then, which no caller waits for
     assert {rank.status for rank in ranks} <= {0, 1}
     assert kind in [result["error"] for result in results]
     # the slower rank may hear from the other's end before it comes to its own failure
@@ -194,7 +194,7 @@ def changed(before, after):
     return sorted(str(key) for key in before.keys() | after.keys() if key not in before or key not in after
                   or not (before[key] is after[key] or isinstance(before[key], tuple) and before[key] == after[key]))
 
-zero3.enable(); zero3.disable()  # loads what it replaces
+zero3.enable(); zero3.disable()  # imports the modules that it patches
 deepspeed.ops.__compatible_ops__  # made when first asked for
 before = attributes()
 zero3.enable()

@@ -1,5 +1,5 @@
 """Gradients in a tier: in memory or on the drive as there is room, summed, widened, replaced and
-forgotten; and what remains of a failure.
+forgotten; and the state after a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nvme_offload.zero3.gradients import Gradients, KeptGradients  # noqa: E402
 from nvme_offload.zero3.last_gradients import LastGradients  # noqa: E402
 
 NUMELS = [6000, 5000, 7000, 4096]
-# what is widened, one gradient, and both rounded up to pages
+# a widened gradient, one gradient, and both rounded up to pages
 SMALLEST = 4 * 7000 + 2 * 7000 + (8 << 10)
 CONFIG = AioConfig(backend="posix", block_size=64 << 10, queue_depth=4, direct="auto")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's `async_io` op on our engine: its contract, what it must not do as DeepSpeed's, the
+"""DeepSpeed's `async_io` op on our engine: its contract, faults of DeepSpeed's that it avoids, the
 same calls on both, and DeepSpeed itself on it.
 """
 
@@ -222,7 +222,7 @@ def test_read_and_write_leave_earlier_operations_to_wait(handle, tmp_path):
 
 
 def test_operations_are_in_flight_together(handle, stall: Stall, stalling_directory):
-    """All of them are started before the first can end."""
+    """All transfers are started before the first can end."""
     parts = random(4 * MIB).chunk(4)
     for index, part in enumerate(parts):
         handle.sync_pwrite(part, stalling_directory / str(index))
@@ -368,8 +368,8 @@ def test_operations_on_the_same_bytes_take_effect_one_after_another(handle, tmp_
         handle.async_pwrite(first, path)
         link.hardlink_to(path)
         handle.async_pwrite(second, link)  # the last one stays
-        handle.async_pread(back, path)  # sees what was written before it
-        handle.async_pwrite(back, tmp_path / "copy")  # writes what was read before it
+        handle.async_pread(back, path)  # sees the earlier write
+        handle.async_pwrite(back, tmp_path / "copy")  # writes the bytes of the earlier read
         handle.async_pread(second, tmp_path / "copy")
         handle.async_pread(second.view(torch.uint8), path)
         assert handle.wait() == 6
@@ -411,7 +411,7 @@ def test_what_cannot_be_opened_fails_at_once_and_leaves_the_rest(handle, tmp_pat
 
 
 @pytest.mark.every_filesystem
-def test_a_short_file_is_told_after_all_others_are_finished(handle, directory):
+def test_a_short_file_is_reported_after_all_others_are_finished(handle, directory):
     data, back, short = (
         random(3 * MIB),
         torch.zeros(3 * MIB, dtype=torch.uint8),
@@ -456,7 +456,7 @@ def test_a_write_beyond_the_limit_on_a_files_size_fails(handle, tmp_path, limit:
     assert handle.sync_pwrite(data, tmp_path / "large") == 1
 
 
-def test_a_full_drive_is_told(handle, mounted: Mount):
+def test_a_full_drive_is_reported(handle, mounted: Mount):
     directory = mounted("ext4-full")
     with pytest.raises(NoSpaceError):
         handle.sync_pwrite(torch.zeros(64 * MIB, dtype=torch.uint8), directory / "w")
@@ -592,7 +592,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)  # fails where somebody else closed it
+        os.close(descriptor)  # fails where other code closed it
 
 
 @pytest.mark.every_filesystem
@@ -736,7 +736,7 @@ def test_freeing_forgets_a_tensor_once(kind):
     assert not handle.free_cpu_locked_tensor(tensor[1:])
     assert handle.is_pinned(tensor)
     assert handle.free_cpu_locked_tensor(tensor)
-    # what is registered with CUDA stays so, and torch says it
+    # memory registered with CUDA stays registered, and torch reports it
     assert handle.is_pinned(tensor) == tensor.is_pinned()
     assert not handle.free_cpu_locked_tensor(tensor)
     assert int(tensor.sum()) == 0  # still there, for who still has it
@@ -759,17 +759,17 @@ def test_the_memory_goes_with_the_last_view_freed_or_not(kind):
             f"CUDA pins, or no memory can be locked here: RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}"
         )
     view = tensor[100:200]
-    told = []
+    reported = []
     # deepspeed.utils.pin_memory frees the memory then
-    weakref.finalize(tensor, told.append, "gone")
+    weakref.finalize(tensor, reported.append, "gone")
     address = tensor.data_ptr()
     del tensor
-    assert told == []
+    assert reported == []
     assert handle.is_pinned(view)
     view += 1
     assert int(view.sum()) == 100
     del view
-    assert told == ["gone"]
+    assert reported == ["gone"]
     assert locked_kibibytes() == before
     assert not op.pin_handle().free_cpu_locked_tensor_by_ptr(address)
 
@@ -1016,7 +1016,7 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
     from nvme_offload.zero3 import op
 
     def refuse(name, *rest, **named):
-        raise AssertionError(f"{name} was to be compiled")
+        raise AssertionError(f"{name} must not be compiled")
 
     torch.utils.cpp_extension.load = refuse
     """
@@ -1025,7 +1025,7 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",  # any that is free
+        "MASTER_PORT": "0",  # any free port
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -1184,7 +1184,7 @@ def test_deepspeeds_benchmark_runs(tmp_path):
 TRAINING = """
 import json, os
 import deepspeed.ops
-deepspeed.ops.__compatible_ops__ = {"async_io": False}  # nothing else of its own
+deepspeed.ops.__compatible_ops__ = {"async_io": False}  # no other op
 op.install()
 import deepspeed, torch
 

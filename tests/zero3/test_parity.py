@@ -2,8 +2,8 @@
 DeepSpeed with `device: "cpu"` gives, to the bit.
 
 Compared are losses, gradient norms, loss scales, skipped steps, the 16-bit weights, the fp32 master
-weights, every state of the optimizer, and what the fragment functions return. `parity.py` beside
-this goes through many more combinations.
+weights, every state of the optimizer, and the results of the fragment functions. `parity.py` tries
+many more combinations.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ BY_RELEASE = (
 
 
 def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> Results:
-    """The results of *cases* on this package and on stock DeepSpeed; both at once, each in its own
+    """The results of *cases* on this package and on stock DeepSpeed; concurrently, each in its own
     processes.
     """
     with ThreadPoolExecutor(2) as pool:
@@ -374,7 +374,7 @@ def test_the_cap_on_memory_holds(once, name):
 
 
 @pytest.mark.parametrize("name", ["both-on-the-drive", "parameters-on-the-drive", "inference"])
-def test_the_last_step_is_told_of_whatever_is_on_the_drive(once, name):
+def test_the_last_step_is_reported_whatever_is_on_the_drive(once, name):
     stats = once(CASES)[name][0]["stats"]
     assert stats["step"] == CASES[name].steps
     assert stats["bytes_read"] > 0

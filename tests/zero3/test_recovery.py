@@ -118,7 +118,7 @@ LINES = {
 @pytest.mark.parametrize(
     "name", ["parameters and states", "step_in_backward", "overlap_step, parameters"]
 )
-def test_an_exception_at_some_lines_of_a_step_is_told_and_undone_by_a_load(name, tmp_path):
+def test_an_exception_at_some_lines_of_a_step_is_reported_and_undone_by_a_load(name, tmp_path):
     case, warm = LINES[name]
     result = run(tmp_path, case, "lines", most=12, warm=warm)
     assert result["wrong"] == []
@@ -128,7 +128,7 @@ def test_an_exception_at_some_lines_of_a_step_is_told_and_undone_by_a_load(name,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
-def test_an_exception_at_any_line_of_a_step_is_told_and_undone_by_a_load(name, tmp_path):
+def test_an_exception_at_any_line_of_a_step_is_reported_and_undone_by_a_load(name, tmp_path):
     case, warm = LINES[name]
     result = run(tmp_path, case, "lines", most=100, warm=warm)
     assert result["wrong"] == []

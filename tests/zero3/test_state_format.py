@@ -136,7 +136,7 @@ def test_runs_go_on_as_if_they_had_not_ended(tmp_path):
         [Life(case.name, case, saves=[[2, str(tmp_path / case.name)]]) for case in cases], tmp_path
     )
     lives = [Life(case.name, case, first=2, load=str(tmp_path / case.name)) for case in cases]
-    # The file is the one that DeepSpeed would write, so that it does not tie a run to a format.
+    # The file equals DeepSpeed's, so that it does not tie a run to a format.
     lives += [Life("to exact", cases[0].but(section={}), first=2, load=str(tmp_path / "split"))]
     resumed = run_lives(lives, tmp_path)
     for case in cases:

@@ -54,7 +54,7 @@ RESUMED = {
 }
 UNIVERSAL = CASE.but(top={"checkpoint": {"load_universal": True}})
 UNIVERSAL_READING = READING.but(top=UNIVERSAL.top)
-# Of more ranks than saved it, one has no file of its own.
+# With more ranks than saved it, one rank has no file.
 RANKS = (3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow))
 
 

@@ -1,8 +1,8 @@
 """`"overlap_step"`: the updates of a step run under the next forward pass, with the same bits, and
-nobody sees a weight or a state from before them.
+no reader sees a weight or a state from before them.
 
-No update is made before somebody waits for one, unless a test says otherwise: whoever looks at
-something without waiting would see what was before.
+No update is made before a caller waits for one, unless a test says otherwise: a read without a wait
+would see the old value.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_bits_are_those_without(late, name):
     skipped = case.overflow_step is not None
     at_once = 3 if case.loop == "save" else 1  # the first, and the first after each load
     expected = (case.steps - skipped - at_once) * case.engines
-    # of several lives, the last is told of
+    # of several lives, the last is reported
     assert mine["traffic"]["overlapped"] == expected
 
 
@@ -226,7 +226,7 @@ def run(directory: Path, what: str, case: Case, **request: Any) -> dict[str, Any
     return {**result, "complaints": ended.complaints}
 
 
-# each parameter a sub-group of its own, and none fetched before it is needed
+# each parameter in a separate sub-group, and none fetched before it is needed
 ALONE = Case(
     model="blocks",
     sub_group_size=1,
@@ -240,7 +240,7 @@ ALONE = Case(
 def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters, persistence):
     result = run(tmp_path, "gate", ALONE.but(parameters=parameters, persistence=persistence))
     assert result["made after step"] == []
-    # those of layer 0 when it is called, and so on
+    # the updates of layer 0 when it is called, and so on
     assert result["made at layers"] == result["layers"]
     assert result["after the backward pass"] == result["all"]
     assert result["order"] == result["all"]
@@ -287,7 +287,7 @@ def test_whoever_looks_at_a_weight_waits_for_its_own_update(tmp_path):
 def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     tmp_path, model, bucket
 ):
-    """In another order than the last, what was planned to be read ahead would be read twice."""
+    """In another order than the last, values planned for prefetch would be read twice."""
     case = ALONE.but(model=model, steps=6, zero={"stage3_prefetch_bucket_size": bucket})
     result = run(tmp_path, "order", case)
     assert result["orders"] == 5 * [result["all"]]
@@ -298,7 +298,7 @@ def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
 def test_whatever_turns_updates_and_a_forward_pass_take_nothing_is_read_twice(
     tmp_path, evaluate, bucket
 ):
-    """Both use what is on the drive, in turns that are others in each step."""
+    """Both use values on the drive, interleaved differently in each step."""
     case = Case(
         model="wide",
         parameters="nvme",
@@ -324,9 +324,9 @@ def test_a_read_beside_an_update_waits_for_it_where_there_is_no_room(tmp_path):
         assert {f"0.0.{name}": value for name, value in result["end"][key].items()} == whole[key]
 
 
-@pytest.mark.parametrize("told", ["step", "forward"])
-def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, told):
-    result = run(tmp_path, "fault", ALONE.but(parameters="nvme"), told=told)
+@pytest.mark.parametrize("reported", ["step", "forward"])
+def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, reported):
+    result = run(tmp_path, "fault", ALONE.but(parameters="nvme"), reported=reported)
     assert result["error"] == "IOFailure"
     if "notes" in result:
         assert result["notes"] == ["in the updates of step 3"]
@@ -335,20 +335,20 @@ def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 6])  # what was read ahead in vain is read again
+@pytest.mark.parametrize("count", [1, 6])  # values prefetched in vain are read again
 def test_whichever_transfer_fails_a_load_goes_on_with_the_same_bits(tmp_path, count):
     case = STREAMED.but(parameters="nvme", clipping=0.3)
     transfers = list(range(350, 700, 10))  # of those from the first checkpoint to the end
     result = run(tmp_path, "broken", case, transfers=transfers, count=count)
     assert result["differing"] == []
-    told = result["told"]
-    assert set(told) <= {"an update", "IOFailure", "early"}
-    assert told["IOFailure"] > 0
-    assert count == 1 or told["an update"] > 0
-    assert told.get("early", 0) < len(transfers) / 4
+    reported = result["reported"]
+    assert set(reported) <= {"an update", "IOFailure", "early"}
+    assert reported["IOFailure"] > 0
+    assert count == 1 or reported["an update"] > 0
+    assert reported.get("early", 0) < len(transfers) / 4
 
 
-def test_an_error_nobody_was_told_of_is_raised_by_destroy(tmp_path):
+def test_an_error_no_caller_received_is_raised_by_destroy(tmp_path):
     result = run(tmp_path, "destroy", ALONE.but(parameters="nvme"))
     assert result["error"] == "IOFailure"
 

@@ -3,8 +3,8 @@ line for each case, what came of it to the bit.
 
 The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive;
 "ours", whether `nvme_offload.zero3` is enabled; "fp16", whether DeepSpeed is to take the processor
-for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines,
-as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does;
+for one that has it (the default); "faults", the faults of the engines, as `Engine` takes them, with
+the kind of fault by name; "faulty_rank", the only one where it does;
 "late", that no update of "overlap_step" is made before a caller waits for one; "in_gpu_memory", that
 nothing is offloaded.
 The ranks are what the environment says.
@@ -109,7 +109,7 @@ class Watch:
         self.stores: list[Any] = []
         self.pools: list[Any] = []
         self.swappers: list[Any] = []
-        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # the stores, whoever has them
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # every live store
         self.overlapped = 0  # steps whose updates were made after them
 
     def enable(self, faults: list[tuple[int, int, str, int]]) -> None:
@@ -135,7 +135,7 @@ class Watch:
             )
 
     def traffic(self) -> dict[str, Any]:
-        """What has moved, and how much memory was used, since the last call."""
+        """The bytes moved, and the memory used, since the last call."""
         found = {
             "bytes_read": sum(swapper.stats().bytes_read for swapper in self.swappers),
             "bytes_written": sum(swapper.stats().bytes_written for swapper in self.swappers),
@@ -202,7 +202,7 @@ class Training:
         self.directory = directory
         self.refusals: list[str] = []  # of budgets that were too small
         self.kept: dict[str, Any] = {}  # by the case's loop
-        self.told: dict[str, Any] = {
+        self.reported: dict[str, Any] = {
             key: [] for key in ("losses", "norms", "scales", "skipped", "observed")
         }
 
@@ -229,7 +229,7 @@ class Training:
             del engine
             gc.collect()
         return {
-            **self.told,
+            **self.reported,
             **finals,
             "traffic": traffic,
             "stats": stats,
@@ -243,9 +243,9 @@ class Training:
         place = Path(self.directory, "ours" if self.ours else "stock")
         place.mkdir(exist_ok=True)  # by another rank
         made = (PROGRAMS | SEVERAL)[self.case.program](self.config, place)
-        self.told["losses"] = [float(loss).hex() for loss in made["losses"]]
+        self.reported["losses"] = [float(loss).hex() for loss in made["losses"]]
         found = {
-            **self.told,
+            **self.reported,
             **self._final(made["engine"]),
             "traffic": self.watch.traffic() if self.ours else {},
             "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
@@ -294,8 +294,8 @@ class Training:
         return config
 
     def _engine(self, seed: int) -> Any:
-        """An engine; for "host_memory": "smallest" with what the refusals of less name, until there
-        is none; for "double" with twice that.
+        """An engine; for "host_memory": "smallest" with the size that refusals of less name, until
+        one is accepted; for "double" with twice that.
         """
         while True:
             try:
@@ -361,7 +361,7 @@ class Training:
             loss = self._loss(engine, generator)
             if step == case.overflow_step:
                 loss = loss * TOO_LARGE
-            self.told["losses"].append(loss.float().item().hex())
+            self.reported["losses"].append(loss.float().item().hex())
             if case.optimizer == "none":
                 continue
             engine.backward(loss)
@@ -372,9 +372,9 @@ class Training:
             engine.step()
         if case.optimizer == "none":
             return
-        self.told["norms"].append(float(engine.get_global_grad_norm() or 0).hex())
-        self.told["scales"].append(float(engine.optimizer.loss_scale))
-        self.told["skipped"].append(engine.skipped_steps)
+        self.reported["norms"].append(float(engine.get_global_grad_norm() or 0).hex())
+        self.reported["scales"].append(float(engine.optimizer.loss_scale))
+        self.reported["skipped"].append(engine.skipped_steps)
         if case.fragments:
             self._use_states(engine, step)
         if case.loop:
@@ -382,7 +382,7 @@ class Training:
         if case.evaluate:
             engine.eval()
             with torch.no_grad():
-                self.told["losses"].append(
+                self.reported["losses"].append(
                     self._loss(engine, torch.Generator().manual_seed(step)).float().item().hex()
                 )
             engine.train()
@@ -444,7 +444,7 @@ class Training:
         return gradient + 1e-3
 
     def _use_partial_gradients(self, engine: Any) -> None:
-        """Before the last micro-batch, gradients are those of the last step, or not available."""
+        """Before the last micro-batch, gradients are the last step's, or unavailable."""
         from deepspeed import utils
 
         first = next(iter(engine.module.parameters()))
@@ -476,7 +476,7 @@ class Training:
     def _use_states(self, engine: Any, step: int) -> None:
         from deepspeed import utils
 
-        self._observe_gradients(engine)  # those of the step that is over
+        self._observe_gradients(engine)  # the gradients of the finished step
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         keys = [
             key for key in ELEMENTWISE[self.case.optimizer] if key in self._kept(engine, params[0])
@@ -525,7 +525,7 @@ class Training:
         return kept
 
     def _observe(self, *tensors: torch.Tensor) -> None:
-        self.told["observed"] += [_hash(tensor) for tensor in tensors]
+        self.reported["observed"] += [_hash(tensor) for tensor in tensors]
 
     @staticmethod
     def _stats(engine: Any) -> dict[str, Any]:
@@ -582,7 +582,7 @@ def _without_padding(parameter: torch.nn.Parameter, partition: torch.Tensor) -> 
 
 def _hash(tensor: torch.Tensor) -> str:
     if tensor.is_floating_point():
-        # of which there are many, and which one comes out of a conversion is nobody's business
+        # there are many NaNs, and a conversion may give any
         tensor = tensor.where(~tensor.isnan(), torch.nan)
     return hashlib.sha256(
         tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
