@@ -1,5 +1,5 @@
 """`python gloo_rank.py SCRIPT ARGUMENTS...`: run a script as it is, and end the process without the
-interpreter's own end: a thread of gloo that still lets go of a gathered tensor aborts that, once in
+interpreter's own end: a thread of gloo that still releases a gathered tensor aborts it, once in
 a hundred runs (pytorch/pytorch#190489).
 """
 

@@ -200,9 +200,11 @@ def test_what_stays_in_memory_is_logged_once(
     with caplog.at_level(logging.WARNING, "nvme_offload.activations"):
         for _ in range(2):
             assert same(gradients_of(call, offload)[0], expected)
-    told = [record.getMessage() for record in caplog.records if "closure" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("8 KiB or more that a checkpoint keeps")
+    reported = [
+        record.getMessage() for record in caplog.records if "closure" in record.getMessage()
+    ]
+    assert len(reported) == 1
+    assert reported[0].startswith("8 KiB or more that a checkpoint keeps")
 
 
 def selective(kept: Any, **settings: Any) -> Call:

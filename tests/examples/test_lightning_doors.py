@@ -125,8 +125,8 @@ def test_by_a_path_and_by_a_dict_and_layers_that_are_made_in_the_constructor(pla
     (ended,) = run_well(
         [sys.executable, "-c", BY_A_PATH_AND_BY_A_DICT, config, Path(__file__).parent]
     )
-    (told,) = re.findall(r"^configs (.*)$", ended.said, re.MULTILINE)
-    assert json.loads(told) == [json.loads(config.read_text())] * 2
+    (reported,) = re.findall(r"^configs (.*)$", ended.said, re.MULTILINE)
+    assert json.loads(reported) == [json.loads(config.read_text())] * 2
     assert "predicted torch.Size([4, 512]) step 1:" in ended.said
     # which the strategy does not hand on
     assert set(re.findall(r"host memory for offload: .* of at most (\S+ \S+);", ended.said)) == {

@@ -186,7 +186,7 @@ run(2, [(direction, change, lent) for direction in ("read", "write") for change 
             ), case
 
 
-def test_where_torch_cannot_lend_memory_a_change_is_told(
+def test_where_torch_cannot_lend_memory_a_change_is_reported(
     backend: str, stalling_directory: Path, stall: Stall
 ) -> None:
     """As an older torch, on memory that something else keeps."""

@@ -122,7 +122,7 @@ def interpreter(
             process.kill()
 
 
-def told_by(script: str, *arguments: object, directory: Path) -> list[str]:
+def printed_by(script: str, *arguments: object, directory: Path) -> list[str]:
     """The lines that *script* prints; it must end well and complain of nothing."""
     with interpreter(script, *arguments, directory=directory) as process:
         out, errors = process.communicate(timeout=PATIENCE)
@@ -215,7 +215,7 @@ with nvme_offload.store.store.TensorStore(os.path.dirname(path), config) as stor
     store.get("a", back).wait()
     print((back == data).all())
 """
-    assert told_by(script, backend, directory / "data", directory=directory) == ["True"] * 3
+    assert printed_by(script, backend, directory / "data", directory=directory) == ["True"] * 3
 
 
 def test_growing_past_the_file_size_limit_changes_nothing(
@@ -320,8 +320,8 @@ def test_with_little_locked_memory_all_works(backend: str, directory: Path) -> N
     if os.getuid() != 0:
         pytest.skip("becoming a user whom the limit holds for needs root")
     os.chown(directory, 63210, 63210)
-    told = told_by(LITTLE_LOCKED_MEMORY, backend, directory=directory)
-    assert told == [str(16 << 10), str(4 << 20)]
+    results = printed_by(LITTLE_LOCKED_MEMORY, backend, directory=directory)
+    assert results == [str(16 << 10), str(4 << 20)]
     assert_array_equal(
         on_disk(directory / "data"),
         np.random.default_rng(4 << 20).integers(0, 256, 4 << 20, dtype=np.uint8),
@@ -366,8 +366,8 @@ with Engine(AioConfig(backend=other, direct="auto")) as engine:
 def test_io_uring_that_seccomp_forbids_is_named_and_libaio_works(
     io_uring: None, directory: Path, system_call: int, error: int
 ) -> None:
-    told = told_by(FORBIDDEN, system_call, error, "io_uring", "libaio", directory=directory)
-    assert len(told) == 2
+    results = printed_by(FORBIDDEN, system_call, error, "io_uring", "libaio", directory=directory)
+    assert len(results) == 2
     for part in (
         "io_uring",
         os.strerror(error),
@@ -375,8 +375,8 @@ def test_io_uring_that_seccomp_forbids_is_named_and_libaio_works(
         "seccomp",
         'backend="libaio"',
     ):
-        assert part in told[0]
-        assert part in told[1]
+        assert part in results[0]
+        assert part in results[1]
     assert (directory / "data").read_bytes() == b"went another way"
 
 
@@ -391,9 +391,9 @@ def test_native_aio_that_the_kernel_refuses_is_named_and_posix_works(
     """For a whole machine, by a kernel without it or by fs.aio-max-nr; here for one process."""
     if (system_call := IO_SETUP.get(platform.machine())) is None:
         pytest.skip(f"the number of io_setup on {platform.machine()} is not known here")
-    told = told_by(FORBIDDEN, system_call, error, "libaio", "posix", directory=directory)
-    assert len(told) == 2
-    for refusal in told:
+    results = printed_by(FORBIDDEN, system_call, error, "libaio", "posix", directory=directory)
+    assert len(results) == 2
+    for refusal in results:
         assert named in refusal
         assert 'backend="posix"' in refusal
     assert (directory / "data").read_bytes() == b"went another way"
@@ -431,7 +431,7 @@ with Engine(AioConfig(backend="io_uring", block_size=4096, queue_depth=4, thread
 
 def test_a_ring_that_takes_nothing_is_a_typed_error(io_uring: None, directory: Path) -> None:
     (directory / "data").write_bytes(bytes(2 << 20))
-    lines = told_by(HALF_FORBIDDEN, IO_URING_ENTER, errno.EAGAIN, directory=directory)
+    lines = printed_by(HALF_FORBIDDEN, IO_URING_ENTER, errno.EAGAIN, directory=directory)
     assert lines == [f"{errno.EAGAIN} 0"] * 3 + ["asleep"]
     assert not on_disk(directory / "data").any()
 
@@ -691,9 +691,9 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
             ) as process:
                 assert process.stdout
                 assert process.stderr
-                told = [process.stdout.readline() for _ in range(choose.randint(1, 60))]
+                results = [process.stdout.readline() for _ in range(choose.randint(1, 60))]
                 process.kill()
-                told += process.stdout.readlines()
+                results += process.stdout.readlines()
                 assert (process.wait(PATIENCE), process.stderr.read()) == (-signal.SIGKILL, "")
             assert [entry.name for entry in directory.iterdir()] == ["named"]
             assert eventually(lambda: free_bytes(directory) == before)
@@ -706,7 +706,7 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
                 generations = (numbers[:, 0] >> 32).astype(np.int64)
                 assert generations.max() - generations.min() <= 1
                 # Every write that was reported complete is there.
-                for line in told:
+                for line in results:
                     if line.endswith("\n"):  # else the kill came in the midst of it
                         generation, part = map(int, line.split())
                         assert generations[part * part_pages :][:part_pages].min() >= generation
@@ -756,7 +756,7 @@ def test_pages_that_a_fork_shares_are_read_into_the_parents(
     backend: str, directory: Path, random_bytes: RandomBytes
 ) -> None:
     random_bytes(1 << 20).tofile(directory / "data")
-    (caught,) = told_by(FORK_AND_TOUCH, backend, directory=directory)
+    (caught,) = printed_by(FORK_AND_TOUCH, backend, directory=directory)
     assert int(caught) > 0, "no read was under way at any of the forks"
 
 
@@ -797,7 +797,8 @@ def test_thousands_of_engines_leave_nothing_behind(
     random_bytes(10_001).tofile(directory / "data")
     count = 200 if backend == "libaio" else 2000
     held = np.array(
-        [line.split() for line in told_by(MANY_ENGINES, backend, count, directory=directory)], int
+        [line.split() for line in printed_by(MANY_ENGINES, backend, count, directory=directory)],
+        int,
     )
     # What malloc keeps for later grows now and then, and a leak in every round.
     grown_bytes, *rest = np.diff(held, axis=0).min(axis=0)

@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import Reference, differing
-from test_ranks import ACCUMULATED, told_by_two_ranks
+from test_ranks import ACCUMULATED, results_of_ranks
 
 from nvme_offload.optim import NVMeOptimizer, accumulation
 from nvme_offload.optim.host_gradient import HostGradient
@@ -114,7 +114,7 @@ def test_a_stream_of_ones_own(tmp_path):
 
 
 def test_memory(tmp_path, monkeypatch):
-    """Beside parameters, what is on its way: not the gradients of 24 layers of 32 MiB each."""
+    """The GPU holds parameters and copies in flight, not the gradients of 24 layers of 32 MiB."""
     monkeypatch.setattr(accumulation, "_IN_FLIGHT_BYTES", 64 << 20)
     net = model(torch.bfloat16, 4096, 24)
     gradients = sum(parameter.numel() * 2 for parameter in net.parameters())
@@ -136,5 +136,5 @@ def test_memory(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_ranks(tmp_path):
-    told = told_by_two_ranks("ranks_accumulate.py", "cuda", tmp_path)
-    assert told == {case: [] for case in ACCUMULATED}
+    reported = results_of_ranks("ranks_accumulate.py", "cuda", tmp_path)
+    assert reported == {case: [] for case in ACCUMULATED}

@@ -220,7 +220,7 @@ def test_a_graph_that_is_captured_is_refused(make: Make) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        gradients(model, x)  # what is set up at first use is there
+        gradients(model, x)  # sets up libraries at their first use
     torch.cuda.current_stream().wait_stream(side)
     offload = make("64 MiB")
     graph = torch.cuda.CUDAGraph()

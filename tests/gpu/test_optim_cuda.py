@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, train, unlike
-from test_ranks import CASES, IN_BACKWARD, OVERLAPPED, told_by_two_ranks
+from test_ranks import CASES, IN_BACKWARD, OVERLAPPED, results_of_ranks
 
 from nvme_offload.optim import NVMeOptimizer
 
@@ -281,33 +281,33 @@ def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return told_by_two_ranks("ranks.py", "cuda", tmp_path_factory.mktemp("drive"))
+def reported(tmp_path_factory):
+    return results_of_ranks("ranks.py", "cuda", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.fixture(scope="module")
-def told_in_backward(tmp_path_factory):
-    return told_by_two_ranks("ranks_in_backward.py", "cuda", tmp_path_factory.mktemp("drive"))
+def results_in_backward(tmp_path_factory):
+    return results_of_ranks("ranks_in_backward.py", "cuda", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.fixture(scope="module")
-def told_overlapped(tmp_path_factory):
-    return told_by_two_ranks("ranks_overlap.py", "cuda", tmp_path_factory.mktemp("drive"))
+def results_overlapped(tmp_path_factory):
+    return results_of_ranks("ranks_overlap.py", "cuda", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("case", CASES)
-def test_two_gpus(told, case):
-    assert told[case] == []
+def test_two_gpus(reported, case):
+    assert reported[case] == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("case", IN_BACKWARD)
-def test_updates_in_backward_on_two_gpus(told_in_backward, case):
-    assert told_in_backward[case] == []
+def test_updates_in_backward_on_two_gpus(results_in_backward, case):
+    assert results_in_backward[case] == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("case", OVERLAPPED)
-def test_overlapped_steps_on_two_gpus(told_overlapped, case):
-    assert told_overlapped[case] == []
+def test_overlapped_steps_on_two_gpus(results_overlapped, case):
+    assert results_overlapped[case] == []

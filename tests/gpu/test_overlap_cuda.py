@@ -46,7 +46,7 @@ def backward(net, step):
 
 
 def train(net, optimizer, *, clipped):
-    """What was seen of it."""
+    """The observations of a run."""
     seen = []
     for step in range(STEPS):
         seen.append(backward(net, step))

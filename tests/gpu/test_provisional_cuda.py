@@ -1,5 +1,5 @@
 """`step_in_backward="provisional"` with parameters on a GPU: the bits of updates after backward(),
-whether or not clipping undoes them, and a fingerprint that tells any bit there.
+whether or not clipping undoes them, and a fingerprint that detects a change of any bit there.
 """
 
 from __future__ import annotations

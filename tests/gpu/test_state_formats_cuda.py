@@ -1,4 +1,4 @@
-"""State formats on a GPU give what they give on the CPU, bit for bit: a bucket that was packed on
+"""State formats give the same bits on a GPU as on the CPU: a bucket that was packed on
 one can be unpacked on the other.
 """
 

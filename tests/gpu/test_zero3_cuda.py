@@ -1,8 +1,8 @@
 """Training on GPUs with parameters and optimizer states on a drive: the same bits as stock
 DeepSpeed with `device: "cpu"` gives on the same GPUs.
 
-The cases are those of `tests/zero3/test_parity.py`, which trains them without a GPU; two ranks have
-a GPU each and talk through NCCL.
+The cases are shared with `tests/zero3/test_parity.py`, which trains them without a GPU; two ranks
+have a GPU each and use NCCL.
 """
 
 from __future__ import annotations

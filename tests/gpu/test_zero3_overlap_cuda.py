@@ -1,5 +1,5 @@
-"""`"overlap_step"` of ZeRO-3 on GPUs: the bits without it. The cases are those of
-`tests/zero3/test_zero3_overlap.py`, which trains them without a GPU.
+"""`"overlap_step"` of ZeRO-3 on GPUs: the bits without it. The cases are shared
+with `tests/zero3/test_zero3_overlap.py`, which trains them without a GPU.
 """
 
 from __future__ import annotations

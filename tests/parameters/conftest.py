@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# for the modules beside this
+# for the modules in this folder
 sys.path.append(str(Path(__file__).parent))
 
 from nvme_offload import AioConfig, Offload

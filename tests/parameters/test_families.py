@@ -14,7 +14,7 @@ from nvme_offload import Offload
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns
 
 _QUICK = [
     ("llama", "none", False),

@@ -19,7 +19,7 @@ from nvme_offload.parameters.buckets import Division
 
 Make = Callable[..., Offload]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns
 
 
 def _llama() -> tuple[nn.Module, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Whoever reads or writes a streamed parameter sees its true values, or an error that says what to do."""
+"""Every use of a streamed parameter sees its true values, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_an_address_is_refused(pair, use):
         getattr(pair[0][5].weight, use)()
 
 
-@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.filterwarnings("ignore")  # the compiler warns
 def test_compilation_is_refused(pair):
     compiled = torch.compile(pair[0], backend="eager")
     with pytest.raises(Exception, match=r"torch\.compile cannot trace modules"):

@@ -127,7 +127,7 @@ def test_saved_weights_equal_the_state_dict(
         assert torch.equal(values, expected[key])
 
 
-@pytest.mark.filterwarnings("ignore")  # those of transformers
+@pytest.mark.filterwarnings("ignore")  # transformers warns
 def test_from_pretrained_reads_what_was_saved(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

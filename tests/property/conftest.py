@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So many threads of torch's, which are those of the extension's codec."""
+    """Set the number of torch's threads, which the extension's codec uses too."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield

@@ -218,7 +218,7 @@ def test_in_the_interpreter_of_a_triton_that_is_installed_for_it():
     ],
 )
 def test_one_bit_that_differs_is_found(kernel, made):
-    """Wherever a compiler makes another one: the last value of what the kernel writes."""
+    """A compiler may change any value: check the last one that the kernel writes."""
     place = {"codes": 1, "exponents": 2, "values": 2, "masters of 24 bits": 0}
     place |= {"weights": 1, "rests": 2, "masters": 2}
     by = SimpleNamespace(**vars(by_torch))

@@ -1,5 +1,5 @@
 """Codes of 8 bits are the same by the extension and by torch's operations: each code, each
-exponent, and what they stand for, bit for bit.
+exponent, and the values that these encode, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ signed_or_not = pytest.mark.parametrize("signed", [True, False])
 
 
 def check(values: torch.Tensor, *, signed: bool, seed: int = 0) -> None:
-    """Both make the same of *values*, and the same of what they made."""
+    """Both encode *values* alike, and decode the codes alike."""
     blocks = -(-values.numel() // BLOCK)
     found = []
     for there, back in ((encode, decode), (by_torch.encode, by_torch.decode)):

@@ -38,7 +38,7 @@ class Operation:
 
 @dataclasses.dataclass
 class Pending:
-    """A request in flight, and what its buffer must hold in the end."""
+    """A request in flight, and the expected contents of its buffer at the end."""
 
     ticket: Ticket
     operation: Operation
@@ -152,7 +152,7 @@ class Run:
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(config=CONFIGS, operations=st.lists(OPERATIONS, max_size=24), seed=st.integers(0, 2**32 - 1))
-@example(  # two writes that meet within a page, and a read beside them
+@example(  # two writes that meet within a page, and a concurrent read
     config={"block_size": PAGE},
     operations=[
         Operation(write=True, file=0, offset=0, size=5000, misalignment=0, wait=False),

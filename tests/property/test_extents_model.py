@@ -17,7 +17,7 @@ GROW = st.tuples(st.just("grow"), st.integers(0, 8))
 
 
 def holes(owners: list[int | None]) -> list[tuple[int, int]]:
-    """(granules, first granule) of every run that nobody has."""
+    """(granules, first granule) of every free run."""
     runs, start = [], 0
     for owner, granules in groupby(owners):
         length = len(list(granules))

@@ -24,7 +24,7 @@ EPS = [0.0, 1e-30, 1e-15, 1e-8, 1e-3, float("inf"), float("nan")]
 
 
 def check(second: torch.Tensor, first: torch.Tensor | None, eps: float) -> int:
-    """Both find the same. Returns: how many blocks are far."""
+    """Both find the same blocks. Returns: how many blocks are far."""
     states = {"exp_avg_sq": second} | ({} if first is None else {"exp_avg": first})
     layout = state_format("compact").layout(
         second.numel(), dict.fromkeys(states, torch.float32), torch.float32

@@ -37,7 +37,7 @@ class Held:
 
 
 class Machine:
-    """Memory and drive of a schedule as versions of values; transfers end when they are told to,
+    """Memory and drive of a schedule as versions of values; a test ends each transfer,
     well or not.
     """
 
@@ -45,7 +45,7 @@ class Machine:
         self.schedule = schedule
         self.random = random_source
         self.flying: list[Transfer] = []
-        # page -> whose, and its version; pages that nobody has been given are left as they are
+        # page -> owner, and its version; pages without an owner stay unchanged
         self.memory: dict[int, tuple[str, int]] = {}
         self.drive: dict[str, int] = {}
         self.room: int | None = None  # of the drive, in pages
@@ -78,7 +78,7 @@ class Machine:
 
     def start_all(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
-            if transfer.cancelled:  # what it waits for found no room
+            if transfer.cancelled:  # the transfer before it found no memory
                 self.schedule.finished(transfer, False)
                 continue
             others = [other for other in self.flying if other not in transfer.after]
@@ -114,7 +114,7 @@ class Machine:
         return True
 
     def runs(self, transfer: Transfer) -> bool:
-        """Whether it has started, since all that it waits for has ended."""
+        """Whether it has started, since every transfer before it has ended."""
         return all(blocker.ended for blocker in transfer.after)
 
     def touch(self, transfer: Transfer) -> None:
@@ -142,13 +142,13 @@ class Machine:
                 )
         self.schedule.finished(transfer, well)
         for other in list(self.flying):
-            if other.cancelled:  # it waited for what has failed
+            if other.cancelled:  # the transfer before it failed
                 assert not well
                 assert transfer in other.after
                 self.flying.remove(other)
                 self.schedule.finished(other, False)
             elif transfer in other.after:
-                assert well, "something waits for what has failed"
+                assert well, "a transfer waits for a failed one"
                 self.touch(other)
 
     def end_any(self, well: bool = True) -> None:
@@ -199,7 +199,9 @@ class Machine:
 
     def change(self, name: str) -> None:
         self.versions += 1
-        if name in self.written_in_use:  # while it was being changed: what was written is no value
+        if (
+            name in self.written_in_use
+        ):  # while it was being changed: the written bytes are no valid value
             self.drive[name] = -1
         self.truth[name] = self.held[name].version = self.versions
         self.fill(name, self.held[name].offset, self.held[name].nbytes, self.versions)
@@ -293,7 +295,7 @@ def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, m
                     machine.need(name)
             except UsageError:
                 assert machine.held, "one at a time always fits"
-                event("no room beside what is in use")
+                event("no memory besides the values in use")
     event(
         f"reads: {min(machine.reads, 5)}, left unused: {min(machine.schedule.unused_prefetches, 2)}"
     )
@@ -378,7 +380,7 @@ def test_memory_and_drive_together_need_little_more_than_one_copy_of_each_value(
     data, turns_at, seed
 ):
     """A training whose drive has no room for all values: no write finds it full, and nothing is
-    lost, whether or not values are used in the order that was foretold.
+    lost, whether or not values are used in the order that was predicted.
     """
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=4, max_size=24)) * data.draw(
         st.integers(1, 4)
@@ -457,7 +459,7 @@ class Timed:
                 for transfer in self.queued
                 if all(blocker.ended for blocker in transfer.after)
             ]:
-                self.queued.remove(transfer)  # without anybody calling
+                self.queued.remove(transfer)  # without a call
                 self.flying.append((transfer, [float(transfer.nbytes)]))
         self.now = end
 
@@ -477,12 +479,14 @@ class Timed:
 )
 @pytest.mark.parametrize("computing", [0.5, 1.0, 2.0])
 def test_the_drive_works_all_the_time_or_the_user_does(fits, computing, changed):
-    """A period takes hardly longer than the longer of what computing takes and what the drive takes
-    for what does not fit, over which it is spread.
+    """A period takes hardly longer than computing, or than the drive takes for the values that do not
+    fit, whichever is longer: the transfers are spread over the period.
     """
     count, size = 80, 8
     memory = int(fits * count) * size
-    moved = (count * size - memory + 2 * size) * (2 if changed else 1)  # with what is read ahead
+    moved = (count * size - memory + 2 * size) * (
+        2 if changed else 1
+    )  # including prefetched values
     timed = Timed(Schedule(memory * PAGE), pages_a_second=moved)  # so that the drive takes a second
     names = [f"n{number}" for number in range(count)]
     for name in names:
@@ -500,7 +504,7 @@ def test_the_drive_works_all_the_time_or_the_user_does(fits, computing, changed)
 def test_there_and_back_again_reads_less_than_round_and_round():
     names = [f"n{number}" for number in range(12)]
     there_and_back = cycle(names + names[::-1], memory=6, lookahead=1, changed=False)
-    # Either way round, what is near the turn is still there.
+    # In both directions, the values next to the turning point are still in memory.
     assert max(reads for reads, _ in there_and_back[3:]) <= 2 * (12 - 6 + 1)
 
 
@@ -513,7 +517,7 @@ def test_unchanged_values_are_written_once():
 @pytest.mark.parametrize("scale", [1, 10])
 @pytest.mark.parametrize("hinted", [True, False])
 def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted, scale):
-    """They come in the order of the period, so that what is read ahead for the next one is used, and
+    """They come in the order of the period, so that values prefetched for the next one are used, and
     gone when its turn comes. What a use costs does not grow with the number of values.
     """
     schedule = Schedule(12 * scale * PAGE, granule=PAGE)
@@ -613,7 +617,7 @@ def test_several_that_are_created_share_the_room_of_one_that_leaves():
         while machine.flying:
             machine.end_any()
         counts.append((machine.reads, machine.writes))
-    # 32 pages, of which 24 fit: two large ones leave and come back, and what was read ahead changes
+    # 32 pages, of which 24 fit: two large ones leave and come back, and prefetched values change
     # places with two more.
     assert counts[-1][0] - counts[-2][0] <= 4
     assert counts[-1][1] - counts[-2][1] <= 4
@@ -686,8 +690,8 @@ def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumul
 @pytest.mark.parametrize("behind", [1, 3, 24])
 def test_uses_that_take_turns_with_those_of_another_thread_cost_no_reads(behind, resting):
     """A forward pass reads parameters while updates make new ones, at most *behind* layers later, in
-    turns that are others in each step; a share of *resting* parameters is not used. What is hinted
-    stays, and all else is as if the pass came before.
+    an interleaving that differs from step to step; a share of *resting* parameters is not used.
+    Hinted values stay; everything else is as if the pass came before.
     """
     layers, parts = range(24), range(4)
 
@@ -944,7 +948,7 @@ ORDERS: dict[str, Callable[[int, int], Iterator[Call]]] = {
 
 
 class Drive:
-    """A drive that is done at once, under a `Schedule`. It holds *room* bytes."""
+    """A drive that completes transfers immediately, under a `Schedule`. It holds *room* bytes."""
 
     def __init__(self, schedule: Schedule, room: float = math.inf) -> None:
         self.schedule = schedule
@@ -955,8 +959,8 @@ class Drive:
         self.taken = 0
 
     def pump(self) -> None:
-        """End what is under way, as a swapper notes it at its next call, and start what
-        comes next.
+        """End the transfers in flight, as a swapper notes it at its next call, and start the
+        next ones.
         """
         self.end()
         for transfer in self.schedule.plan():
@@ -1126,8 +1130,8 @@ def test_models_fit_that_the_drive_alone_has_no_room_for(
 
 
 def test_every_event_is_a_row_or_cannot_happen():
-    """The states of a value: what memory holds is given away only where the drive has it too, or is
-    being given it.
+    """The states of a value: its memory is reused only where the drive has its bytes too, or is
+    receiving them.
     """
     assert [len(row) for row in TABLE] == [len(Event)] * len(State)
     losing = {state for state in State if TABLE[state][Event.DROP] is not None}

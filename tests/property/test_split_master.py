@@ -129,7 +129,7 @@ def test_numbers_come_back_as_numbers(numbers):
 
 @pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0xFFFF])
 def test_working_weights_that_were_changed_are_joined_alike(low):
-    # Every working weight, beside low bits that it was not split from.
+    # Every working weight, with low bits from another weight.
     working = as_bits(torch.arange(1 << 16)).to(torch.int16).view(torch.bfloat16)
     lows = torch.full((1 << 16,), low, dtype=torch.int32).to(torch.int16)
     ours, reference = torch.empty(1 << 16), torch.empty(1 << 16)

@@ -56,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.model: dict[str, bytes] = {}
         self.retained: dict[str, bytes] = {}
-        self.replaced: set[str] = set()  # of these, those with a later value
+        self.replaced: set[str] = set()  # names with a later value
         self.under_way: list[tuple[Transfer, npt.NDArray[np.uint8], bytes]] = []
 
     @initialize(
@@ -130,8 +130,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Wait for all, and see that each got its bytes and that nothing has room that it does not
-        need.
+        """Wait for all, and check that each got its bytes and that no value takes more space than it
+        needs.
         """
         for ticket, out, expected in self.under_way:
             assert ticket.wait(PATIENCE) == len(expected)

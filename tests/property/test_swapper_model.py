@@ -1,4 +1,4 @@
-"""The swapper against a dict of bytes: whatever is created, used, changed, let go and forgotten, in
+"""The swapper against a dict of bytes: whatever is created, used, changed, released and deleted, in
 whatever budget, and whatever fails.
 """
 
@@ -121,7 +121,7 @@ class LateStore:
 
 
 class SwapperMachine(RuleBasedStateMachine):
-    """A swapper, and what each value must be: its bytes, and how many of them count."""
+    """A swapper, and the expected values: their bytes, and how many of them count."""
 
     faulty = False
     small = False
@@ -181,7 +181,7 @@ class SwapperMachine(RuleBasedStateMachine):
 
     def attempt(self, call: Callable[[], object]) -> bool:
         """Whether *call* went well; where it may, it fails with a drive's error, or for want of
-        room beside what is in use.
+        memory besides the values in use.
         """
         failure = None
         try:
@@ -191,7 +191,7 @@ class SwapperMachine(RuleBasedStateMachine):
         if isinstance(failure, UsageError):
             assert self.held, "one at a time always fits"
             assert "are in use by" in str(failure)
-            event("no room beside what is in use")
+            event("no memory besides the values in use")
         elif failure is not None:
             assert self.faulty or (self.small and isinstance(failure, NoSpaceError))
             assert isinstance(failure, IOFailure)
@@ -254,7 +254,7 @@ class SwapperMachine(RuleBasedStateMachine):
         change=st.sampled_from(["never", "always", "some"]),
     )
     def use(self, names, change):
-        """Some training: each in turn."""
+        """Some training: the values one after the other."""
         for name in names:
             if name in self.model and name not in self.held:
                 self.make_way(name)
@@ -330,7 +330,7 @@ class SwapperMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, discard=st.booleans(), nbytes=SIZES)
     def change_of_mind(self, name, discard, nbytes):
-        """What was asked for is not wanted after all."""
+        """The prefetched value is not used after all."""
         self.swapper.prefetch([name])
         if discard:
             self.discard(name)
@@ -401,7 +401,7 @@ class FaultySwapperMachine(SwapperMachine):
 
 
 class SmallDriveMachine(SwapperMachine):
-    """The same on a drive without room for all of them."""
+    """The same on a drive without space for all values."""
 
     small = True
 

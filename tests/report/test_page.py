@@ -247,7 +247,7 @@ def test_what_was_measured_is_said(made_up, shape, said):
     assert said in made_up.page_of(shape).words
 
 
-def test_a_gain_that_cannot_be_told_is_not_claimed(made_up):
+def test_a_gain_that_cannot_be_measured_is_not_claimed(made_up):
     doubtful = {
         phase: dataclasses.replace(
             made_up.best(made_up.chosen, phase),

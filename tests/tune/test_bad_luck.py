@@ -54,7 +54,7 @@ def test_a_read_only_mount_is_refused_for_the_drive_and_for_the_report(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_limit_on_what_may_be_written_is_told_of(disk: Path, tmp_path: Path) -> None:
+def test_a_limit_on_what_may_be_written_is_reported(disk: Path, tmp_path: Path) -> None:
     """As a quota: the allocation is refused."""
     command = ["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *SWEEP]
     result = run(disk, "--report-dir", tmp_path, *SHORT, command=command)

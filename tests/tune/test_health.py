@@ -125,7 +125,7 @@ def test_temperatures_are_those_of_the_warmest_disk(tmp_path: Path) -> None:
     assert health.temperature(nobody, tmp_path) is None
 
 
-def test_a_link_that_changed_is_told() -> None:
+def test_a_link_that_changed_is_reported() -> None:
     assert health.link_warnings("16.0 GT/s x4", "16.0 GT/s x4") == []
     assert health.link_warnings(None, "16.0 GT/s x4") == []
     (said,) = health.link_warnings("16.0 GT/s x4", "2.5 GT/s x4")

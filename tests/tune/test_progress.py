@@ -82,4 +82,4 @@ def test_the_last_line_is_said_in_the_middle_of_another() -> None:
     assert os.read(reader, 100) == b"stopped\na line\n"
     os.close(reader)
     os.close(writer)
-    shown.say_in_handler("nobody hears it")
+    shown.say_in_handler("no handler shows it")

@@ -58,14 +58,19 @@ def test_steady_is_the_last_five_rounds() -> None:
 
 
 def test_it_writes_what_was_asked_for_and_leaves_nothing(disk: Path) -> None:
-    told: list[int] = []
+    reported: list[int] = []
     total = 96 << 20
     found = sustained.write_on(
-        disk, Setting(1 << 20, 8, 1), total, 32 << 20, True, lambda done, speed: told.append(done)
+        disk,
+        Setting(1 << 20, 8, 1),
+        total,
+        32 << 20,
+        True,
+        lambda done, speed: reported.append(done),
     )
     assert total <= found.bytes <= sustained.MOST * total + (16 << 20)
-    assert told == [done for _, done in found.samples[1:]]
-    assert told == sorted(told)
+    assert reported == [done for _, done in found.samples[1:]]
+    assert reported == sorted(reported)
     assert found.samples[-1] == (found.seconds, found.bytes)
     assert list(disk.iterdir()) == []
     with pytest.raises(NoSpaceError):
