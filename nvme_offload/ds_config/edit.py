@@ -167,7 +167,7 @@ def zero_infinity(
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {
             "stage": 3,
             "offload_param": {

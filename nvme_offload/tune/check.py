@@ -121,7 +121,8 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
             f"The drive itself, compared with the sweep of {profile.created[:10]}, at the setting chosen then: {moved}.",
         ]
     loss, low, high = (100 * value for value in (checked.loss, checked.loss_low, checked.loss_high))
-    takes = f"a step takes {loss:+.1f} % ({low:+.1f} to {high:+.1f} %) compared with"
+    sign = "less" if loss < 0 else "more"
+    takes = f"a step takes {abs(loss):.1f} % {sign} time ({low:+.1f} to {high:+.1f} %) than with"
     if checked.better is not None:
         said.append(
             f"The settings no longer hold: {takes} {describe(checked.better)}. "

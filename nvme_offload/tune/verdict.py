@@ -434,8 +434,8 @@ def _warnings(evidence: Evidence, steadiness: dict[str, steady.Steadiness]) -> l
     if unsteady:
         spans = ", ".join(f"{phase} {100 * state.range:.0f} %" for phase, state in unsteady.items())
         warnings.append(
-            f"The drive did not become steady: over its last runs the control setting ranged over this share of its mean: {spans} "
-            "(at most 20 %, with a slope of at most 10 %, counts as steady). Results are relative to the control."
+            f"The drive did not become steady: in the last runs the speed of DeepSpeed's defaults ranged over a share of its mean: {spans} "
+            "(at most 20 %, with a slope of at most 10 %, counts as steady). Ratios compare each setting with runs of the defaults next to it."
         )
     impossible = sum(seen.flaw == "impossible" for seen in evidence.observations)
     if impossible:

@@ -272,7 +272,7 @@ def test_a_drive_that_is_too_unsteady_is_not_said_to_hold() -> None:
     assert unclear.loss_low < 0.05 < unclear.loss_high
     assert unclear.better is None
     assert check.lines(unclear, config, made_up())[-1].startswith(
-        "The drive is too unsteady for a result: a step takes +"
+        "The drive is too unsteady for a result: a step takes "
     )
 
 
