@@ -17,7 +17,7 @@ import click
 from nvme_offload import __version__
 from nvme_offload.errors import OffloadError, UsageError
 from nvme_offload.planning.passes import ACTIVATIONS
-from nvme_offload.planning.placement import Door
+from nvme_offload.planning.placement import INFERENCE, STRATEGIES, Door
 from nvme_offload.planning.traffic import STATE_BYTES
 from nvme_offload.units import parse_bytes
 
@@ -46,6 +46,16 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     return amount
 
 
+def _way(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None or value in (*DOORS, *(each.title for each in (*STRATEGIES, *INFERENCE))):
+        return value
+    raise click.BadParameter(
+        f"{value!r} is not a way: give {', '.join(DOORS)}, or a title that `nvme-offload plan --all` shows",
+        context,
+        option,
+    )
+
+
 def main() -> int:
     """Run the command; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -71,10 +81,9 @@ def main() -> int:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="nvme-offload")
 def command() -> None:
-    """Before a training starts: which way to train fits and is the fastest, and whether this machine is
-    ready.
+    """Plan a training, check this machine, or start a launcher with offload.
 
-    To find the settings for a drive, see nvme-sweep.
+    To find the settings for a drive, use nvme-sweep.
     """
 
 
@@ -107,44 +116,53 @@ def _choice(*values: str, **more: Any) -> dict[str, Any]:
 
 
 _PLAN_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("--params", _COUNT, "Parameters, such as 7B or 350M."),
-    ("--model model_path", _FILE, "Or its Hugging Face config.json, or the directory with one."),
+    ("--params", _COUNT, "Number of parameters, such as 7B or 350M."),
+    ("--model model_path", _FILE, "Instead: a Hugging Face config.json, or a directory with one."),
     ("--path paths", _DIRECTORY, "A directory on a drive to offload to. Repeatable."),
     ("--drive-read", _SIZE, "Instead of --path: read speed of a drive per second, such as 3.5GB."),
     ("--drive-write", _SIZE, "Its write speed per second."),
-    ("--drive-mixed", _SIZE, "Its speed of both together.  [default: half the time each]"),
+    (
+        "--drive-mixed",
+        _SIZE,
+        "Its speed at concurrent reads and writes.  [default: half the time each]",
+    ),
     ("--drive-free", _SIZE, "Its free bytes, such as 1TB.  [default: enough]"),
     ("--drive-rated", _SIZE, "Bytes that it is rated to write (TBW), such as 1200TB."),
-    ("--gpus", _number(None, 0, 1024), "GPUs of a machine, or 0.  [default: those here, or 1]"),
-    ("--gpu gpu_name", {"metavar": "NAME"}, "Their model, such as H100.  [default: as here]"),
-    ("--gpu-memory", _SIZE, "Memory of each, such as 80GB.  [default: as the GPU has]"),
-    ("--host-memory", _SIZE, "Memory that training may take.  [default: of this machine]"),
+    ("--gpus", _number(None, 0, 1024), "GPUs per machine, or 0.  [default: those here, or 1]"),
+    (
+        "--gpu gpu_name",
+        {"metavar": "NAME"},
+        "Their model, such as H100.  [default: of this machine]",
+    ),
+    ("--gpu-memory", _SIZE, "Memory of each, such as 80GB.  [default: of that model]"),
+    ("--host-memory", _SIZE, "Host memory that training may take.  [default: of this machine]"),
     ("--host-speed", _SIZE, "Bytes a second that CPUs copy.  [default: measured here, else 50GB]"),
-    ("--ranks", _number(None, 1, 1024), "Processes on a machine.  [default: one a GPU, else 1]"),
+    ("--ranks", _number(None, 1, 1024), "Processes per machine.  [default: one per GPU, else 1]"),
     ("--nodes", _number(1, 1, 100_000), "Identical machines."),
-    ("--trainable", _COUNT, "Parameters that are trained, such as 40M of LoRA.  [default: all]"),
-    ("--seq", _number(2048), "Tokens of a sequence."),
-    ("--micro-batch", _number(1), "Sequences of a rank in a forward pass."),
-    ("--accumulate", _number(1), "Forward and backward passes of a step."),
+    ("--trainable", _COUNT, "Number of trained parameters, such as 40M for LoRA.  [default: all]"),
+    ("--seq", _number(2048), "Tokens per sequence."),
+    ("--micro-batch", _number(1), "Sequences per rank and forward pass."),
+    ("--accumulate", _number(1), "Forward and backward passes per step."),
     (
         "--activations",
         _choice(*ACTIVATIONS, default="checkpoint", show_default=True),
-        "Activations: all kept on the GPU, checkpointed, or either on the drive (save_on_nvme).",
+        "Saved activations: on the GPU, checkpointed, or either of these on the drive (save_on_nvme).",
     ),
     (
         "--way",
-        _choice(*DOORS),
-        "Only: ZeRO without a drive, DeepSpeed's own NVMe offload, nvme_offload.zero3, plain PyTorch.  [default: any]",
+        {"metavar": "WAY", "callback": _way},
+        "Only: zero (ZeRO without a drive), deepspeed (its own NVMe offload), zero3 (nvme_offload.zero3), plain (PyTorch), "
+        "or a title in the table, such as 'NVMeOptimizer, compact, in backward'.  [default: any]",
     ),
     (
         "--state-format",
         _choice(*STATE_BYTES),
         "Only this format of the states on a drive.  [default: any]",
     ),
-    ("--budget", _SIZE, '"host_memory" of a rank.  [default: from the available memory]'),
-    ("--no-zero-init", _FLAG, "Every rank makes the whole model before it is partitioned."),
-    ("--inference", _FLAG, "Forward passes alone (ZeRO-Inference)."),
-    ("--write", _FILE, "Write the DeepSpeed config of the fastest way of DeepSpeed that fits."),
+    ("--budget", _SIZE, '"host_memory" per rank.  [default: from the available memory]'),
+    ("--no-zero-init", _FLAG, "Every rank creates the whole model before it is partitioned."),
+    ("--inference", _FLAG, "Plan forward passes only (ZeRO-Inference)."),
+    ("--write", _FILE, "Write the DeepSpeed config of the fastest fitting way with DeepSpeed."),
     ("--all every", _FLAG, "Show all ways to train, not only six."),
 )
 
@@ -159,15 +177,15 @@ def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
 @command.command()
 @_plan_options
 def plan(**given: Any) -> int:
-    """Which ways to train a model fit a machine, and which of them is the fastest: the answer in a
-    sentence, code or configuration to paste, and a table of the ways that matter.
+    """Predict which ways to train fit, and how fast they are.
 
-    ZeRO 1 to 3 on GPU and CPU, DeepSpeed's own NVMe offload, nvme_offload.zero3 and NVMeOptimizer,
-    in each state format. The speed of a drive is taken from its profile: run nvme-sweep on it first.
-    Where --gpu, --gpu-memory, --host-memory, --host-speed or --drive-... describe a machine,
-    nothing is measured on this one.
+    Prints the answer in a sentence, code or configuration to paste, and a table of the ways that
+    matter: ZeRO 1 to 3 on GPU and CPU, DeepSpeed's own NVMe offload, nvme_offload.zero3 and
+    NVMeOptimizer, in each state format. The speed of a drive comes from its profile: run nvme-sweep
+    on it first. If --gpu, --gpu-memory, --host-memory, --host-speed or --drive-... describe a
+    machine, nothing is measured on this one.
 
-    Exit status: 0 something fits, 3 nothing does, 1 failed, 2 wrong usage.
+    Exit status: 0 if something fits, 3 if nothing fits, 1 after a failure, 2 after wrong usage.
     """
     from nvme_offload.files import commit
     from nvme_offload.planning import paste
@@ -213,13 +231,13 @@ def plan(**given: Any) -> int:
 )
 @_json_option
 def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
-    """Which parts of this package work on this machine, why the others do not, and the remedies.
+    """Check that this machine is ready, and name the remedies.
 
     Checks kernel interfaces, limits, CPU, GPUs, DeepSpeed and its compilers and, with --path, the
     drives. Changes nothing.
 
-    Exit status: 0 it works, possibly with warnings; 3 a necessary part does not work; 1 failed, 2
-    wrong usage.
+    Exit status: 0 if it works, possibly with warnings; 3 if a necessary part does not work; 1 after
+    a failure, 2 after wrong usage.
     """
     from nvme_offload.ds_config import edit as ds_config
 
@@ -245,8 +263,10 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     "started", metavar="COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
 def run(started: tuple[str, ...]) -> int:
-    """Start a launcher or a trainer, and call nvme_offload.zero3.enable() in each of its Python
-    processes that imports DeepSpeed. The script is unchanged.
+    """Start a launcher or a trainer with nvme_offload.zero3.
+
+    Calls nvme_offload.zero3.enable() in each Python process of COMMAND that imports DeepSpeed. The
+    script is unchanged.
 
     \b
     Examples:

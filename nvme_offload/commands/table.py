@@ -32,7 +32,7 @@ _EXCLUDES = {  # by `Strategy.updates`
     "host gradients": "It excludes FSDP2, tensor parallelism and operations on several gradients together.",
     "provisional": "A step that is clipped by a norm takes longer.",
     "in both": "A step that is clipped by a norm takes longer.",
-    "in backward": "It excludes clipping by a norm, GradScaler, DDP and the Hugging Face Trainer.",
+    "in backward": "It excludes clipping by a norm, GradScaler and DDP; the Hugging Face Trainer needs max_grad_norm=0.",
 }
 
 
@@ -151,7 +151,7 @@ def _answer(
     if change is None:
         return "Nothing fits, whatever is changed of format, way, activations, host memory and drive: larger or more GPUs are needed."
     return (
-        f"Nothing fits. The cheapest change that does: {change.words}; then {change.plan.strategy.title} "
+        f"Nothing fits as asked. The cheapest change that helps: {change.words}; then {change.plan.strategy.title} "
         f"fits, {_speed(question, change.plan)}.{_conceded(question, change.found, change.plan, change.finer)}"
     )
 
@@ -169,7 +169,7 @@ def _conceded(
         "compact24": 'states are rounded to 8 bits and masters to 24 ("compact24")',
     }[plan.strategy.state_format]
     text = ""
-    if said and not question.state_format:
+    if said and not question.state_format and question.way != plan.strategy.title:
         finer = [other for other in found if other.fits and other.rounding < plan.rounding]
         text = f" {said[0].upper()}{said[1:]}"
         if finer:  # which concede more in clipping
@@ -217,13 +217,19 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
         yield "How the seconds were found:"
         for formula in chosen.formulas:
             yield f"  {formula}"
-    for plan in faster(found, chosen):
-        yield f"Faster, {_price(plan)}: {plan.strategy.title}, {_speed(question, plan)}."
+    if quicker := faster(found, chosen):
+        yield "Faster, if you accept the condition (--way TITLE prints the code of one):"
+        for plan in quicker:
+            dry = chosen.written_bytes and not plan.written_bytes
+            yield (
+                f"  {_speed(question, plan)}: {plan.strategy.title}, {_price(plan)}"
+                f"{'; it does not write to the drive' if dry else ''}"
+            )
     if hidden := hiding(question, found):
         plan, batch = hidden
         yield (
-            f"With --micro-batch {batch}, {plan.strategy.title}, hides the drive under the "
-            f"{' and the '.join(plan.strategy.windows)} pass."
+            f"With --micro-batch {batch}, the drive no longer limits {plan.strategy.title}: its transfers "
+            f"end within the {' and the '.join(plan.strategy.windows)} pass."
         )
     yield from _wear(machine, chosen)
 
@@ -303,9 +309,10 @@ def _row(plan: Plan, chosen: Plan | None) -> tuple[str, ...]:
 def _given(question: Question) -> Iterator[str]:
     model, machine, world, work = question.model, question.machine, question.world, question.work
     idle = f", {model.active / 1e9:.4g} of them for a token" if model.idle else ""
+    source = "" if model.assumed else f"{model.source}, "
     yield (
-        f"Model: {model.source}, {model.parameters / 1e9:.4g} billion parameters{idle}, the largest layer {model.largest_layer / 1e6:.4g} million"
-        + (" (of the usual shape)." if model.assumed else ".")
+        f"Model: {source}{model.parameters / 1e9:.4g} billion parameters{idle}; the largest layer has "
+        f"{model.largest_layer / 1e6:.4g} million{', if the model has the usual shape' if model.assumed else ''}."
     )
     if work.tokens:
         shape = (
@@ -314,7 +321,8 @@ def _given(question: Question) -> Iterator[str]:
             else "; activations are not counted, since the model's shape is not known"
         )
         yield (
-            f"Batch: {work.micro_batch} x {work.sequence} tokens a rank, {work.accumulation} times a step; activations: {work.activations}{shape}."
+            f"Batch: {work.micro_batch} x {work.sequence} tokens per rank, {work.accumulation} "
+            f"time{'s' if work.accumulation > 1 else ''} a step; activations: {work.activations}{shape}."
         )
     gpu = "no GPU"
     if machine.gpu:
@@ -330,9 +338,9 @@ def _given(question: Question) -> Iterator[str]:
     for drive in machine.drives:
         yield f"Drive: {_described(drive)}."
     yield (
-        "Bytes are of a rank, with DeepSpeed's own factor of 1.5 for its host memory. "
-        "What a way needs of GPU memory counts CUDA's context and DeepSpeed's buckets too. "
-        f"Seconds are of a step, without {', '.join(_not_modelled(question))}."
+        "Bytes are per rank. Host memory of DeepSpeed includes its own factor of 1.5. The GPU memory "
+        "that a way needs includes CUDA's context and DeepSpeed's buckets. "
+        f"Seconds are per {'pass' if question.inference else 'step'}, without {', '.join(_not_modelled(question))}."
     )
 
 
@@ -353,7 +361,7 @@ def _not_modelled(question: Question) -> Iterator[str]:
     if machine.gpu is None:
         yield "compute on processors"
     elif not gpu_models.find(machine.gpu.name):
-        yield f"compute of a GPU {machine.gpu.name!r}, whose speed is not known here"
+        yield "compute (the speed of this GPU is not known)"
     elif not work.tokens:
         yield "compute and activations (give --seq)"
     yield "communication between ranks"

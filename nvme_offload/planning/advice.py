@@ -21,7 +21,7 @@ class Question:
     """The options of `plan`.
 
     model, machine, world, work, budget: as for `plans`. state_format, way: the required format of states
-    on the drive, and the required door; None for any. inference: forward passes only.
+    on the drive, and the required door or title; None for any. inference: forward passes only.
     """
 
     model: Model
@@ -39,7 +39,7 @@ class Question:
         return [
             each
             for each in (INFERENCE if self.inference else STRATEGIES)
-            if self.way in (None, each.door)
+            if self.way in (None, each.door, each.title)
             and (self.state_format in (None, each.state_format) or not each.ours)
         ]
 
