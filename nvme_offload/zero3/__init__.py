@@ -9,13 +9,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from . import compat
+from . import contract
 
 if TYPE_CHECKING:
     from .step_stats import StepStats
 
-OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = compat.OLDEST, compat.NEWEST  # the releases that are tested
-is_too_old, is_too_new = compat.is_too_old, compat.is_too_new
+OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = (
+    contract.OLDEST,
+    contract.NEWEST,
+)  # the releases that are tested
+is_too_old, is_too_new = contract.is_too_old, contract.is_too_new
 
 _log = logging.getLogger("nvme_offload")  # the whole package's logger: memory and drives log too
 _handler = logging.StreamHandler()
@@ -36,7 +39,7 @@ def enable() -> None:
     ------
     UnsupportedError
         DeepSpeed is not installed, is older than `OLDEST_DEEPSPEED`, or lacks a name that is used
-        (`zero3.compat`). Nothing is replaced then.
+        (`zero3.contract`). Nothing is replaced then.
 
     Notes
     -----
@@ -55,7 +58,7 @@ def enable() -> None:
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
     try:
-        compat.check()
+        contract.check()
     except BaseException:
         _be_quiet()
         raise

@@ -66,8 +66,11 @@ _ZERO3 = (
     "adam_powers",
     "agreement",
     "checkpoint",
+    "checkpoint_engines",
+    "checkpoint_load",
     "cpu_adam",
     "fragments",
+    "gradient_values",
     "gradients",
     "last_gradients",
     "moving",
@@ -80,7 +83,11 @@ _ZERO3 = (
     "optimizer_swapper",
     "overlap",
     "param_swapper",
-    "partial_steps",
+    "stage3_access",
+    "stage3_gradients",
+    "stage3_sub_groups",
+    "state_sizes",
+    "tiered",
     "partition_states",
     "reader",
     "stage3",
@@ -88,7 +95,6 @@ _ZERO3 = (
     "states",
     "update_device",
     "updates",
-    "working_weights",
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"{room}/{path.name}"

@@ -20,7 +20,7 @@ from checkpointing import Life
 from launch import Case, Rank, each_by_itself, finish, start
 from patience import PATIENCE
 
-from nvme_offload.zero3 import compat
+from nvme_offload.zero3 import contract
 
 pytestmark = pytest.mark.releases
 SCRIPT = Path(__file__).with_name("checkpointing.py")
@@ -136,7 +136,7 @@ def resumed(place: Path, whole: Results) -> Results:
     ]
     universal = CASES["groups"]
     # whose tool looks at the first sub-group alone
-    if compat.numbers(deepspeed.__version__) < (0, 18):
+    if contract.numbers(deepspeed.__version__) < (0, 18):
         universal = universal.but(groups=1, sub_group_size=1_000_000_000)
     target = str(place / "universal")
     converted = universal.but(top={"checkpoint": {"load_universal": True}})
@@ -243,7 +243,7 @@ def test_what_counts_steps_goes_on_in_another_process(tmp_path: Path) -> None:
     counting: dict[str, dict[str, Any]] = {
         "counting": {"optimizer": "counting", "section": {"host_memory": "smallest"}},
     }
-    if compat.numbers(version("deepspeed")) >= (0, 17, 6):  # older ones have no "torch_autocast"
+    if contract.numbers(version("deepspeed")) >= (0, 17, 6):  # older ones have no "torch_autocast"
         counting["autocast"] = {"dtype": "autocast", "loop": "count"}
     for name, changes in counting.items():
         case, target = Case(model="blocks", **changes), str(tmp_path / name)

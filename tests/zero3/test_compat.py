@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from nvme_offload import UnsupportedError, zero3
-from nvme_offload.zero3 import compat
+from nvme_offload.zero3 import contract
 
 deepspeed = pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
-USES = list(compat.uses(deepspeed.__version__))
+USES = list(contract.uses(deepspeed.__version__))
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,7 +45,7 @@ def functions(owner: Any) -> Iterator[types.FunctionType]:
             yield from functions(value)
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(value, types.FunctionType):
-            yield compat._undecorated(value)
+            yield contract._undecorated(value)
 
 
 def renamed(code: types.CodeType, name: str) -> types.CodeType:
@@ -60,14 +60,14 @@ def renamed(code: types.CodeType, name: str) -> types.CodeType:
     )
 
 
-def remove(monkeypatch: pytest.MonkeyPatch, use: compat.Use) -> None:
+def remove(monkeypatch: pytest.MonkeyPatch, use: contract.Use) -> None:
     """Take *use* away from the DeepSpeed that is loaded."""
-    owner = compat._owner(use.owner)
+    owner = contract._owner(use.owner)
     for holder in owner.__mro__ if inspect.isclass(owner) else (owner,):
         if use.name in vars(holder) and holder is not object:
             if isinstance(holder, enum.EnumMeta):
                 monkeypatch.setattr(
-                    compat,
+                    contract,
                     "_owner",
                     lambda place: type("Status", (), {}) if place == use.owner else owner_of(place),
                 )
@@ -79,7 +79,7 @@ def remove(monkeypatch: pytest.MonkeyPatch, use: compat.Use) -> None:
                 monkeypatch.setattr(function, "__code__", changed)
 
 
-owner_of = compat._owner
+owner_of = contract._owner
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def untouched() -> Iterator[None]:
 
 @pytest.mark.releases
 def test_the_release_that_is_installed_has_all_of_it():
-    compat.check()
+    contract.check()
 
 
 @pytest.mark.usefixtures("untouched")
@@ -120,7 +120,7 @@ def test_what_is_missing_is_named_before_anything_is_replaced(use, monkeypatch):
     else:
         assert f"{use} is missing" in str(refusal.value)
     assert f"DeepSpeed {deepspeed.__version__} does not match what" in str(refusal.value)
-    assert f"pip install deepspeed=={compat.NEWEST}" in str(refusal.value)
+    assert f"pip install deepspeed=={contract.NEWEST}" in str(refusal.value)
 
 
 OVERRIDDEN = [
@@ -141,7 +141,7 @@ OVERRIDDEN = [
 def test_another_signature_is_named(use, monkeypatch):
     def other(self: Any, something_else: Any) -> None: ...
 
-    monkeypatch.setattr(compat._owner(use.owner), use.name, other)
+    monkeypatch.setattr(contract._owner(use.owner), use.name, other)
     with pytest.raises(
         UnsupportedError, match=re.escape(f"{use} takes (something_else) and not (")
     ):
@@ -150,7 +150,7 @@ def test_another_signature_is_named(use, monkeypatch):
 
 @pytest.mark.usefixtures("untouched")
 def test_a_method_that_nothing_calls_any_more_is_named(monkeypatch):
-    module = compat._owner("deepspeed.runtime.zero.stage3")
+    module = contract._owner("deepspeed.runtime.zero.stage3")
     for function in set(functions(module)):
         if (changed := renamed(function.__code__, "_rigid_state_dict")) != function.__code__:
             monkeypatch.setattr(function, "__code__", changed)
@@ -172,15 +172,15 @@ def test_what_is_called_on_a_swapper_and_ours_lacks_is_named(monkeypatch):
 @pytest.mark.releases
 def test_a_newer_release_is_held_to_the_contract_and_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
-    if not compat.numbers(deepspeed.__version__) or any(
-        compat._fault(use) for use in compat.uses("0.99.0")
+    if not contract.numbers(deepspeed.__version__) or any(
+        contract._fault(use) for use in contract.uses("0.99.0")
     ):
         pytest.skip("the release that is installed is not as the newest that was tried")
-    compat.check()
+    contract.check()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert (
-        f"DeepSpeed 0.99.0 is newer than {compat.NEWEST}, the newest that was tested"
+        f"DeepSpeed 0.99.0 is newer than {contract.NEWEST}, the newest that was tested"
         in record.message
     )
 
@@ -191,7 +191,7 @@ def test_an_older_release_than_any_that_was_tried_is_refused(version, monkeypatc
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(
         UnsupportedError,
-        match=rf"^zero3 needs DeepSpeed {re.escape(compat.OLDEST)} or newer, and this is {re.escape(version)}: ",
+        match=rf"^zero3 needs DeepSpeed {re.escape(contract.OLDEST)} or newer, and this is {re.escape(version)}: ",
     ):
         zero3.enable()
 
@@ -202,30 +202,42 @@ def test_the_requirement_is_the_oldest_that_was_tried():
     assert not zero3.is_too_old("0.20.0.dev1")
 
 
+def overridden(made: type, name: str) -> set[str]:
+    """The names of DeepSpeed's class *name* that *made*, or a class between the two, defines."""
+    names = [kind.__name__ for kind in made.__mro__]
+    ours, (base, *_) = made.__mro__[: names.index(name)], made.__mro__[names.index(name) :]
+    found = {attribute for kind in ours for attribute in vars(kind) if hasattr(base, attribute)}
+    assert {"destroy", "step"} <= found
+    return {attribute for attribute in found if not hasattr(object, attribute)} - {
+        "__module__",
+        "__annotations__",
+        "__dict__",
+        "__weakref__",
+    }
+
+
 @pytest.mark.releases
 def test_every_override_is_in_the_contract():
     from nvme_offload.zero3 import checkpoint, stage3, stage_1_and_2
 
-    (engine,) = [owner for owner in compat.CONTRACT if owner.endswith(":DeepSpeedEngine")]
+    (engine,) = [owner for owner in contract.CONTRACT if owner.endswith(":DeepSpeedEngine")]
     named = {use.name for use in USES if use.owner.endswith("_Stage3")}
-    base = stage3.Stage3.__mro__[1]
-    assert {
-        name for name in vars(stage3.Stage3) if hasattr(base, name) and not hasattr(object, name)
-    } - {"__module__", "__annotations__"} <= named
+    assert overridden(stage3.Stage3, "DeepSpeedZeroOptimizer_Stage3") <= named
     named = {use.name for use in USES if use.owner.endswith(":DeepSpeedZeroOptimizer")}
-    made = stage_1_and_2.Stages1And2
-    assert {
-        name for name in vars(made) if hasattr(made.__base__, name) and not hasattr(object, name)
-    } - {"__module__", "__annotations__"} <= named
-    assert set(checkpoint.engine_methods(compat._owner(engine))) <= {
+    assert overridden(stage_1_and_2.Stages1And2, "DeepSpeedZeroOptimizer") <= named
+    assert set(checkpoint.engine_methods(contract._owner(engine))) <= {
         use.name for use in USES if use.owner == engine
     }
 
 
 def attributes_that_are_used() -> Iterator[tuple[str, str, str]]:
-    """In all modules except `compat`: file, last name of the object, and attribute."""
+    """In all modules except `compat` and `contract`: file, last name of the object, and attribute."""
     for path in (ROOT / "nvme_offload" / "zero3").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())) if path.name != "compat.py" else ():
+        for node in (
+            ast.walk(ast.parse(path.read_text()))
+            if path.name not in ("compat.py", "contract.py")
+            else ()
+        ):
             if isinstance(node, ast.Attribute):
                 yield path.name, ast.unparse(node.value).rpartition(".")[2], node.attr
             elif (
@@ -252,7 +264,7 @@ def names_of_deepspeed() -> set[str]:
         found |= {name for kind in kinds for name in vars(kind)}
         found |= {
             step.argval
-            for code in compat._codes(module)
+            for code in contract._codes(module)
             for step in dis.get_instructions(code)
             if step.opname == "STORE_ATTR"
         }
@@ -271,15 +283,22 @@ HELD = {
     "param",
     "stage3",
 }
-HEIRS = {"checkpoint.py", "inference.py", "stage3.py"}
+HEIRS = {
+    "inference.py",
+    "stage3.py",
+    "stage3_access.py",
+    "stage3_gradients.py",
+    "stage3_sub_groups.py",
+    "tiered.py",
+}
 # Attributes of torch's parameters, documented ones of DeepSpeed's engine, and other objects of these
 # names: our engine, torch's streams, Lightning's trainer.
 ELSEWHERE = {"module", "DeepSpeedEngine", "close", "config", "open", "read", "write", "synchronize"}
 
 
 def test_every_attribute_of_deepspeeds_that_is_used_is_in_the_contract():
-    listed = {use.name for version in compat.TESTED for use in compat.uses(version)} | {
-        name for names in compat._SWAPPERS.values() for name in names
+    listed = {use.name for version in contract.TESTED for use in contract.uses(version)} | {
+        name for names in contract._SWAPPERS.values() for name in names
     }
     torchs = {
         *dir(torch.Tensor),
@@ -314,10 +333,10 @@ def test_every_attribute_of_deepspeeds_that_is_used_is_in_the_contract():
 def test_deepspeed_is_imported_by_names_of_the_contract_alone():
     known = {
         (use.owner.partition(":")[0], use.name)
-        for version in compat.TESTED
-        for use in compat.uses(version)
+        for version in contract.TESTED
+        for use in contract.uses(version)
     }
-    known |= {tuple(owner.split(":")) for owner in compat.CONTRACT if ":" in owner}
+    known |= {tuple(owner.split(":")) for owner in contract.CONTRACT if ":" in owner}
     known |= {("deepspeed", "comm")}
     for path in (ROOT / "nvme_offload" / "zero3").glob("*.py"):
         for module, names in re.findall(

@@ -61,10 +61,10 @@ RANKS = (3, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytes
 def has_universal() -> bool:
     import deepspeed
 
-    from nvme_offload.zero3 import compat
+    from nvme_offload.zero3 import contract
 
     # Older releases convert only the first sub-group.
-    return compat.numbers(deepspeed.__version__) >= (0, 18)
+    return contract.numbers(deepspeed.__version__) >= (0, 18)
 
 
 def flip_a_bit(path: Path) -> None:
