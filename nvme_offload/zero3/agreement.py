@@ -7,17 +7,19 @@ import os
 from collections.abc import Callable, Sequence, Set
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from ..errors import OffloadError
 from ..hardware.machine import usable_cpus
 from ..io.ranks import Ranks
 from ..swap.cores import launcher_chose_one_thread
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -50,6 +52,28 @@ def all_or_none(action: Callable[[], None], group: Any = None) -> None:
     ranks raise too instead of waiting for the failed rank.
     """
     all_ranks(group).together(action, "this rank cannot train")
+
+
+def everywhere(action: Callable[[], _Result]) -> _Result:
+    """Run *action* on every rank and return its result once every rank has succeeded.
+
+    Raises: the error, on every rank; if several ranks failed, the first one's.
+    """
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    named = failure is None or isinstance(failure, OffloadError | OSError)  # can be pickled
+    failures = of_all_ranks(
+        failure if named else OffloadError(f"{type(failure).__name__}: {failure}")
+    )
+    first = next((rank for rank, found in enumerate(failures) if found is not None), None)
+    if first is None:
+        return result
+    if failure is not None and (not named or first == dist.get_rank()):
+        raise failure
+    raise failures[first] from failure
 
 
 def share_cores() -> None:

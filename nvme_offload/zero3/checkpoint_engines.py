@@ -1,0 +1,224 @@
+"""Objects that replace DeepSpeed's checkpoint engine while a checkpoint is saved or loaded."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+
+from ..errors import OffloadError, UsageError
+from ..hardware.config import AioConfig
+from ..io import archive
+from ..io import engine as io
+from ..io.manifest import corrupt
+from ..io.shared_directory import SharedDirectory
+from . import compat
+from .agreement import all_ranks
+from .inference import Inference
+from .stage3 import Stage3
+
+SWAP_FILES = "offloaded_tensors"  # the directory that DeepSpeed copies swap files to
+# suffixes of DeepSpeed's file names
+STATE_FILES = ("_model_states.pt", "_optim_states.pt")
+# Our key in files of optimizer states; DeepSpeed reads only its own.
+GENERATION = "nvme_offload_generation"
+# What torch.load raises for a truncated or damaged file.
+_UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def loads(engine: Any) -> bool:
+    """Whether this package, and not DeepSpeed alone, loads the weights of checkpoints."""
+    return isinstance(engine.optimizer, Inference) or (
+        isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states
+    )
+
+
+def offloads(engine: Any) -> bool:
+    """Whether optimizer states, or the parameters that they belong to, are offloaded."""
+    return bool(getattr(engine.optimizer, "has_offloaded_states", False))
+
+
+def streams(engine: Any) -> bool:
+    """Whether states are offloaded and DeepSpeed would use plain torch.save and torch.load."""
+    if not offloads(engine):
+        return False
+    checkpoint_engine = engine.checkpoint_engine
+    if compat.writes_archives(checkpoint_engine):
+        return True
+    if not getattr(engine, "_warned_of_checkpoint_memory", False):
+        engine._warned_of_checkpoint_memory = True
+        _log.warning(
+            "checkpoints are written by %s, which needs all states of a rank in memory at once; "
+            'without "checkpoint" and "datastates" in the DeepSpeed configuration they are streamed from the drive',
+            type(checkpoint_engine).__name__,
+        )
+    return False
+
+
+class Generation:
+    """Replaces *original*, the TorchCheckpointEngine of *engine*, during a save: the checkpoint
+    *tag* appears complete, or not at all.
+    """
+
+    def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
+        self.original = original
+        self.failure: Exception | None = None
+        self._optimizer = engine.optimizer
+        self._has_states = False
+        self._step = int(engine.global_steps)
+        self._io = engine_of(engine)
+        # the target of a link is replaced, not the link
+        place = Path(save_dir, tag).resolve()
+        if Path(save_dir).resolve() not in place.parents:
+            raise UsageError(
+                f"a tag must name a directory below that of the checkpoints, not {tag!r}"
+            )
+        self.directory = SharedDirectory(
+            place,
+            all_ranks(),
+            self._io,
+            is_ours=_is_ours,
+            title=f"the checkpoint {tag}",
+            hint='if every node is to keep its own files, set "checkpoint": {"use_node_local_storage": true} in the DeepSpeed configuration; '
+            "otherwise give a directory on a filesystem that all nodes share",
+            first_of_node=engine.local_rank == 0 if engine.use_node_local_storage() else None,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory. The temporary directory stands in for the tag's, and exists already."""
+        if Path(path).resolve() != self.directory.place:
+            os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103 - as DeepSpeed does
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file of the checkpoint into the temporary directory."""
+
+        def write(aside: str) -> list[archive.Piece]:
+            nonlocal state_dict
+            if OPTIMIZER_STATE_DICT in state_dict:
+                self._optimizer.require_complete(state_dict)
+                state_dict = {**state_dict, GENERATION: self.directory.generation}
+                self._has_states = True
+            if archive.has_offloaded(state_dict):
+                summed = self.directory.checksum == "xxh3"
+                return archive.write(aside, state_dict, self._io, summed)
+            self.original.save(state_dict, aside)
+            with self._io.open(aside, "rw") as file:
+                file.sync()
+            return []
+
+        self.directory.write(str(Path(path).resolve().relative_to(self.directory.place)), write)
+
+    def commit(self, info: Any) -> bool:
+        """Publish the checkpoint if every rank has written all of its files. Raises: the first
+        rank's error, on every rank.
+        """
+        if self.failure is None and not self._has_states:
+            self.failure = _lacking(self._optimizer)
+        self.directory.publish(self.failure, self._step)
+        committed: bool = self.original.commit(info)
+        return committed
+
+
+class Complete:
+    """Replaces *original*, any checkpoint engine of DeepSpeed, while *optimizer* is saved, and
+    refuses to write a file that lacks states.
+    """
+
+    def __init__(self, original: Any, optimizer: Any) -> None:
+        self._original = original
+        self._optimizer = optimizer
+        self._has_states = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def save(self, state_dict: Any, path: str) -> Any:
+        """Write a file of the checkpoint."""
+        if OPTIMIZER_STATE_DICT in state_dict:
+            self._optimizer.require_complete(state_dict)
+            self._has_states = True
+        return self._original.save(state_dict, path)
+
+    def commit(self, info: Any) -> Any:
+        """Commit the checkpoint, after all files are written."""
+        if not self._has_states and (failure := _lacking(self._optimizer)) is not None:
+            raise failure
+        return self._original.commit(info)
+
+
+def _lacking(optimizer: Any) -> OffloadError | None:
+    """The error of a checkpoint without states of *optimizer*; None if there is no error."""
+    try:
+        optimizer.require_complete({})
+    except OffloadError as failure:
+        return failure
+    return None
+
+
+class Reader:
+    """Replaces *original*, the TorchCheckpointEngine of an engine, during a load. *read* returns
+    the contents of a file.
+    """
+
+    def __init__(self, original: Any, read: Callable[[str], Any]) -> None:
+        self._original = original
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The contents of *path*."""
+        try:
+            return self._read(path)
+        except FileNotFoundError as error:
+            raise corrupt(Path(path), "it cannot be found") from error
+        except (*_UNREADABLE, OSError) as error:
+            # EINVAL: a damaged file made torch seek before its start.
+            if isinstance(error, OSError) and (
+                isinstance(error, OffloadError) or error.errno != errno.EINVAL
+            ):
+                raise
+            raise corrupt(
+                Path(path), f"torch cannot read it: {' '.join(str(error).split())[:200]}"
+            ) from error
+
+
+def _is_ours(name: str) -> bool:
+    return name == SWAP_FILES or name.endswith((".partial", *STATE_FILES))
+
+
+def engine_of(engine: Any) -> io.Engine:
+    """The I/O engine of *engine*'s tier. Engines without a tier share one I/O engine."""
+    tier = getattr(engine.optimizer, "tier", None)
+    found: io.Engine = _io_engine() if tier is None else tier.store.engine
+    return found
+
+
+@functools.cache
+def _io_engine() -> io.Engine:
+    return io.Engine(AioConfig(backend="posix", direct="auto"))
