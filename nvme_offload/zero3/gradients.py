@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..device.room import DeviceRoom
 from ..device.staging import CPU
 from ..errors import UsageError
 from ..swap.tier import Tier
+from .gradient_values import GradientValues
 
 _serial = itertools.count()
 Slices = dict[int, int]  # parts of a sub-group: offset of the first element -> number of elements
@@ -37,7 +37,9 @@ class Gradients:
     Lifetime: until `abandon`, or until this object is dropped. Raises: as `TensorSwapper`, wherever
     a gradient is fetched or stored.
 
-    Attributes: *partial*, whether micro-batches of the step are missing.
+    Attributes: *partial*, whether micro-batches of the step are missing. The other attributes are
+    many because the state of a step decides which of a sub-group's values has its gradient: they
+    are the names and sizes of values, and this state.
     """
 
     def __init__(
@@ -51,15 +53,12 @@ class Gradients:
         aside: int = 0,
     ) -> None:
         self._device = device
-        self._room = DeviceRoom(device, aside) if device.type != "cpu" else None
-        # Values on the device, by name; and the last gradient that was widened.
-        self._on_device: dict[str, torch.Tensor] = {}
-        self._widened: torch.Tensor | None = None
+        self._values = GradientValues(tier, wait_for_copies, device, aside)
+        self._widened: torch.Tensor | None = None  # on a GPU: the last gradient that was widened
         self._tier = tier
         self._numels = numels
         self._dtype = dtype
         self._widened_dtype = widened_dtype
-        self._wait_for_copies = wait_for_copies
         prefix = f"gradient{next(_serial)}"
         self._names = [f"{prefix}/{index}" for index in range(len(numels))]
         self._replacements = [f"{name}/replaced" for name in self._names]
@@ -74,21 +73,16 @@ class Gradients:
         self._used_up = False  # updates in the last backward pass have used some gradients
         self._closed = False  # the next reduction begins a new step
         self._outdated: set[int] = set()  # sub-groups with values of an earlier step
-        # The name and the tensor of the value to which gradients are being added.
-        self._open: tuple[str, torch.Tensor] | None = None
-        self._taken: str | None = None  # the value that is in use, or is about to be
         self._scratch = f"{prefix}/widened"
         self._owned = [*self._names, *self._replacements]
-        if self._room is None:
+        if device.type == "cpu":
             self._owned.append(self._scratch)
             tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
         tier.abandon_with(self, self._owned)
 
     def abandon(self) -> None:
         """Discard all gradients: see `Tier.abandon`. No other method may be called afterwards."""
-        if self._open is not None:
-            self._wait_for_copies()
-        self._on_device.clear()
+        self._values.abandon()
         self._widened = None
         self._tier.abandon(self._owned)
 
@@ -140,7 +134,7 @@ class Gradients:
         """*total*, which `add` returned for *offset* of sub-group *index*, padded with zeros at the
         end to *numel* elements.
         """
-        flat = self._on_device.get(self._names[index])
+        flat = self._values.on_device(self._names[index])
         if flat is not None:
             return flat.narrow(0, offset, numel)
         return torch.nn.functional.pad(total, (0, numel - total.numel()))
@@ -155,15 +149,11 @@ class Gradients:
 
     def pause(self) -> None:
         """Pause adding: allow the value in use to be evicted."""
-        if self._open is not None:
-            self._wait_for_copies()
-        self.give_back()
+        self._values.pause()
 
     def give_back(self) -> None:
         """Release the value in use, even if an interrupted call left it in use."""
-        name, self._open, self._taken = self._taken, None, None
-        if name is not None:
-            self._tier.end_use(name, changed=True)
+        self._values.give_back()
 
     # The optimizer, and access to fragments.
 
@@ -195,14 +185,14 @@ class Gradients:
             return memory.zero_()
         spans = _joined(self._replaced.get(index, self._reduced.get(index, {})))
         if index in self._replaced:
-            self._fetch(
+            self._values.fetch(
                 self._replacements[index], self._widened_dtype, memory, [(0, memory.numel())]
             )
         else:
             for start, end in _gaps(spans, memory.numel()):
                 memory[start:end].zero_()
         if spans:
-            self._fetch(self._names[index], self._dtype, memory, spans)
+            self._values.fetch(self._names[index], self._dtype, memory, spans)
         if index in self._factors:
             memory.mul_(self._factors[index])
         return memory
@@ -227,7 +217,7 @@ class Gradients:
         memory = self._widened_memory(index) if gradient is None else gradient
         self.pause()
         self._factors.pop(index, None)
-        value = self._use(name, memory.numel(), self._widened_dtype, exists=False)
+        value = self._values.use(name, memory.numel(), self._widened_dtype, exists=False)
         value.copy_(memory)
         self.pause()
         self._replaced[index] = {}
@@ -259,18 +249,11 @@ class Gradients:
         self._replaced.clear()
         self._factors.clear()
         self._spent = self._closed = self._used_up = False
-        if self._room is not None and not self._room.suffices(self._device_bytes):
-            # The last step needed more memory. These tensors are invalid now, so free them; new
-            # ones are allocated if they fit.
-            self._on_device.clear()
-
-    @property
-    def _device_bytes(self) -> int:
-        return sum(value.nbytes for value in self._on_device.values())
+        self._values.make_room()
 
     def _widened_memory(self, index: int) -> torch.Tensor:
         """The memory in which the gradient of sub-group *index* is widened."""
-        if self._room is not None:
+        if self._device.type != "cpu":
             if self._widened is None:
                 self._widened = torch.empty(
                     self._numels[index], dtype=self._widened_dtype, device=self._device
@@ -286,48 +269,10 @@ class Gradients:
         """The gradient of sub-group *index*, in use. The value in use before is released."""
         if index in self._outdated:
             self._outdated.remove(index)
-            self._discard([self._replacements[index]])
-        return self._use(
+            self._values.discard([self._replacements[index]])
+        return self._values.use(
             self._names[index], self._numels[index], self._dtype, exists=index in self._reduced
         )
-
-    def _use(self, name: str, numel: int, dtype: torch.dtype, *, exists: bool) -> torch.Tensor:
-        value = self._on_device.get(name)
-        if value is None and not exists and self._room is not None:
-            nbytes = numel * dtype.itemsize
-            if self._room.suffices(self._device_bytes, nbytes):
-                value = torch.zeros(numel, dtype=dtype, device=self._device)
-                self._on_device[name] = value
-        if value is not None:
-            return value
-        if self._open is None or self._open[0] != name:
-            self.pause()
-            self._taken = name
-            memory = (
-                self._tier.swapper.swap_in(name)
-                if exists
-                else self._tier.swapper.create(name, numel * dtype.itemsize)
-            )
-            self._open = name, memory.view(dtype)
-        return self._open[1]
-
-    def _fetch(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        into: torch.Tensor,
-        spans: Sequence[tuple[int, int]],
-    ) -> None:
-        value = self._on_device.get(name)
-        if value is None:
-            self._taken = name
-            value = self._tier.swapper.swap_in(name).view(dtype)
-        for start, end in spans:
-            # Convert on the device: a copy between devices would convert on the host.
-            into[start:end].copy_(value[start:end].to(self._device))
-        if self._taken is not None:
-            self._tier.swapper.release(name, changed=False)
-            self._taken = None
 
     def _forget(self, indexes: Collection[int]) -> None:
         for index in indexes:
@@ -335,14 +280,9 @@ class Gradients:
             self._replaced.pop(index, None)
             self._factors.pop(index, None)
         self._outdated.difference_update(indexes)
-        self._discard(
+        self._values.discard(
             [name for index in indexes for name in (self._names[index], self._replacements[index])]
         )
-
-    def _discard(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._on_device.pop(name, None)
-        self._tier.forget(names)
 
 
 class KeptGradients(Gradients):

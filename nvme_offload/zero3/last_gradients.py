@@ -80,7 +80,7 @@ class LastGradients(Gradients):
         self.pause()
         memory = self._widened_memory(index)
         if self._replacements[index] in self._existing:
-            self._fetch(
+            self._values.fetch(
                 self._replacements[index],
                 self._widened_dtype,
                 memory,
@@ -124,7 +124,7 @@ class LastGradients(Gradients):
 
     def _made(self, name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
         """The value *name* of sub-group *index*, in use. A new value has zeros."""
-        value = self._use(name, self._numels[index], dtype, exists=name in self._existing)
+        value = self._values.use(name, self._numels[index], dtype, exists=name in self._existing)
         if name not in self._existing:
             value.zero_()
             self._existing.add(name)

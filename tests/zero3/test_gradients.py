@@ -61,7 +61,7 @@ def anywhere(request, make):
     def of(nbytes, kind=Gradients):
         tier, gradients = make(nbytes, kind=kind)
         if request.param != "host":
-            gradients._room = Room(16_000 if request.param == "partly" else 1 << 30)
+            gradients._values._room = Room(16_000 if request.param == "partly" else 1 << 30)
         return tier, gradients
 
     return of
@@ -156,11 +156,11 @@ def test_a_step_uses_gradients_once_and_readers_see_them_until_the_next_backward
     assert torch.equal(gradients.widened(0, last=True), some(6000, 5).float())
     assert not gradients.widened(1).any()
     gradients.spend()
-    if not gradients._on_device:
+    if not gradients._values._on_device:
         assert len(tier.swapper.names()) == 2  # the scratch memory, and sub-group 0
     gradients.spend()  # a step without a backward pass
     assert len(tier.swapper.names()) == 1  # and nothing on a device
-    assert not gradients._on_device
+    assert not gradients._values._on_device
     assert not gradients.widened(0).any()
     gradients.abandon()
     assert tier.swapper.names() == []
