@@ -65,11 +65,11 @@ def write_states(
 def read_gradients(owner: Stages1And2, group: int, start: int, numel: int) -> torch.Tensor:
     """A copy of the gradients of the elements that `read_states` returns."""
     quiesce(owner.tier)
-    owner.gradients.require_whole()
+    owner.gradient_store.require_whole()
     owner.give_back()
     return torch.cat(
         [
-            owner.gradients.widened(index)[offset : offset + count].clone()
+            owner.gradient_store.widened(index)[offset : offset + count].clone()
             for index, offset, _, count in owner.pieces(group, start, numel)
         ]
     )
@@ -78,13 +78,13 @@ def read_gradients(owner: Stages1And2, group: int, start: int, numel: int) -> to
 def write_gradients(owner: Stages1And2, group: int, start: int, values: torch.Tensor) -> None:
     """Replace the gradients that `read_gradients` returns by *values*."""
     quiesce(owner.tier)
-    owner.gradients.require_whole()
+    owner.gradient_store.require_whole()
     owner.give_back()
     owner.note_gradients()
     for index, offset, first, count in owner.pieces(group, start, values.numel()):
-        gradient = owner.gradients.widened(index)
+        gradient = owner.gradient_store.widened(index)
         gradient[offset : offset + count].copy_(values[first : first + count])
-        owner.gradients.replace(index)
+        owner.gradient_store.replace(index)
 
 
 class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped

@@ -16,7 +16,6 @@ from .moving import move_partitions
 from .param_swapper import require_budget, return_to_device, swappers_of
 from .settings import SECTION
 from .shared_tier import trained
-from .stage3 import as_mapping
 from .step_stats import StepClock
 
 
@@ -27,7 +26,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any
     ) -> None:
         return_to_device(module)
-        ds_config = _whole(as_mapping(ds_config), module)
+        ds_config = _whole(compat.as_mapping(ds_config), module)
         move_partitions(module, ds_config)
         super().__init__(module, timers, ds_config, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]

@@ -22,7 +22,6 @@ tensors of the sub-group are on the GPU in between.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +42,11 @@ from ..optimizer_states import (
     put_in_place,
 )
 from ..optimizer_states.one_pass import Part, has_packed_moments, step_in_one_pass, update
-from ..optimizer_states.tree import drop_memory, is_for_each
+from ..optimizer_states.tree import drop_memory
 from ..swap.tier import Tier
 from .cpu_adam import CPUAdam, is_cpu_adam
 from .once_per_step import has_hooks, replaces_step
+from .state_sizes import elementwise
 
 _MASTER = ""  # the key of the master weights in a layout of "exact", which keeps them as a state
 _serial = itertools.count()
@@ -70,11 +70,12 @@ class Working(NamedTuple):
 
 @dataclasses.dataclass
 class SubGroup:
-    """One flat parameter of stage 3. *start* is the index of its first element among all elements
+    """The flat *parameter* of a sub-group. *start* is the index of its first element among all elements
     of this rank. *layout* is the layout of its value *name*. *states* are the dtypes of its states,
     by key.
     """
 
+    parameter: torch.Tensor  # keeps its id from being reused
     start: int
     name: str
     numel: int
@@ -108,6 +109,9 @@ class OptimizerSwapper:
 
     While *leaves_packed* is True and updates run on the CPU, `swap_in_optimizer_state` leaves the
     states packed for `step`. The parameter has undefined contents until `step`.
+
+    The attributes are many because DeepSpeed makes all of these calls on one object: they are its
+    settings, the sub-groups, and the sub-group in use.
     """
 
     def __init__(
@@ -143,7 +147,6 @@ class OptimizerSwapper:
         self._prefix = f"optimizer{next(_serial)}"
         # Id of the parameter -> sub-group, in the order of the step.
         self._sub_groups: dict[int, SubGroup] = {}
-        self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
         # The parameter whose sub-group is in use, or is about to be.
         self._taken: torch.Tensor | None = None
@@ -184,10 +187,11 @@ class OptimizerSwapper:
         dtype or the 16-bit parameters themselves.
         """
         for parameter, source in zip(parameters, src_tensors, strict=True):
-            number, numel = len(self._parameters), source.numel()
+            number, numel = len(self._sub_groups), source.numel()
             start = sum(sub_group.numel for sub_group in self._sub_groups.values())
             capacity = self._layout(parameter, numel, self._expected).nbytes
             sub_group = SubGroup(
+                parameter,
                 start,
                 f"{self._prefix}/{number}",
                 numel,
@@ -196,7 +200,6 @@ class OptimizerSwapper:
                 {},
             )
             self._sub_groups[id(parameter)] = sub_group
-            self._parameters.append(parameter)  # keeps its id from being reused
             self._names.append(sub_group.name)
             host = HostStager(self.tier)
             try:
@@ -328,7 +331,7 @@ class OptimizerSwapper:
         The sub-group is in use until `swap_out_optimizer_state`.
         """
         sub_group = self._take(parameter)
-        self._plan(parameter, sub_group, states)
+        self._plan(sub_group, states)
         sub_group.step = None
         sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.layout.nbytes)
         self._load_weights(parameter, sub_group, fill=False)
@@ -355,9 +358,9 @@ class OptimizerSwapper:
 
     def purge_state(self) -> None:
         """Drop the optimizer's states. The master weights stay: they are first in every layout."""
-        for parameter in self._parameters:
-            self._sub_groups[id(parameter)].step = None
-            self._plan(parameter, self._sub_groups[id(parameter)], {})
+        for sub_group in self._sub_groups.values():
+            sub_group.step = None
+            self._plan(sub_group, {})
 
     def init_timers(self) -> None:
         """Do nothing: `zero3.stats` replaces DeepSpeed's timers."""
@@ -395,11 +398,9 @@ class OptimizerSwapper:
             states, dtype = {_MASTER: parameter.dtype, **states}, parameter.dtype
         return self._format.layout(numel, states, dtype, self._optimizer_name)
 
-    def _plan(
-        self, parameter: torch.Tensor, sub_group: SubGroup, states: Mapping[str, torch.dtype]
-    ) -> None:
+    def _plan(self, sub_group: SubGroup, states: Mapping[str, torch.dtype]) -> None:
         """Plan the layout of the sub-group's value for *states*."""
-        sub_group.layout = self._layout(parameter, sub_group.numel, states)
+        sub_group.layout = self._layout(sub_group.parameter, sub_group.numel, states)
         sub_group.states = states
 
     def _load_weights(self, parameter: torch.Tensor, sub_group: SubGroup, *, fill: bool) -> None:
@@ -448,7 +449,7 @@ class OptimizerSwapper:
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
         states = {key: value.dtype for key, value in values.items()}
         if list(states.items()) != list(sub_group.states.items()):  # the order decides places, too
-            self._plan(parameter, sub_group, states)
+            self._plan(sub_group, states)
         layout = sub_group.layout
         if self._in_place:
             values = {_MASTER: parameter.data, **values}
@@ -542,66 +543,3 @@ def updates_packed(optimizer: torch.optim.Optimizer) -> bool:
 def _views(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """The values of *buffer* in "exact", by key."""
     return {key: slot.values.of(buffer).view(slot.dtype) for key, slot in layout.states.items()}
-
-
-def element_bytes(
-    state_format: StateFormat,
-    states: Mapping[str, torch.dtype],
-    working: torch.dtype,
-    master: torch.dtype,
-    optimizer: str,
-) -> tuple[float, int]:
-    """Bytes for each element: first of its *master* weight and *states* when packed, second of the
-    scratch memory to which they are unpacked.
-
-    Raises: UnsupportedError if *state_format* cannot keep them.
-    """
-    if state_format.name == "exact":
-        return master.itemsize + sum(dtype.itemsize for dtype in states.values()), 0
-    if (working, master) != (torch.bfloat16, torch.float32):
-        raise UnsupportedError(
-            f'"state_format": "{state_format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {working} with {master}: '
-            'enable "bf16", or leave "state_format" out'
-        )
-    unpacked = state_format.unpacked_elements(state_format.layout(1, states, working, optimizer))
-    return state_format.element_bytes(
-        states, working, optimizer
-    ), unpacked * master.itemsize + working.itemsize
-
-
-def states_of(
-    optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device = CPU
-) -> dict[str, torch.dtype]:
-    """The elementwise states that *optimizer* will keep for master weights of *dtype* on *device*,
-    by key.
-
-    One step of an optimizer of the same class over a few elements shows them. If that class cannot
-    be constructed from the defaults, Adam's states are assumed.
-    """
-    sample = torch.zeros(8, dtype=dtype, device=device, requires_grad=True)
-    sample.grad = torch.zeros_like(sample)
-    # AdamW's defaults have more keys than its constructor accepts.
-    accepted = inspect.signature(type(optimizer)).parameters
-    try:
-        like: Any = type(optimizer)(
-            [sample], **{key: value for key, value in optimizer.defaults.items() if key in accepted}
-        )
-        like.step()
-        return {key: value.dtype for key, value in elementwise(like.state[sample], sample).items()}
-    # An optimizer's constructor may require and raise anything. Only the memory plan depends on
-    # the result.
-    except Exception:
-        return {"exp_avg": dtype, "exp_avg_sq": dtype}
-
-
-def elementwise(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of *state* with a value for each element of *parameter*. They are offloaded with
-    the parameter.
-    """
-    return {
-        key: value
-        for key, value in state.items()
-        if is_for_each(value, parameter.shape)
-        and value.device == parameter.device
-        and getattr(value, "swappable", True)
-    }

@@ -25,7 +25,7 @@ from ..optimizer_states.traits import known
 from ..update.queue import quiesce_all
 from . import ahead, compat
 from .once_per_step import has_hooks, replaces_step
-from .updates import Update, Updates
+from .updates import Updates
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -148,14 +148,8 @@ class Overlap:
         like = _like_this_thread()
         self.updates.start(
             step,
-            [
-                Update(
-                    index,
-                    stage3.fp16_groups[index],
-                    functools.partial(self._make, index, noted[index], like),
-                )
-                for index in self._order
-            ],
+            {index: stage3.fp16_groups[index] for index in self._order},
+            lambda index: self._make(index, noted[index], like),
             functools.partial(self._finish, like),
         )
         self._noted = None

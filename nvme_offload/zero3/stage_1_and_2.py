@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,48 +23,26 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..device.staging import CPU
-from ..errors import UnsupportedError, UsageError
-from ..io import archive
+from ..errors import UnsupportedError
 from ..io.archive import Provider
-from ..optimizer_states import FORMATS, wide_enough
-from ..swap.tier import Tier
-from ..units import format_bytes
 from . import compat, fragments, partition_states, states
-from .adam_powers import AdamPowers
-from .agreement import all_or_none, least, share_cores
-from .gradients import Gradients
-from .last_gradients import LastGradients
+from .agreement import all_or_none
 from .once_per_step import OncePerStep, computed_from_values, has_hooks, warn_of_hooks
-from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
-from .partial_steps import PartialSteps
 from .reader import MASTER, CheckpointReader
-from .settings import Settings
-from .shared_tier import tier_of, trained
-from .stage3 import is_in_del
 from .step_stats import StepClock
-from .sub_groups import Footprint, is_elementwise
+from .sub_groups import is_elementwise
+from .tiered import VECTOR_ELEMENTS, Tiered
 from .updates import quiesce
 
-# Sub-groups end at multiples of this: DeepSpeed's AVX512 kernels process 16 floats, unrolled 8
-# times, and round elements after the last whole vector differently.
-_VECTOR_ELEMENTS = 128
 _LEAST_SUB_GROUP = 4096  # elements; smaller sub-groups would cost more time than memory
-_PREFETCHED = 4  # sub-groups prefetched before the swapper has learned their order
-
-_log = logging.getLogger(__name__)
 
 
-class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
-    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Names shared with `Stage3`
-    have the same meaning, so that `states` works on both.
+class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
+    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Sub-groups end at multiples of
+    `VECTOR_ELEMENTS`.
     """
 
-    swaps_natively = has_offloaded_states = True
-    update_device = CPU
-    leaves_states_offloaded = False  # True while a checkpoint streams states from the drive
-    resumes = False  # whether engine.load_checkpoint is loading
-    overflow: bool
-    tier: Tier
+    has_offloaded_states = True
     single_partition_of_fp32_groups: list[torch.Tensor]
     averaged_gradients: dict[int, Any]
     _lenders: list[Provider]  # while `state_dict` runs
@@ -75,12 +51,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
     def __init__(
         self, ds_config: Mapping[str, Any], init_optimizer: Any, *args: Any, **named: Any
     ) -> None:
-        self._ds_config = ds_config
-        self._settings = Settings.of(self._ds_config)
-        self._keeps_last = self._settings.missing_gradients == "last"
-        self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
-        self._hooks: list[Any] = []  # handles of hooks of the module
-        self.powers = AdamPowers()
+        self._read_settings(ds_config)
         # Ids of the parameters that have gradients from earlier micro-batches of the step.
         self._summed: set[int] = set()
         self._factor = torch.ones(1)  # the factor of the gradients in the step
@@ -93,6 +64,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             for hook in getattr(self, "_grad_acc_hooks", ()):
                 hook.remove()  # autograd would keep this object alive indefinitely
             raise
+        self._tiers = [self.tier]
         self.clock = StepClock(self.tier)
 
     @property
@@ -117,60 +89,30 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         tier. The base class has made everything else.
         """
         self._is_planned = True
-        share_cores()
-        all_or_none(self._open_tier)
-        self.tier.cap_bytes = least(self.tier.cap_bytes)
-        all_or_none(self._plan)
+        self._prepare_tier(self._open_tier)
         all_or_none(self._fill)
 
     def _open_tier(self) -> None:
         """Plan the states, and check that they fit in memory and on the drives. Raises: UsageError
         or NoSpaceError with the numbers.
         """
-        name = type(self.optimizer).__name__
         self.master_weights_and_grads_dtype = self.single_partition_of_fp32_groups[0].dtype
-        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype, CPU)
-        self.state_format = wide_enough(
-            FORMATS[self._settings.state_format], name, self.optimizer.param_groups
-        )
-        kept, unpacked = element_bytes(
-            self.state_format,
-            self._expected_states,
-            self.dtype,
-            self.master_weights_and_grads_dtype,
-            name,
-        )
         # Whether the base class passes on sums of several micro-batches as gradients.
         sums_apart = self.use_grad_accum_attribute or any(
             compat.sums_on_accelerator(self, number) for number in range(len(self.bit16_groups))
         )
         self._gradient_dtype = self.gradient_accumulation_dtype if sums_apart else self.dtype
-        masters = self.master_weights_and_grads_dtype.itemsize
-        self._footprint = Footprint(
-            states=kept,
-            gradient=self._gradient_dtype.itemsize + (masters if self._keeps_last else 0),
-            scratch=masters + unpacked,
-            parameter=0,
-        )
         self._can_cut = is_elementwise(self.optimizer) and not computed_from_values(self.optimizer)
         sizes = [int(size) for size in self.partition_size]
-        self._least_sub_group = min(_LEAST_SUB_GROUP, max(sizes)) if self._can_cut else max(sizes)
-        self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
-        self.tier = tier_of(self._ds_config)
-        quiesce(self.tier)
-        self.tier.require_memory(self._whole_bytes)
-        self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
+        largest = min(_LEAST_SUB_GROUP, max(sizes)) if self._can_cut else max(sizes)
+        self._require_room(self._footprint_of(self._gradient_dtype, CPU), sizes, largest)
 
     def _plan(self) -> None:
         """Cut the partitions into sub-groups. Raises: UsageError if host memory cannot hold one."""
-        cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
-        if cap < fewest:
-            raise UsageError(
-                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of a sub-group of {self._least_sub_group} elements: '
-                f"allow at least {fewest} bytes ({format_bytes(fewest)})"
-            )
+        self._require_memory(f"a sub-group of {self._least_sub_group} elements")
+        cap = self.tier.cap_bytes
         wanted = min(self._footprint.wanted_elements(cap), self._footprint.most_elements(cap))
-        wanted = max(wanted // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS, self._least_sub_group)
+        wanted = max(wanted // VECTOR_ELEMENTS * VECTOR_ELEMENTS, self._least_sub_group)
         # For each sub-group: its parameter group, and its first element and end in the partition.
         self.spans: list[tuple[int, int, int]] = []
         for group, size in enumerate(map(int, self.partition_size)):
@@ -179,39 +121,11 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     def _fill(self) -> None:
         """Make the swapper, and make the master weights from the 16-bit weights."""
-        self.tier.require(self._whole_bytes)
-        numels = self.fp16_partitioned_groups_flat_numel
-        kind = LastGradients if self._keeps_last else Gradients
-        self.gradients = kind(
-            self.tier,
-            numels,
-            self._gradient_dtype,
-            self.master_weights_and_grads_dtype,
-            self._wait_for_copies,
-        )
+        self._make_swappers(self.fp16_partitioned_groups_flat_numel, self._gradient_dtype)
         self.fp32_partitioned_groups_flat = [
             torch.empty(0, dtype=self.master_weights_and_grads_dtype, requires_grad=True)
             for _ in self.spans
         ]
-        self._indexes = {
-            id(parameter): index
-            for index, parameter in enumerate(self.fp32_partitioned_groups_flat)
-        }
-        self.optimizer_swapper = OptimizerSwapper(
-            self.tier,
-            lambda: self.optimizer,
-            self.state_format,
-            self._expected_states,
-            max(numels),
-            Working(
-                self.dtype,
-                self._load_weights,
-                lambda parameter, source: _copy(
-                    source, self._weights(self._indexes[id(parameter)])
-                ),
-            ),
-            lambda _: None,
-        )
         for params in self.bit16_groups:
             for param in params:
                 self.optimizer.state.pop(param, None)  # Adagrad's constructor makes states
@@ -219,24 +133,21 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat, strict=True
         ):
             self.optimizer_swapper.initialize_parameters([parameter], [weights])
-            if isinstance(self.optimizer, torch.optim.Adagrad):
-                self.optimizer_swapper.swap_in_optimizer_state(parameter)
-                start = self.optimizer.defaults["initial_accumulator_value"]
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "sum": torch.full_like(parameter, start, requires_grad=False),
-                }
-                self.optimizer_swapper.swap_out_optimizer_state(parameter)
+            self._make_first_states(parameter)
         self._clear_fp32_optimizer_param_groups()
 
     def _load_weights(
         self, parameter: torch.Tensor, allocate: Callable[[], torch.Tensor], fill: bool
     ) -> torch.Tensor:
-        """See `Working`."""
-        weights = self._weights(self._indexes[id(parameter)])
+        weights = self._weights(self._index_of(parameter))
         if weights.is_cpu:
             return weights
         return allocate().copy_(weights) if fill else allocate()
+
+    def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+        weights = self._weights(self._index_of(parameter))
+        if weights.data_ptr() != source.data_ptr():
+            weights.copy_(source)
 
     @property
     def groups_of_sub_groups(self) -> list[int]:
@@ -263,9 +174,6 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         weights: torch.Tensor = self.parallel_partitioned_bit16_groups[group][rank].detach()
         return weights
 
-    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
-        return True
-
     def _clear_fp32_optimizer_param_groups(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
             group["params"] = self._of_group(number)
@@ -290,33 +198,6 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             if number == group and low < high:
                 yield index, low - first, low - start, high - low
 
-    def read_ahead(self, index: int) -> None:
-        """Prefetch the gradients and the states of sub-group *index* and the next ones."""
-        self.tier.swapper.prefetch(
-            itertools.chain.from_iterable(
-                (
-                    self.gradients.name(number),
-                    self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number]),
-                )
-                for number in range(index, len(self.spans))[:_PREFETCHED]
-            )
-        )
-
-    def destroy(self) -> None:
-        """Drop the states; the base class drops its hooks. Called from a `__del__`, it leaves the
-        drop to the next use of the tier: see `Stage3.destroy`.
-        """
-        super().destroy()
-        while self._hooks:
-            self._hooks.pop().remove()
-        self.gradients.abandon()
-        self.optimizer_swapper.abandon()
-        self.tier.abandon((), [self._whole_bytes])
-        self._whole_bytes = 0
-        if not is_in_del():
-            quiesce(self.tier)
-            self.tier.forget(())
-
     def offload_states(self, *args: Any, **named: Any) -> None:
         """Raises: UnsupportedError."""
         raise UnsupportedError(
@@ -335,7 +216,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self._begin_gradients()
         for index, offset, first, count in self.pieces(group, start, numel):
             piece = gradient.narrow(0, first, count)
-            total = self.gradients.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
+            total = self.gradient_store.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
             if to_earlier:
                 piece.copy_(total)
         # The base class may overwrite the gradient from another stream.
@@ -345,20 +226,20 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         """Accept *gradient*, of the part of *param* that this rank updates, as complete for the
         step.
         """
-        if not self._keeps_last:
+        if not self.keeps_last:
             self._add(param, gradient, to_earlier=False)
             return
         group, _, start, numel = self.grad_position[self.get_param_id(param)]
         self._begin_gradients()
         for index, offset, first, count in self.pieces(group, start, numel):
-            self.gradients.complete(index, [(offset, gradient.narrow(0, first, count))])
+            self.gradient_store.complete(index, [(offset, gradient.narrow(0, first, count))])
         self._wait_for_copies()
 
     def _begin_gradients(self) -> None:
         self._partly_reduced = True
         quiesce(self.tier)
         self.optimizer_swapper.give_back()
-        self.gradients.partial = not compat.at_accumulation_boundary(self)
+        self.gradient_store.partial = not compat.at_accumulation_boundary(self)
 
     def _own_part(self, param: Any) -> torch.Tensor:
         """The part of the gradient of *param* that this rank updates."""
@@ -369,7 +250,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
     def async_accumulate_grad_in_cpu_via_gpu(self, param: Any) -> None:
         """Add the sum of earlier micro-batches to the gradient of *param*, and store the result."""
         identifier = self.get_param_id(param)
-        earlier = self.micro_step_id > 0 and (self._keeps_last or identifier in self._summed)
+        earlier = self.micro_step_id > 0 and (self.keeps_last or identifier in self._summed)
         self._add(param, self._own_part(param), to_earlier=earlier)
         self._summed.add(identifier)
 
@@ -379,7 +260,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         restored = torch.zeros_like(param, dtype=self._gradient_dtype)
         flat = restored.view(-1).narrow(0, first, numel)
         for index, offset, begin, count in self.pieces(group, start, numel):
-            flat.narrow(0, begin, count).copy_(self.gradients.sums(index)[offset:][:count])
+            flat.narrow(0, begin, count).copy_(self.gradient_store.sums(index)[offset:][:count])
         if self.use_grad_accum_attribute:
             param.grad_accum = restored
         else:
@@ -412,7 +293,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
     def independent_gradient_partition_epilogue(self) -> None:
         """The backward pass is over."""
         super().independent_gradient_partition_epilogue()
-        self.gradients.pause()
+        self.gradient_store.pause()
         self._awaits_backward = self._partly_reduced = False
 
     def reset_cpu_buffers(self) -> None:
@@ -421,7 +302,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         """
         super().reset_cpu_buffers()
         self._summed.clear()
-        self.gradients.spend()
+        self.gradient_store.spend()
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Store the factor by which the base class would multiply the gradients."""
@@ -430,34 +311,13 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
 
     # The step.
 
-    def step(self, closure: Any = None) -> None:
-        """Update the parameters, as the base class does. Every steps_per_print steps, log the time
-        that the step spent on the drive.
-
-        Raises: OffloadError if an exception ended the previous step or load after it had changed
-        some states. Loading a checkpoint clears this condition.
-        """
-        quiesce(self.tier)
-        self.require_whole()
-        self._require_backward()
-        try:
-            self.clock.begin_update()
-            # A second call would count the step twice.
-            self.partly_changed = bool(self.dynamic_loss_scale)
-            with self._weights_as_masters():
-                super().step(closure)
-            if not self.overflow:
-                self.powers.count(self.optimizer, self.groups_of_sub_groups)
-                self.tier.swapper.step()
-                trained.add(self.tier)
-            stats = self.clock.end()
-            self._awaits_backward = True
-            self.partly_changed = False
-        except BaseException:
-            self.give_back()
-            raise
-        if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
-            _log.info("%s", stats)
+    def _make_step(self, closure: Any) -> bool:
+        self.partly_changed = bool(self.dynamic_loss_scale)
+        with self._weights_as_masters():
+            self._base_step(closure)
+        if not self.overflow:
+            self.powers.count(self.optimizer, self.groups_of_sub_groups)
+        return False
 
     def _optimizer_step(self, group_no: int) -> None:
         groups = self.optimizer.param_groups
@@ -470,7 +330,7 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         try:
             for parameter in parameters:
                 group["params"] = [parameter]
-                index = self._indexes[id(parameter)]
+                index = self._index_of(parameter)
                 if not self.tier.swapper.learned:
                     self.read_ahead(index)
                 self._update(index, once)
@@ -487,10 +347,10 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         parameter = self.fp32_partitioned_groups_flat[index]
         self.optimizer_swapper.give_back()
         # Fetch the gradient before the states, so that only one value is in use at a time.
-        gradient = self.gradients.widened(index, last=True)
+        gradient = self.gradient_store.widened(index, last=True)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-            self.gradients.used(index, self._factor)
+            self.gradient_store.used(index, self._factor)
         self.optimizer_swapper.swap_in_optimizer_state(parameter)
         parameter.grad = gradient
         with once.sub_group(0):
@@ -531,11 +391,6 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         """Gather the 16-bit weights that the other ranks have updated."""
         with self._weights_as_masters():
             super().update_lp_params()
-
-    def give_back(self) -> None:
-        """Release everything that an interrupted call left in use."""
-        self.gradients.give_back()
-        self.optimizer_swapper.give_back()
 
     # Fragments, for DeepSpeed's safe_get_* and safe_set_*.
 
@@ -599,46 +454,20 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
             self.optimizer.state = every
             self._clear_fp32_optimizer_param_groups()
             del self._lenders
-        if powers := self.powers.state(self.optimizer):
-            tree[states.POWERS] = powers
-        return tree if self.leaves_states_offloaded else archive.gather(tree)
+        return self._completed(tree)
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:
         """Raises: OffloadError if *saved* lacks states."""
         weights = sum(partition_states.unpadded(self))
         states.require_complete(self, saved, weights, map(int, self.partition_size))
 
-    def begin_load(self) -> None:
-        """Release everything that an interrupted call left in use, and discard all gradients: they
-        belong to weights that are about to be replaced.
-        """
-        quiesce(self.tier)
-        if self.tier.interrupted:
-            self._reset_tier()
-        self.give_back()
+    def _drop_gradients(self) -> None:
         for param in itertools.chain.from_iterable(self.bit16_groups):
             param.grad = param.grad_accum = None
-        compat.end_backward(self)
+        super()._drop_gradients()
         self._release_ipg_buffers()
         self.micro_step_id = -1
         self.averaged_gradients = dict.fromkeys(self.averaged_gradients)
-        self._partly_reduced = self._awaits_backward = False
-        self.reset_cpu_buffers()
-        self.gradients.forget_all()
-        if self.partly_changed or self.tier.swapper.lacks_writes():
-            # Otherwise the load would raise the errors of failed writes midway.
-            self.tier.swapper.flush()
-
-    def _reset_tier(self) -> None:
-        """Delete all values, after an exception has interrupted a call of the tier. The load
-        creates them again.
-        """
-        self.partly_changed = True
-        self.tier.reset()
-        for parameter in self.fp32_partitioned_groups_flat:
-            self.optimizer.state.pop(parameter, None)
-            self.optimizer_swapper.renew(parameter, {})
-            self.optimizer_swapper.swap_out_optimizer_state(parameter)
 
     def _load_legacy_checkpoint(
         self,
@@ -687,8 +516,3 @@ class Stages1And2(PartialSteps, DeepSpeedZeroOptimizer):  # type: ignore[misc]  
         self.partly_changed = True
         states.take_masters_from_parameters(self)
         self.partly_changed = False
-
-
-def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
-    if into.data_ptr() != source.data_ptr():
-        into.copy_(source)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,23 +15,15 @@ from ..update.queue import Job, Pending, UpdateQueue, queues
 from . import awaited
 
 
-class Update(NamedTuple):
-    """The update of *sub_group*, which has *params*. *make* makes it, and returns the event at its end
-    if it runs on a GPU, otherwise None.
-    """
-
-    sub_group: int
-    params: Sequence[torch.nn.Parameter]
-    make: Callable[[], Any]
-
-
 class _SubGroup(Pending):
-    """The partitions of the parameters of an *update* in *queue*."""
+    """The partitions of *params*, the parameters of sub-group *index*, whose update is in *queue*."""
 
-    def __init__(self, queue: UpdateQueue, update: Update) -> None:
+    def __init__(
+        self, queue: UpdateQueue, index: int, params: Sequence[torch.nn.Parameter]
+    ) -> None:
         super().__init__()
-        self.index = update.sub_group
-        self._params = update.params
+        self.index = index
+        self._params = params
         self._use = functools.partial(queue.use, self)
 
     def hold(self) -> None:
@@ -63,9 +55,16 @@ class Updates(UpdateQueue):
         self.uses: dict[int, int] = {}
         self._now = now
 
-    def start(self, step: int, updates: Sequence[Update], last: Callable[[], None]) -> None:
-        """Make *updates*, of the *step*th step, in this order, then call *last*. The updates of the
-        step before must be complete.
+    def start(
+        self,
+        step: int,
+        sub_groups: Mapping[int, Sequence[torch.nn.Parameter]],
+        make: Callable[[int], Any],
+        last: Callable[[], None],
+    ) -> None:
+        """Call *make* for each of *sub_groups* of the *step*th step, in their order, then *last*.
+        The values of *sub_groups* are their parameters. *make* returns the event at the end of the
+        update if it runs on a GPU, otherwise None. The updates of the step before must be complete.
         """
         with self.lock:
             if self.has_jobs:
@@ -73,8 +72,9 @@ class Updates(UpdateQueue):
             self.uses = {}
             self._failed = True  # until all are queued
             note = f"in the updates of step {step}"
-            for update in updates:
-                self.put(Job(update.make, [_SubGroup(self, update)], note, update.sub_group))
+            for index, params in sub_groups.items():
+                pending = _SubGroup(self, index, params)
+                self.put(Job(functools.partial(make, index), [pending], note, index))
             self.put(Job(last, note=note))
             self._failed = False
 

@@ -1,0 +1,232 @@
+"""`Reductions`: the gradients of ZeRO-3. They are kept in the dtype in which they are reduced until
+the optimizer needs them, and their norms are computed when they are reduced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ..device.staging import CPU
+from ..errors import known
+from . import compat
+from .stage3_sub_groups import SubGroups
+
+if TYPE_CHECKING:
+    from .once_per_step import OncePerStep
+
+
+class Reductions(SubGroups):
+    """DeepSpeed's ZeRO-3 optimizer with its gradients in a tier.
+
+    Norms are summed over the sub-groups that the user configured, so that results equal a run
+    without offload bit for bit.
+    """
+
+    # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
+    _once: OncePerStep | None = None
+    _scaler: torch.amp.GradScaler | None = None
+    _found_inf = False  # whether a gradient of the step is not finite, on any rank
+
+    def _read_settings(self, ds_config: Mapping[str, Any]) -> None:
+        super()._read_settings(ds_config)
+        # With fp16 and "last": id of a parameter -> whether its summed gradient is finite.
+        self._finite: dict[int, torch.Tensor] = {}
+
+    def _wait_for_copies(self) -> None:
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+
+    def partition_grads(
+        self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
+    ) -> Any:
+        """As in the base class, except that gradients of swapped sub-groups go to the tier. Their
+        norms are computed while they are on the accelerator.
+        """
+        self._partly_reduced = True
+        if not self.swaps_natively:
+            return super().partition_grads(params_to_release, grad_partitions)
+        self.finish_updates()
+        self.optimizer_swapper.give_back()
+        swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
+        arrived: dict[int, list[Any]] = {}
+        others = []
+        for param, partition in zip(params_to_release, grad_partitions, strict=True):
+            index, offset, numel = self.grad_position[self.get_param_id(param)]
+            if not self._swappable_optimizer_subgroup(index):
+                others.append((param, partition))
+                continue
+            arrived.setdefault(index, []).append(param)
+            # The partition has more than padding.
+            if numel * self._get_param_partition_rank(param) < param.ds_numel:
+                swapped.setdefault(index, []).append((offset, partition, param))
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        # Add the gradient that the update needs first last, so that it is evicted last.
+        for index in sorted(swapped, reverse=True):
+            pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
+            totals = self.gradient_store.add(index, pieces, to_earlier=self.micro_step_id != 0)
+            self.gradient_store.partial = not compat.at_accumulation_boundary(self)
+            if self.keeps_last and self.dtype == torch.float16:
+                self._finite |= {
+                    self.get_param_id(param): total.isfinite().all()
+                    for (_, _, param), total in zip(swapped[index], totals, strict=True)
+                }
+            if compat.at_accumulation_boundary(self):
+                for (offset, _, param), total in zip(swapped[index], totals, strict=True):
+                    self.norm_for_param_grads[self.get_param_id(param)] = self._norm(
+                        param, index, offset, total
+                    )
+                self.gradient_store.complete(
+                    index,
+                    [
+                        (offset, total)
+                        for (offset, _, _), total in zip(swapped[index], totals, strict=True)
+                    ],
+                )
+        if self.in_backward is not None and compat.at_accumulation_boundary(self):
+            for index in sorted(arrived, reverse=True):
+                self.in_backward.reduced(index, arrived[index])
+        return super().partition_grads(
+            [param for param, _ in others], [partition for _, partition in others]
+        )
+
+    def _norm(self, param: Any, index: int, offset: int, total: torch.Tensor) -> torch.Tensor:
+        """The norm of *total*, the gradient of *param* at *offset* of sub-group *index*."""
+        if self.update_device == CPU:
+            norm: torch.Tensor = self._constant_buffered_norm2(total)
+            return norm
+        # Like `get_grad_norm_direct`, compute it over the whole partition, including padding.
+        whole = self.gradient_store.padded(index, offset, param.partition_numel(), total)
+        found: torch.Tensor = torch.linalg.vector_norm(whole.to(compat.norm_dtype()))
+        return found
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The backward pass is over."""
+        self.finish_updates()
+        super().independent_gradient_partition_epilogue()
+        if self.swaps_natively:
+            self.gradient_store.pause()
+        self._awaits_backward = False
+        if not self._within_backward:
+            self._partly_reduced = False
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        self.finish_updates()
+        super()._finalize_offload_gradient_accumulation()
+        self._make_missing_norms()
+
+    def _make_missing_norms(self) -> None:
+        """Compute the norms of gradients that were not known to be complete when they were reduced."""
+        for index, params in enumerate(self.fp16_groups if self.swaps_natively else []):
+            for param in params:
+                identifier = self.get_param_id(param)
+                offset = self.grad_position[identifier][1]
+                if (
+                    identifier not in self.norm_for_param_grads
+                    and offset in self.gradient_store.reduced(index)
+                ):
+                    partition = self.gradient_store.partition(index, offset).to(
+                        get_accelerator().current_device_name()
+                    )
+                    self.norm_for_param_grads[identifier] = self._norm(
+                        param, index, offset, partition
+                    )
+                    self.gradient_store.complete(index, [(offset, partition)])
+        if self.swaps_natively:
+            self.gradient_store.pause()
+            self.gradient_store.partial = False
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """As in the base class, which checks only the gradients that it keeps itself. The norms of
+        other gradients are checked instead.
+        """
+        finite_by_id: Mapping[int, torch.Tensor] = self._finite if self.keeps_last else {}
+        # The base class has norms only if it offloads.
+        if self.swaps_natively and not self.keeps_last:
+            finite_by_id = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
+        if self.swaps_natively and finite_by_id:
+            finite = torch.stack(list(finite_by_id.values())).all()
+            self.inf_or_nan_tracker.logical_or_(
+                finite.logical_not().to(self.inf_or_nan_tracker.device)
+            )
+        overflows: bool = super().has_overflow(partition_gradients)
+        return overflows
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """As in the base class, but without a pass over the gradients that multiplies by 1."""
+        self.partly_changed = self.clock is not None
+        if not self.swaps_natively:
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
+            return
+        scale = self.loss_scale
+        if self.clip_grad > 0.0:
+            clip = ((total_norm / scale) + 1e-6) / self.clip_grad
+            scale = torch.clamp(clip, min=1.0) * scale
+        self._multiply_gradient(sub_group_id, 1.0 / scale)
+
+    def _multiply_gradient(self, index: int, factor: Any) -> None:
+        # Reading a factor on a GPU would wait for the GPU.
+        if (torch.is_tensor(factor) and not factor.is_cpu) or factor != 1.0:
+            known(self.fp32_partitioned_groups_flat[index].grad).mul_(factor)
+            if self.swaps_natively and self._swappable_optimizer_subgroup(index):
+                self.gradient_store.used(index, factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, as the base class does. A step still uses gradients
+        that were reduced before; the next backward pass replaces them.
+        """
+        super().zero_grad(set_to_none)
+        if self.swaps_natively:
+            self.gradient_store.close()
+
+    def reset_cpu_buffers(self) -> None:
+        """Discard the norms of the finished step, as the base class does. From now on, or after the
+        pending updates, its gradients are only read.
+        """
+        super().reset_cpu_buffers()
+        if self.overlap is None or not self.overlap.holds_gradients:
+            self.spend_gradients()
+
+    def use_up_gradient(self, index: int) -> None:
+        """Discard the gradient of sub-group *index*, which an update in backward has used."""
+        self.gradient_store.use_up(index)
+
+    def spend_gradients(self) -> None:
+        """End the step that has used the gradients."""
+        if self.swaps_natively:
+            self.gradient_store.spend()
+
+    def _get_norm_groups(self) -> Any:
+        if not self.swaps_natively:
+            norms = super()._get_norm_groups()
+        elif self.update_device != CPU:
+            none = torch.zeros((), dtype=compat.norm_dtype(), device=self.update_device)
+            norms = [
+                # The norm of a norm is itself.
+                self.get_grad_norm_direct(
+                    [
+                        self.norm_for_param_grads.get(self.get_param_id(param), none)
+                        if param.requires_grad
+                        else none
+                        for param in params
+                    ],
+                    params,
+                )
+                for params in map(list, map(itertools.chain.from_iterable, self._logical_groups))
+            ]
+        else:
+            groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
+            norms = [
+                self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups
+            ]
+        if self._scaler is not None:  # reading the norms waits for the GPU
+            # DeepSpeed sets the norm of gradients that are not finite to -1.
+            self._found_inf = not all(0 <= float(norm) < math.inf for norm in norms)
+        return norms

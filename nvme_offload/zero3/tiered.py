@@ -1,0 +1,448 @@
+"""`Tiered`: what DeepSpeed's optimizers of all stages need to have their states in a tier."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+
+from ..device.staging import CPU
+from ..errors import OffloadError, UsageError
+from ..io import archive
+from ..optimizer_states import FORMATS, StateFormat, wide_enough
+from ..swap.tier import Tier
+from ..units import format_bytes
+from . import compat, states
+from .adam_powers import AdamPowers
+from .agreement import all_or_none, least, share_cores
+from .gradients import Gradients, KeptGradients
+from .last_gradients import LastGradients
+from .optimizer_swapper import OptimizerSwapper, Working
+from .settings import Settings
+from .shared_tier import tier_of, trained
+from .state_sizes import element_bytes, states_of
+from .sub_groups import Footprint
+from .updates import partly_applied, quiesce
+
+if TYPE_CHECKING:
+    from .in_backward import InBackward
+    from .overlap import Overlap
+    from .step_stats import StepClock
+
+# DeepSpeed's AVX512 kernels for the CPU process 16 floats, unrolled 8 times, and round elements
+# after the last whole vector of a tensor differently (csrc/adam/cpu_adam_impl.cpp).
+VECTOR_ELEMENTS = 128
+# Sub-groups prefetched in the first step, before the swapper has learned the order, and while a
+# checkpoint is written.
+PREFETCHED = 4
+
+_log = logging.getLogger(__name__)
+
+
+class Tiered:
+    """The part of ZeRO's optimizers that is the same in all stages. A class derives from it first,
+    and then from DeepSpeed's.
+
+    The attributes are many because DeepSpeed, checkpoints and updates reach all of them through the
+    optimizer.
+
+    Attributes: *partly_changed*, whether a step or a load has changed only some of the states;
+    *swaps_natively*, whether optimizer states are in an `OptimizerSwapper`; *keeps_last*, whether
+    "missing_gradients" is "last"; *leaves_states_offloaded*, whether a checkpoint is being written
+    that streams states from the drive; *resumes*, whether engine.load_checkpoint is loading, to
+    continue a run bit for bit (a load by `load_state_dict` has the bits of "device": "cpu").
+    """
+
+    # DeepSpeed's.
+    optimizer: Any
+    overflow: bool
+    dynamic_loss_scale: Any
+    fp32_partitioned_groups_flat: list[torch.Tensor]
+
+    # Set if something is offloaded.
+    tier: Tier
+    clock: StepClock | None = None
+    # Set if optimizer states are.
+    gradient_store: Gradients
+    optimizer_swapper: OptimizerSwapper
+
+    swaps_natively = False
+    leaves_states_offloaded = False
+    resumes = False
+    partly_changed = False
+    update_device = CPU
+    overlap: Overlap | None = None
+    in_backward: InBackward | None = None
+    _partly_reduced = False  # a backward pass has reduced gradients and has not ended
+    _awaits_backward = False  # no backward pass has ended since the last applied step
+    _within_backward = False  # engine.backward has begun and has not ended
+    _gpu_bytes = 0.0  # for each element of a sub-group, if updates run on a GPU
+
+    def _read_settings(self, ds_config: Mapping[str, Any]) -> None:
+        """Begin the construction: DeepSpeed's constructor follows."""
+        self._ds_config = ds_config
+        self._settings = Settings.of(ds_config)
+        self.state_format: StateFormat = FORMATS[self._settings.state_format]
+        self.keeps_last = self._settings.missing_gradients == "last"
+        self.powers = AdamPowers()
+        self._steps_per_print = ds_config.get("steps_per_print", 10) or math.inf
+        self._hooks: list[Any] = []  # handles of hooks of the module
+        self._indexes: dict[int, int] = {}  # of sub-groups, by the id of their master weights
+        self._tiers: list[Tier] = []  # of states and of parameters
+
+    # Sub-groups and swapper.
+
+    def _prepare_tier(self, open_tier: Callable[[], None]) -> None:
+        """Call *open_tier*, and then `_plan` with the least memory of all ranks. Raises: the error of
+        any rank, on every rank.
+        """
+        share_cores()
+        all_or_none(open_tier)
+        self.tier.cap_bytes = least(self.tier.cap_bytes)
+        all_or_none(self._plan)
+
+    def _plan(self) -> None:
+        """Check that the budget of host memory is large enough. Raises: UsageError."""
+        raise NotImplementedError
+
+    def _footprint_of(self, gradient: torch.dtype, device: torch.device, **more: int) -> Footprint:
+        """The host memory of updates with reduced gradients in the dtype *gradient*, by an optimizer
+        that makes its states on *device*. *more*: further attributes of the result.
+        """
+        base: Any = self
+        masters, name = base.master_weights_and_grads_dtype, type(self.optimizer).__name__
+        self.state_format = wide_enough(self.state_format, name, self.optimizer.param_groups)
+        self._expected_states = states_of(self.optimizer, masters, device)
+        kept, unpacked = element_bytes(
+            self.state_format, self._expected_states, base.dtype, masters, name
+        )
+        return Footprint(
+            states=kept,
+            gradient=gradient.itemsize + (masters.itemsize if self.keeps_last else 0),
+            scratch=masters.itemsize + unpacked,
+            **{"parameter": 0, **more},
+        )
+
+    def _require_room(self, footprint: Footprint, sizes: list[int], largest: int) -> None:
+        """Open the tier, and check that states and gradients of parameters of *sizes* fit in memory
+        and on the drives. The largest sub-group has at least *largest* elements. Raises: UsageError
+        or NoSpaceError with the numbers.
+        """
+        self._footprint, self._least_sub_group = footprint, largest
+        self._whole_bytes = footprint.whole_bytes(sizes, largest)
+        self.tier = tier_of(self._ds_config)
+        quiesce(self.tier)
+        self.tier.require_memory(self._whole_bytes)
+        self.tier.require_space(footprint.drive_bytes(sum(sizes)))
+
+    def _require_memory(self, sub_group: str) -> None:
+        """Check that host memory can hold the largest *sub_group*. Raises: UsageError."""
+        cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
+        if cap < fewest:
+            raise UsageError(
+                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of {sub_group}: allow at least {fewest} bytes ({format_bytes(fewest)})'
+            )
+
+    def _make_swappers(self, numels: Sequence[int], gradient: torch.dtype) -> None:
+        """Make the objects that keep the states, and the gradients in the dtype *gradient*, of
+        sub-groups of *numels* elements.
+        """
+        base: Any = self
+        self.tier.require(self._whole_bytes)
+        largest = max(numels, default=0)
+        last = LastGradients if self.update_device == CPU else KeptGradients
+        self.gradient_store = (last if self.keeps_last else Gradients)(
+            self.tier,
+            numels,
+            gradient,
+            base.master_weights_and_grads_dtype,
+            self._wait_for_copies,
+            self.update_device,
+            int(self._gpu_bytes * largest),
+        )
+        self.optimizer_swapper = OptimizerSwapper(
+            self.tier,
+            lambda: self.optimizer,
+            self.state_format,
+            self._expected_states,
+            largest,
+            Working(base.dtype, self._load_weights, self._store_weights),
+            self._mark_backward,
+            self.update_device,
+            self._footprint.holds_in_flight(largest, self.tier.cap_bytes),
+        )
+        self.swaps_natively = True
+
+    def _make_first_states(self, parameter: torch.Tensor) -> None:
+        """Make the states that an optimizer has before its first step: only Adagrad has any."""
+        if isinstance(self.optimizer, torch.optim.Adagrad):
+            self.optimizer_swapper.swap_in_optimizer_state(parameter)
+            start = self.optimizer.defaults["initial_accumulator_value"]
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "sum": torch.full_like(parameter, start, requires_grad=False),
+            }
+            self.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+    def _load_weights(
+        self, parameter: torch.Tensor, allocate: Callable[[], torch.Tensor], fill: bool
+    ) -> torch.Tensor:
+        """See `Working.load`."""
+        raise NotImplementedError
+
+    def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Working.store`."""
+        raise NotImplementedError
+
+    def _index_of(self, parameter: torch.Tensor) -> int:
+        """The sub-group whose master weights are *parameter*."""
+        known = len(self._indexes)  # the base class appends to the list while it makes masters
+        for index, other in enumerate(self.fp32_partitioned_groups_flat[known:], known):
+            self._indexes[id(other)] = index
+        return self._indexes[id(parameter)]
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        return True
+
+    def _wait_for_copies(self) -> None:
+        """Return when every copy to or from the accelerator that was started here has ended."""
+        raise NotImplementedError
+
+    def _mark_backward(self, begins: bool) -> None:
+        """Record that `engine.backward` begins or ends. It is not called if the user calls
+        `Tensor.backward`.
+        """
+        self._within_backward = begins
+        if not begins:
+            self._partly_reduced = False
+
+    def read_ahead(self, index: int) -> None:
+        """Prefetch the gradients and the states of sub-group *index* and the next ones."""
+        names = (
+            (
+                self.gradient_store.name(number),
+                self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number]),
+            )
+            for number in self._next_ones(index)[:PREFETCHED]
+            if self._swappable_optimizer_subgroup(number)
+        )
+        self.tier.swapper.prefetch(itertools.chain.from_iterable(names))
+
+    def _next_ones(self, index: int) -> Sequence[int]:
+        """Sub-group *index* and the sub-groups that are probably used after it."""
+        if self.overlap is not None and (later := self.overlap.following(index, PREFETCHED)):
+            return later
+        if self.in_backward is not None and self.in_backward.updating:
+            return range(index, -1, -1)
+        return range(index, len(self.fp32_partitioned_groups_flat))
+
+    def destroy(self) -> None:
+        """Drop the states; the base class drops its hooks. Raises: the error of the last updates,
+        if they failed, after everything is dropped.
+
+        Called from a `__del__`, such as the one of DeepSpeed's engine, it waits for no updates, and
+        the next use of the tier drops the states: the garbage collector may run in the middle of
+        another engine's call that holds the tier's locks.
+        """
+        if is_in_del():
+            if self.overlap is None or not self.overlap.updates.afterwards(self._drop):
+                self._drop()
+            return
+        error = None
+        if self.overlap is not None:
+            error = self.overlap.updates.abandon()
+            self.overlap.updates.stop(finish=False)
+        self._drop()
+        if self.swaps_natively:
+            quiesce(self.tier)
+            self.tier.forget(())  # drops abandoned values
+        if error is not None:
+            raise error
+
+    def _drop(self) -> None:
+        super().destroy()  # type: ignore[misc]
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self.swaps_natively:
+            self.gradient_store.abandon()
+            self.optimizer_swapper.abandon()
+            self.tier.abandon((), [self._whole_bytes])
+            self._whole_bytes = 0
+
+    # Steps.
+
+    def require_whole(self) -> None:
+        """Raises: OffloadError if a step or a load has changed only some of the states."""
+        if self.partly_changed:
+            raise partly_applied()
+
+    def _require_backward(self) -> None:
+        """Raises: OffloadError unless a backward pass has ended since the last step."""
+        if self._awaits_backward:
+            raise OffloadError(
+                "no backward pass has ended since the last step, which is only partly applied if an exception ended engine.step(): "
+                "run a backward pass, or, after an exception, call load_checkpoint()"
+            )
+        self._require_no_backward()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _require_no_backward(self, *_: Any) -> None:
+        """Raises: OffloadError if an exception ended a backward pass after it had reduced some
+        gradients.
+        """
+        if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
+            raise partly_applied()
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters, as the base class does. Every steps_per_print steps, log the time
+        that the step spent on the drive.
+
+        Raises: OffloadError if an exception ended the previous step or load after it had changed
+        some states; loading a checkpoint clears this condition. With `"overlap_step"`, the error of
+        the previous step's updates, if they failed.
+        """
+        if self.clock is None:
+            self._base_step(closure)
+            return
+        self.finish_updates()
+        self.require_whole()
+        self._require_backward()
+        # A second call would count the step twice, or repeat updates of backward.
+        self.partly_changed = self._updates_in_backward
+        try:
+            self.clock.begin_update()
+            pending = self._make_step(closure)
+            if not (self.overflow or pending):
+                self.end_period()
+            stats = self.clock.end(*self._update_waits())
+            self._awaits_backward = True
+            if not pending:
+                self.partly_changed = False
+        except BaseException:
+            changed = self.partly_changed
+            if self.overlap is not None:
+                changed |= self.overlap.cancel()
+            self.give_back()  # after updates, which clear the mark
+            self.partly_changed |= changed
+            raise
+        if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
+            _log.info("%s", stats)
+
+    def _base_step(self, closure: Any) -> None:
+        """DeepSpeed's step."""
+        super().step(closure)  # type: ignore[misc]
+
+    def _make_step(self, closure: Any) -> bool:
+        """Make the base class's step. Returns: whether its updates are pending."""
+        raise NotImplementedError
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        """Whether the last backward pass has updated sub-groups, and no step has followed."""
+        return self.in_backward is not None and bool(self.in_backward.updated)
+
+    def end_period(self) -> None:
+        """End a period in which a step has used all values: the swappers learn their order."""
+        for tier in self._tiers:
+            tier.swapper.step()
+            trained.add(tier)
+
+    def _update_waits(self) -> tuple[float, float]:
+        """See `Overlap.take_waits`."""
+        return (0.0, 0.0) if self.overlap is None else self.overlap.take_waits()
+
+    def finish_updates(self) -> None:
+        """Wait until no update is pending, of this engine or of another that shares the memory.
+        Raises: the error of this engine's updates, if they failed.
+        """
+        if self.overlap is not None:
+            self.overlap.updates.wait()
+        if self.clock is not None:
+            quiesce(self.tier)
+
+    def give_back(self) -> None:
+        """Release everything that an interrupted call left in use, after pending updates."""
+        if self.overlap is not None:
+            self.overlap.updates.quiesce()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release everything that is in use."""
+        if self.swaps_natively:
+            self.gradient_store.give_back()
+            self.optimizer_swapper.give_back()
+            self.optimizer_swapper.drain()
+
+    # Checkpoints.
+
+    def _forget_updates(self) -> None:
+        """Prepare for a load of states: complete the pending updates, and forget failed ones."""
+        if self.overlap is not None:
+            self.overlap.begin_load()
+        if self.clock is not None:
+            quiesce(self.tier)
+
+    def begin_load(self) -> None:
+        """Release everything that an interrupted call left in use, and discard all gradients: they
+        belong to weights that are about to be replaced.
+        """
+        self._forget_updates()
+        if any(tier.interrupted for tier in self._tiers):
+            self._reset_tiers()
+        self.give_back()
+        self._drop_gradients()
+        if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
+            # Otherwise the load would raise the errors of failed writes midway.
+            self.tier.swapper.flush()
+
+    def _drop_gradients(self) -> None:
+        compat.end_backward(self)
+        if self.in_backward is not None:
+            self.in_backward.end()
+        self._partly_reduced = self._within_backward = self._awaits_backward = False
+        base: Any = self
+        base.reset_cpu_buffers()
+        if self.swaps_natively:
+            self.gradient_store.forget_all()
+
+    def _reset_tiers(self) -> None:
+        """Delete all values, after an exception has interrupted a call of a tier. The load creates
+        them again.
+        """
+        self.partly_changed = True
+        for tier in self._tiers:
+            tier.reset()
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if self.swaps_natively and self._swappable_optimizer_subgroup(index):
+                self.optimizer.state.pop(parameter, None)
+                self.optimizer_swapper.renew(parameter, {})
+                self.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+    def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """*tree*, DeepSpeed's state dict, with the states that DeepSpeed does not save. Its tensors
+        are `archive.offloaded` while a checkpoint is written, and in memory otherwise.
+        """
+        if powers := self.powers.state(self.optimizer):
+            tree[states.POWERS] = powers
+        if scaler := getattr(self, "torch_autocast_gradscaler", None):
+            tree[states.SCALER] = scaler.state_dict()
+        return tree if self.leaves_states_offloaded else archive.gather(tree)
+
+
+def is_in_del() -> bool:
+    """Whether this is called from a `__del__`, directly or indirectly.
+
+    Only the stack shows it. The garbage collector also calls `__del__` of DeepSpeed's engine through
+    those of Lightning, Accelerate and user classes, and for engines made before `zero3.disable`.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
