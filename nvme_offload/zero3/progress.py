@@ -57,18 +57,9 @@ class Progress:
         self._warned = False
 
     def see(self, engine: Any) -> bool:
-        """Record the last step of an engine.
-
-        Parameters
-        ----------
-        engine
-            A DeepSpeed engine, an `NVMeOptimizer`, or a wrapper with the optimizer of either as
-            `optimizer`.
-
-        Returns
-        -------
-        bool
-            Whether the step was not recorded before.
+        """Record the last step of *engine*: a DeepSpeed engine, an `NVMeOptimizer`, or a wrapper
+        with the optimizer of either as `optimizer`. Returns: whether the step was not recorded
+        before.
         """
         try:
             step = last_step(engine)
