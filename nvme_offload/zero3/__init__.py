@@ -87,7 +87,9 @@ def enable() -> None:
         ("_configure_zero_optimizer", stages.configured),
         ("zero_cpu_offload", stages.offloads_like_cpu),
         ("_configure_optimizer", update_device.making_optimizer),
+        ("_configure_optimizer", stages.checking_settings),
         ("zero_use_cpu_optimizer", update_device.uses_cpu_optimizer),
+        ("_do_sanity_check", precision.explained),
     ):
         _replace(trained, name, wrapped(getattr(trained, name)))
     _replace(
@@ -97,13 +99,8 @@ def enable() -> None:
     )
     entered = partition_parameters.InsertPostInitMethodToModuleSubClasses
     _replace(entered, "__enter__", overlap.waiting(entered.__enter__))
-    for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
-        _replace(engine.DeepSpeedEngine, name, method)
-    _replace(
-        engine.DeepSpeedEngine,
-        "_do_sanity_check",
-        precision.explained(engine.DeepSpeedEngine._do_sanity_check),
-    )
+    for name, method in checkpoint.engine_methods(trained).items():
+        _replace(trained, name, method)
 
 
 def disable() -> None:

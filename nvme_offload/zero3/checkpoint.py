@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..files import commit
 from ..io import archive
 from . import compat, states
-from .agreement import all_or_none, all_ranks, everywhere
+from .agreement import all_ranks, everywhere
 from .checkpoint_engines import Complete, Generation, engine_of, loads, offloads, streams
 from .checkpoint_load import (
     Opened,
@@ -35,7 +35,6 @@ from .checkpoint_load import (
 )
 from .inference import Inference
 from .param_swapper import is_offloaded
-from .settings import refuse_ineffective, refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
 
 _LOAD_ARGUMENTS = (
@@ -71,20 +70,6 @@ def _replaces(method: _Method) -> _Method:
     """
     _methods[method.__name__] = method
     return method
-
-
-@_replaces
-def _configure_optimizer(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
-    def check() -> None:
-        refuse_ineffective(engine._config._param_dict)
-        warn_of_mistakes(engine._config._param_dict)
-        refuse_memory_features(engine._config._param_dict)
-
-    if engine.zero_optimization_partition_weights():
-        all_or_none(check)  # the settings of one rank may differ
-    else:
-        check()
-    original(engine, *args, **named)
 
 
 @_replaces
