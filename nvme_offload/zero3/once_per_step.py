@@ -120,8 +120,24 @@ def _may_count(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+@contextlib.contextmanager
+def one_step(optimizer: torch.optim.Optimizer, sub_groups: int) -> Iterator[OncePerStep]:
+    """Context of a step that calls *optimizer* for each of *sub_groups*. After an exception it has
+    the values at the beginning of the step. Logs a warning if hooks run more than once.
+    """
+    if sub_groups > 1 and has_hooks(optimizer):
+        _warn_of_hooks(type(optimizer).__name__, sub_groups)
+    once = OncePerStep(optimizer)
+    try:
+        yield once
+        once.end()
+    except BaseException:
+        once.undo()
+        raise
+
+
 @functools.cache
-def warn_of_hooks(name: str, count: int) -> None:
+def _warn_of_hooks(name: str, count: int) -> None:
     """Warn, once, that hooks run more than once per step."""
     _log.warning(
         "hooks of the step of %s are called %d times in a step, once for each sub-group of this rank: do not count steps in them",

@@ -25,13 +25,7 @@ from ..io import archive
 from . import awaited, compat, states
 from .in_backward import InBackward, require_possible
 from .moving import move_partitions
-from .once_per_step import (
-    OncePerStep,
-    depends_on_values,
-    has_hooks,
-    update_scale,
-    warn_of_hooks,
-)
+from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
 from .param_swapper import has_value, return_to_device, swappers_of
 from .reader import CheckpointReader
@@ -146,19 +140,13 @@ class Stage3(Access):
         """The base class's step, in which the optimizer's `step` and the scaler of "torch_autocast"
         count one step for all sub-groups.
         """
-        scaler = getattr(self, "torch_autocast_gradscaler", None)
-        self._once, self._scaler = OncePerStep(self.optimizer), scaler
-        if scaler is not None:
-            self.torch_autocast_gradscaler = None
-            self.overflow = False  # set below, and releases before 0.19.5 do not reset it
-        if len(self.fp16_groups) > 1 and has_hooks(self.optimizer):
-            warn_of_hooks(type(self.optimizer).__name__, len(self.fp16_groups))
+        self._scaler = scaler = getattr(self, "torch_autocast_gradscaler", None)
         try:
-            self._base_step(closure)
-            self._once.end()
-        except BaseException:
-            self._once.undo()
-            raise
+            if scaler is not None:
+                self.torch_autocast_gradscaler = None
+                self.overflow = False  # set below, and releases before 0.19.5 do not reset it
+            with one_step(self.optimizer, len(self.fp16_groups)) as self._once:
+                self._base_step(closure)
         finally:
             self._once = self._scaler = None
             if scaler is not None:

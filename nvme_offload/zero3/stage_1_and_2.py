@@ -27,7 +27,7 @@ from ..errors import UnsupportedError
 from ..io.archive import Provider
 from . import compat, fragments, partition_states, states
 from .agreement import all_or_none
-from .once_per_step import OncePerStep, computed_from_values, has_hooks, warn_of_hooks
+from .once_per_step import OncePerStep, computed_from_values, one_step
 from .reader import MASTER, CheckpointReader
 from .step_stats import StepClock
 from .sub_groups import is_elementwise
@@ -322,22 +322,16 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
     def _optimizer_step(self, group_no: int) -> None:
         groups = self.optimizer.param_groups
         group, parameters = groups[group_no], self._of_group(group_no)
-        if len(parameters) > 1 and has_hooks(self.optimizer):
-            warn_of_hooks(type(self.optimizer).__name__, len(parameters))
         self.partly_changed = True
         self.optimizer.param_groups = [group]
-        once = OncePerStep(self.optimizer)
         try:
-            for parameter in parameters:
-                group["params"] = [parameter]
-                index = self._index_of(parameter)
-                if not self.tier.swapper.learned:
-                    self.read_ahead(index)
-                self._update(index, once)
-            once.end()
-        except BaseException:
-            once.undo()
-            raise
+            with one_step(self.optimizer, len(parameters)) as once:
+                for parameter in parameters:
+                    group["params"] = [parameter]
+                    index = self._index_of(parameter)
+                    if not self.tier.swapper.learned:
+                        self.read_ahead(index)
+                    self._update(index, once)
         finally:
             self.optimizer.param_groups = groups
             self._clear_fp32_optimizer_param_groups()
