@@ -37,66 +37,40 @@ CONTRACT: Mapping[str, str] = {
         _configure_offloading(offload_optimizer_config, offload_param_config)
         _configure_tensor_swapping(offload_optimizer_config, aio_config)
         _create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        _create_fp16_sub_groups(params_group)
-        _create_param_groups_fp16_flat_cpu_memory()
+        _create_fp16_sub_groups(params_group) _create_param_groups_fp16_flat_cpu_memory()
         _finalize_offload_gradient_accumulation() >=0.19.5
         _get_fp32_grad_state_partition(param, release_swap_buffers)
         _get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
-        _get_norm_groups()
-        _optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
-        _optimizer_step(sub_group_id)
-        _prepare_sub_group(sub_group_id, timer_names)
+        _get_norm_groups() _optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        _optimizer_step(sub_group_id) _prepare_sub_group(sub_group_id, timer_names)
         _reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        _release_sub_group(sub_group_id, timer_names)
-        _restore_from_bit16_weights()
-        _rigid_load_state_dict(state_dict, load_optimizer_states)
-        _rigid_state_dict()
-        _setup_for_real_optimizer()
-        _swappable_optimizer_subgroup(sub_group_id)
-        _writeback_swap_state(sub_group_id, write_opt_state, write_gradients)
-        destroy()
-        get_fp32_grad_for_param(param)
-        get_fp32_grad_partitions()
-        get_grad_norm_direct(gradients, params, ...)
-        has_overflow(partition_gradients)
-        independent_gradient_partition_epilogue()
-        initialize_optimizer_states()
-        partition_grads(params_to_release, grad_partitions)
-        reset_cpu_buffers()
-        reset_swap_buffers()
-        set_fp32_grad_for_param(value, param)
-        set_local_grad_for_param(value, param)
-        set_local_hp_param(value, param, optim_state_key)
-        step(closure)
-        unscale_and_clip_grads(sub_group_id, total_norm)
-        update_fp32_grad_for_param_vectorized(update_func, param_list)
-        zero_grad(set_to_none)
-        _backward_active_depth >=0.18.3
-        _clear_fp32_optimizer_param_groups()
-        _constant_buffered_norm2(input, ...)
-        _get_param_partition_rank(param) >=0.19
-        _load_global_state_stage3(sd)
-        _partition_all_parameters()
+        _release_sub_group(sub_group_id, timer_names) _restore_from_bit16_weights()
+        _rigid_load_state_dict(state_dict, load_optimizer_states) _rigid_state_dict()
+        _setup_for_real_optimizer() _swappable_optimizer_subgroup(sub_group_id)
+        _writeback_swap_state(sub_group_id, write_opt_state, write_gradients) destroy()
+        get_fp32_grad_for_param(param) get_fp32_grad_partitions()
+        get_grad_norm_direct(gradients, params, ...) has_overflow(partition_gradients)
+        independent_gradient_partition_epilogue() initialize_optimizer_states()
+        partition_grads(params_to_release, grad_partitions) reset_cpu_buffers()
+        reset_swap_buffers() set_fp32_grad_for_param(value, param)
+        set_local_grad_for_param(value, param) set_local_hp_param(value, param, optim_state_key)
+        step(closure) unscale_and_clip_grads(sub_group_id, total_norm)
+        update_fp32_grad_for_param_vectorized(update_func, param_list) zero_grad(set_to_none)
+        _backward_active_depth >=0.18.3 _clear_fp32_optimizer_param_groups()
+        _constant_buffered_norm2(input, ...) _get_param_partition_rank(param) >=0.19
+        _load_global_state_stage3(sd) _partition_all_parameters()
         _release_swap_buffers(sub_group_id)
         _swap_in_sub_group_to_flat_buffer(flat_buffer, sub_group_id)
-        _unflatten_partitioned_parameters(sub_group_id)
-        _zero3_partition_group_metadata() >=0.19
-        complete_grad_norm_calculation_for_cpu_offload(params)
-        get_param_id(param)
-        ipg_buckets >=0.17.2
-        is_gradient_accumulation_boundary() >=0.19.5
+        _unflatten_partitioned_parameters(sub_group_id) _zero3_partition_group_metadata() >=0.19
+        complete_grad_norm_calculation_for_cpu_offload(params) get_param_id(param)
+        ipg_buckets >=0.17.2 is_gradient_accumulation_boundary() >=0.19.5
         is_gradient_accumulation_boundary <0.19.5
         load_hp_checkpoint_state(folder, key, param) >=0.19
-        load_hp_checkpoint_state(folder, key) <0.19
-        master_weights_and_grads_dtype >=0.18
-        param_names >=0.18
-        params_in_ipg_bucket <0.17.2
-        refresh_fp32_params()
-        sub_group_partition_counts >=0.19
-        sub_group_process_groups >=0.19
-        torch_autocast_gradscaler >=0.17.6
-        clip_grad dp_process_group dtype dynamic_loss_scale fp16_groups
-        fp16_partitioned_groups_flat fp16_partitioned_groups_flat_numel
+        load_hp_checkpoint_state(folder, key) <0.19 master_weights_and_grads_dtype >=0.18
+        param_names >=0.18 params_in_ipg_bucket <0.17.2 refresh_fp32_params()
+        sub_group_partition_counts >=0.19 sub_group_process_groups >=0.19
+        torch_autocast_gradscaler >=0.17.6 clip_grad dp_process_group dtype dynamic_loss_scale
+        fp16_groups fp16_partitioned_groups_flat fp16_partitioned_groups_flat_numel
         fp32_partitioned_groups_flat grad_position gradient_accumulation_dtype inf_or_nan_tracker
         loss_scale loss_scaler micro_step_id module norm_for_param_grads
         offload_optimizer_fast_init optimizer optimizer_swapper overflow
@@ -107,35 +81,20 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
         __init__(init_optimizer, param_names, timers, ...)
         _get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements) >=0.19.5
-        _get_groups_without_padding(groups_with_padding)
-        _get_offload_gradient_dict()
-        _lazy_init_hp_params_optimizer_state()
-        _link_all_hp_params()
-        _load_global_state(sd)
+        _get_groups_without_padding(groups_with_padding) _get_offload_gradient_dict()
+        _lazy_init_hp_params_optimizer_state() _link_all_hp_params() _load_global_state(sd)
         _load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
-        _optimizer_step(group_no)
-        _release_ipg_buffers()
-        _restore_cpu_offload_grad_to_gpu(param) >=0.19.5
-        _restore_from_bit16_weights()
+        _optimizer_step(group_no) _release_ipg_buffers()
+        _restore_cpu_offload_grad_to_gpu(param) >=0.19.5 _restore_from_bit16_weights()
         _use_compact_grad_partition_buffer(group_idx) >=0.19.5
         async_accumulate_grad_in_cpu_via_gpu(param)
-        async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
-        clear_grad_attribute(param)
-        copy_grads_in_partition(param, group_idx) >=0.19.5
-        copy_grads_in_partition(param) <0.19.5
-        destroy()
-        get_param_gradient_attribute(param)
-        get_param_id(param)
-        independent_gradient_partition_epilogue()
-        initialize_optimizer_states()
-        offload_states(...) >=0.17
-        reset_cpu_buffers()
-        state_dict()
-        step(closure)
-        unscale_and_clip_grads(grad_groups_flat, total_norm)
-        update_lp_params()
-        update_offload_overflow_tracker(grad) >=0.17
-        _offload_accumulated_param_ids >=0.19.5
+        async_inplace_copy_grad_to_fp32_buffer_from_gpu(param) clear_grad_attribute(param)
+        copy_grads_in_partition(param, group_idx) >=0.19.5 copy_grads_in_partition(param) <0.19.5
+        destroy() get_param_gradient_attribute(param) get_param_id(param)
+        independent_gradient_partition_epilogue() initialize_optimizer_states()
+        offload_states(...) >=0.17 reset_cpu_buffers() state_dict() step(closure)
+        unscale_and_clip_grads(grad_groups_flat, total_norm) update_lp_params()
+        update_offload_overflow_tracker(grad) >=0.17 _offload_accumulated_param_ids >=0.19.5
         averaged_gradients bit16_groups device dtype dynamic_loss_scale grad_accum grad_position
         gradient_accumulation_dtype groups_padding micro_step_id nccl_start_alignment_factor
         norm_for_param_grads optimizer overflow parallel_partitioned_bit16_groups param_names
@@ -144,61 +103,37 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.utils.mixed_precision_linkage": "_hp_mapping",
     "deepspeed.utils.tensor_fragment:tensor_fragment": """
-        get_hp_fragment(optim_state_key)
-        get_lp_grad_fragment(index_in_param_group)
-        get_optim_state_fragment(key)
-        get_optim_state_keys()
+        get_hp_fragment(optim_state_key) get_lp_grad_fragment(index_in_param_group)
+        get_optim_state_fragment(key) get_optim_state_keys()
     """,
-    "deepspeed.runtime.config:DeepSpeedConfig": """
-        _do_sanity_check()
-        _param_dict
-    """,
-    "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
-        elements >=0.17.2
-        params >=0.17.2
-    """,
+    "deepspeed.runtime.config:DeepSpeedConfig": "_do_sanity_check() _param_dict",
+    "deepspeed.runtime.zero.stage3:IPGBucketZ3": "elements >=0.17.2 params >=0.17.2",
     "deepspeed.runtime.engine:DeepSpeedEngine": """
-        _configure_optimizer(...)
-        _configure_zero_optimizer(optimizer)
-        bf16_master_weights_and_gradients() >=0.18
-        fp16_master_weights_and_gradients()
-        zero_cpu_offload()
-        _do_sanity_check()
-        _get_all_ckpt_names(checkpoints_path, tag)
-        _get_ckpt_name(checkpoints_path, tag, mp_placeholder, ...)
-        _get_param_fragment_func(param)
-        _get_zero_param_shapes()
-        _load_checkpoint(...)
-        _load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        _save_checkpoint(...)
-        _save_zero_checkpoint(...)
-        load_checkpoint(load_dir, tag, ...)
-        load_module_state_dict(checkpoint, ...)
-        load_universal_checkpoint()
+        _configure_optimizer(...) _configure_zero_optimizer(optimizer)
+        bf16_master_weights_and_gradients() >=0.18 fp16_master_weights_and_gradients()
+        zero_cpu_offload() _do_sanity_check() _get_all_ckpt_names(checkpoints_path, tag)
+        _get_ckpt_name(checkpoints_path, tag, mp_placeholder, ...) _get_param_fragment_func(param)
+        _get_zero_param_shapes() _load_checkpoint(...)
+        _load_zero_checkpoint(load_dir, tag, load_optimizer_states) _save_checkpoint(...)
+        _save_zero_checkpoint(...) load_checkpoint(load_dir, tag, ...)
+        load_module_state_dict(checkpoint, ...) load_universal_checkpoint()
         save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        zero_load_from_fp32_weights()
-        zero_nvme_offload_optimizer()
-        zero_optimization_partition_weights()
-        zero_use_cpu_optimizer()
-        use_node_local_storage()
-        gradient_accumulation_steps()
-        _config checkpoint_engine device global_rank global_steps has_moe_layers local_rank
-        micro_steps mp_world_size optimizer param_names pipeline_parallelism
+        zero_load_from_fp32_weights() zero_nvme_offload_optimizer()
+        zero_optimization_partition_weights() zero_use_cpu_optimizer() use_node_local_storage()
+        gradient_accumulation_steps() _config checkpoint_engine device global_rank global_steps
+        has_moe_layers local_rank micro_steps mp_world_size optimizer param_names
+        pipeline_parallelism
     """,
     "deepspeed.runtime.engine": "DeepSpeedZeRoOffload DeepSpeedZeroOptimizer",
     "deepspeed.runtime.config": "get_aio_config(param_dict)",
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
-        __init__(module, timers, ds_config, ...)
-        get_param_coordinator()
-        partition_all_parameters()
-        dp_process_group forward_hooks
+        __init__(module, timers, ds_config, ...) get_param_coordinator()
+        partition_all_parameters() dp_process_group forward_hooks
     """,
     "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
-        fetch_sub_module(current_submodule, forward)
-        is_complete_trace()
-        is_record_trace()
+        fetch_sub_module(current_submodule, forward) is_complete_trace() is_record_trace()
         _PartitionedParameterCoordinator__param_queue
         _PartitionedParameterCoordinator__prefetch_bucket_sz
         _PartitionedParameterCoordinator__step_id
@@ -207,9 +142,9 @@ CONTRACT: Mapping[str, str] = {
         __init__(param, step_id_last_used_at)
     """,
     "deepspeed.runtime.zero.partition_parameters": """
-        AsyncPartitionedParameterSwapper(ds_config, model_dtype)
-        ZeroParamStatus convert_to_zero_parameters ds_id ds_numel ds_process_group ds_shape
-        ds_status ds_tensor final_location nvme_swapper partition partition_numel status
+        AsyncPartitionedParameterSwapper(ds_config, model_dtype) ZeroParamStatus
+        convert_to_zero_parameters ds_id ds_numel ds_process_group ds_shape ds_status ds_tensor
+        final_location nvme_swapper partition partition_numel status
     """,
     "deepspeed.runtime.zero.partition_parameters:Init": """
         ds_process_group local_device param_swapper remote_device
@@ -224,40 +159,23 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.offload_config:OffloadDeviceEnum": "nvme",
     "deepspeed.runtime.utils": "is_optimized_parameter(param) >=0.19.5",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine": """
-        commit(info) >=0.17
-        commit(tag) <0.17
-        load(path, map_location)
-        save(state_dict, path)
+        commit(info) >=0.17 commit(tag) <0.17 load(path, map_location) save(state_dict, path)
         zipfile_serialization >=0.17
     """,
     "deepspeed.checkpoint.constants": """
         BASE_OPTIMIZER_STATE FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES
         LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS
     """,
-    "deepspeed.comm": """
-        all_reduce(tensor, op, ...)
-        get_rank(...)
-        get_world_size(...)
-        ReduceOp
-    """,
+    "deepspeed.comm": "all_reduce(tensor, op, ...) get_rank(...) get_world_size(...) ReduceOp",
     "deepspeed.comm:ReduceOp": "MIN",
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
-        current_device()
-        current_device_name()
-        current_stream(...)
-        device_name(device_index)
-        is_synchronized_device()
-        resolves_data_dependency()
-        set_device(device_index)
-        stream(stream)
-        Stream
+        current_device() current_device_name() current_stream(...) device_name(device_index)
+        is_synchronized_device() resolves_data_dependency() set_device(device_index)
+        stream(stream) Stream
     """,
     "deepspeed.accelerator": "get_accelerator()",
     "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": "ds_opt_adam opt_id",
-    "deepspeed.ops.op_builder:AsyncIOBuilder": """
-        is_compatible(...)
-        NAME _loaded_ops
-    """,
+    "deepspeed.ops.op_builder:AsyncIOBuilder": "is_compatible(...) NAME _loaded_ops",
     "deepspeed.ops.op_builder.builder:OpBuilder": "jit_load(verbose)",
     "deepspeed.ops.adam": "FusedAdam(params, ...)",
     "deepspeed.ops.op_builder": "FusedAdamBuilder",
