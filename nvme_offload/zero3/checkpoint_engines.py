@@ -76,13 +76,23 @@ def streams(engine: Any) -> bool:
     return False
 
 
-class Generation:
+class _Instead:
+    """Replaces *original*, a checkpoint engine of DeepSpeed."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+
+class Generation(_Instead):
     """Replaces *original*, the TorchCheckpointEngine of *engine*, during a save: the checkpoint
     *tag* appears complete, or not at all.
     """
 
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
-        self.original = original
+        super().__init__(original)
         self.failure: Exception | None = None
         self._optimizer = engine.optimizer
         self._has_states = False
@@ -104,9 +114,6 @@ class Generation:
             "otherwise give a directory on a filesystem that all nodes share",
             first_of_node=engine.local_rank == 0 if engine.use_node_local_storage() else None,
         )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. The temporary directory stands in for the tag's, and exists already."""
@@ -143,31 +150,28 @@ class Generation:
         return committed
 
 
-class Complete:
+class Complete(_Instead):
     """Replaces *original*, any checkpoint engine of DeepSpeed, while *optimizer* is saved, and
     refuses to write a file that lacks states.
     """
 
     def __init__(self, original: Any, optimizer: Any) -> None:
-        self._original = original
+        super().__init__(original)
         self._optimizer = optimizer
         self._has_states = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
     def save(self, state_dict: Any, path: str) -> Any:
         """Write a file of the checkpoint."""
         if OPTIMIZER_STATE_DICT in state_dict:
             self._optimizer.require_complete(state_dict)
             self._has_states = True
-        return self._original.save(state_dict, path)
+        return self.original.save(state_dict, path)
 
     def commit(self, info: Any) -> Any:
         """Commit the checkpoint, after all files are written."""
         if not self._has_states and (failure := _lacking(self._optimizer)) is not None:
             raise failure
-        return self._original.commit(info)
+        return self.original.commit(info)
 
 
 def _lacking(optimizer: Any) -> OffloadError | None:
@@ -179,17 +183,14 @@ def _lacking(optimizer: Any) -> OffloadError | None:
     return None
 
 
-class Reader:
+class Reader(_Instead):
     """Replaces *original*, the TorchCheckpointEngine of an engine, during a load. *read* returns
     the contents of a file.
     """
 
     def __init__(self, original: Any, read: Callable[[str], Any]) -> None:
-        self._original = original
+        super().__init__(original)
         self._read = read
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The contents of *path*."""

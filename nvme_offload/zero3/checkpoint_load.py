@@ -134,21 +134,11 @@ def takes_weights_alone(engine: Any, given: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was checked and is about to be loaded.
-
-    Attributes
-    ----------
-    values
-        The reader of the checkpoint.
-    tree
-        The contents of one rank's file of model states, in memory.
-    read
-        A function that returns the contents of any other file of model states in the same form.
-    weights
-        The parameters whose weights are loaded separately from states, by name: frozen ones, all,
-        or under ZeRO-1 and ZeRO-2, where DeepSpeed loads them, none.
-    alone
-        Whether all weights are loaded this way, and no states.
+    """A checkpoint that was checked and is about to be loaded: the reader of its *values*; the *tree*
+    of one rank's file of model states, in memory; *read*, which returns any other such file in the
+    same form; and the *weights*, by name, of the parameters that are loaded separately from states:
+    frozen ones, all, or under ZeRO-1 and ZeRO-2, where DeepSpeed loads them, none. *alone*: whether
+    all weights are loaded this way, and no states.
     """
 
     values: CheckpointReader

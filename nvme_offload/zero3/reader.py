@@ -103,28 +103,12 @@ def as_of_stage_3(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CheckpointReader:
-    """The values of a checkpoint.
-
-    Parameters
-    ----------
-    ranks : int
-        The number of ranks that saved the checkpoint.
-    trained : mapping
-        The trained weights, by name.
-    optimizer : callable
-        Returns DeepSpeed's state dict of the optimizer of a saved rank.
-    frozen : mapping, optional
-        The frozen weights, by name.
-    fragments : callable, optional
-        Returns the partitions of frozen weights of a saved rank.
-    aliases : mapping, optional
-        Other names of weights, such as tied ones.
-    universal : Path, optional
-        The directory with a file for each trained weight and key, in place of flat sub-groups.
-    read : callable, optional
-        Returns the contents of a file; its tensors may be in the file.
-    partition_sizes : sequence of int, optional
-        Of ZeRO-1 and ZeRO-2: the elements of a rank's partition of each parameter group.
+    """The values of a checkpoint that *ranks* have saved, with *trained* and *frozen* weights by
+    name. *optimizer* returns DeepSpeed's state dict of the optimizer of a saved rank, *fragments*
+    its partitions of frozen weights, and *read* the contents of a file; tensors may be in the file.
+    *aliases*: other names of weights, such as tied ones. *universal*: the directory with a file for
+    each trained weight and key, in place of flat sub-groups. *partition_sizes*, of ZeRO-1 and
+    ZeRO-2: the elements of a rank's partition of each parameter group.
     """
 
     def __init__(
