@@ -91,9 +91,10 @@ class SavedWeights:
                 missing.setdefault(tensor, name)
         for tensor, name in missing.items():
             if tensor not in found:  # a tied parameter may be there by another name
-                raise UsageError(
-                    f"{self._place} does not have {name}: give the weights of this model"
-                )
+                cure = "give the weights of this model"
+                if name.startswith("base_model.model."):  # of peft
+                    cure = "call get_peft_model after parameters"
+                raise UsageError(f"{self._place} does not have {name}: {cure}")
         for tensor, name in found.items():
             shape = list(self._files[name].get_slice(name).get_shape())
             if shape != list(tensor.shape):

@@ -14,6 +14,7 @@ from families import FAMILIES
 from torch import nn
 
 from nvme_offload import Offload
+from nvme_offload.errors import UsageError
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
 
@@ -22,7 +23,7 @@ Make = Callable[..., Offload]
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns
 
 
-def _llama() -> tuple[nn.Module, torch.Tensor]:
+def _llama() -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
     built: Any = FAMILIES["llama"]()
     return built[0], built[1]["input_ids"]
@@ -39,21 +40,47 @@ def test_adapters_of_peft_train_over_a_base_that_streams(
     model.gradient_checkpointing_enable({"use_reentrant": False})
     in_memory = copy.deepcopy(model)
     make().parameters(model, "cpu")
-    losses: list[list[float]] = []
-    for each in (model, in_memory):
-        trained = [one for one in each.parameters() if one.requires_grad]
-        assert all(type(one) is nn.Parameter for one in trained)
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        losses.append([])
-        for _ in range(3):
-            loss = each(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[0] == losses[1]
+    assert _losses(model, tokens) == _losses(in_memory, tokens)
     for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_adapters_of_peft_train_over_a_base_from_files(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft, accelerate = pytest.importorskip("peft"), pytest.importorskip("accelerate")
+    monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=200))
+    in_memory, tokens = _llama()
+    in_memory.save_pretrained(tmp_path / "base")
+    with accelerate.init_empty_weights():
+        model = type(in_memory)(in_memory.config)
+    adapters = peft.LoraConfig(r=1, target_modules=["q_proj"], init_lora_weights="gaussian")
+    wrapped = peft.get_peft_model(copy.deepcopy(model), adapters)
+    with pytest.raises(UsageError, match="call get_peft_model after parameters"):
+        make().parameters(wrapped, "cpu", weights=tmp_path / "base")
+    make().parameters(model.requires_grad_(False), "cpu", weights=tmp_path / "base")
+    trained = []
+    for each in (model, in_memory):
+        torch.manual_seed(0)
+        trained.append(peft.get_peft_model(each, adapters).train())
+    assert _losses(trained[0], tokens) == _losses(trained[1], tokens)
+    for one, other in zip(*(each.parameters() for each in trained), strict=True):
+        assert torch.equal(one, other)
+
+
+def _losses(model: nn.Module, tokens: torch.Tensor) -> list[float]:
+    """Train the adapters of *model* for three steps; returns the losses."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    assert all(type(one) is nn.Parameter for one in trained)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses: list[float] = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.slow
