@@ -66,8 +66,10 @@ def new_file(path: Path) -> Iterator[Path]:
     """Context that yields a temporary file, which the caller fills and syncs, and then renames it to
     *path*. After an exception *path* is unchanged.
 
-    Permissions are the default of this process (umask). Raises: OSError.
+    Missing parents of *path* are created. Permissions are the default of this process (umask). Raises:
+    OSError.
     """
+    make_directory(path.parent)
     with _partial_path(path, 0o666) as (partial, _):
         yield partial
         partial.replace(path)
@@ -124,8 +126,10 @@ def partial_directory(path: Path) -> Iterator[Path]:
     """Create a temporary directory next to *path*, to be filled and then committed by
     `publish_directory`.
 
-    On exit the directory is removed if it was not committed. Raises: OSError.
+    Missing parents of *path* are created. On exit the directory is removed if it was not committed.
+    Raises: OSError.
     """
+    make_directory(path.parent)
     with _partial_path(path, None) as (partial, _):
         yield partial
 

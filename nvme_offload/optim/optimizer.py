@@ -534,7 +534,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Parameters
         ----------
         path : path
-            The file or directory, in an existing directory on any filesystem.
+            The file or directory, on any filesystem. Missing parent directories are created.
         group : ProcessGroup, optional
             The ranks that save together; by default the ranks of the parameters' mesh.
 
@@ -548,7 +548,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         NoSpaceError
             The filesystem of *path* has no room for the file.
         IOFailure
-            The directory does not exist, or a drive failed.
+            A directory cannot be created, or a drive failed.
         OffloadError
             Another rank failed; the message gives its error.
         """

@@ -33,7 +33,6 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
     from nvme_offload.report import render
 
     progress.show("report", "drawing")
-    commit.make_directory(directory)
     with contextlib.suppress(OSError):
         # of sweeps that were killed
         commit.remove_abandoned(directory, r".+-\d{4}-\d\d-\d\d")

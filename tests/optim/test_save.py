@@ -270,11 +270,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_the_training(tmp_path, monke
 def test_where_it_cannot_be(tmp_path):
     params = parameters()
     with roomy(params, tmp_path) as optimizer:
-        with pytest.raises(IOFailure, match="No such file or directory"):
-            optimizer.save(tmp_path / "none" / "saved")
-        optimizer.save(tmp_path / "empty")  # before the first step
-        assert torch.load(tmp_path / "empty")["state"] == {}
-        load(optimizer, tmp_path / "empty")
+        empty = tmp_path / "new" / "directories" / "empty"
+        optimizer.save(empty)  # before the first step
+        assert torch.load(empty)["state"] == {}
+        load(optimizer, empty)
+        with pytest.raises(IOFailure, match="Not a directory"):
+            optimizer.save(empty / "below" / "saved")
     with pytest.raises(UsageError, match="closed"):
         optimizer.save(tmp_path / "saved")
 

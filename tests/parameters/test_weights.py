@@ -136,8 +136,9 @@ def test_from_pretrained_reads_what_was_saved(
     model, inputs = built
     in_memory, offload = copy.deepcopy(model), make()
     offload.parameters(model, "cpu")
-    offload.save(tmp_path / "saved", model)
-    loaded = type(model).from_pretrained(tmp_path / "saved")
+    place = tmp_path / "new" / "directories" / "saved"
+    offload.save(place, model)
+    loaded = type(model).from_pretrained(place)
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, in_memory.eval()(**inputs).logits)
 
