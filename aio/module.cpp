@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <system_error>
+#include <type_traits>
 #include <vector>
 
 #include "adam.h"
@@ -38,21 +39,25 @@ constexpr std::chrono::milliseconds kSignalInterval{50};
 /// nor, with libc++, through pybind11's catch (...). So the thread blocks here, as from 3.14 on.
 template <typename Work>
 auto without_gil(Work work) -> decltype(work()) {
-  PyThreadState* const thread = PyEval_SaveThread();
-  std::optional<decltype(work())> result;
-  std::exception_ptr thrown;
-  try {
-    result.emplace(work());
-  } catch (...) {
-    thrown = std::current_exception();
+  if constexpr (std::is_void_v<decltype(work())>) {
+    without_gil([&] { return work(), true; });
+  } else {
+    PyThreadState* const thread = PyEval_SaveThread();
+    std::optional<decltype(work())> result;
+    std::exception_ptr thrown;
+    try {
+      result.emplace(work());
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+    try {
+      PyEval_RestoreThread(thread);
+    } catch (...) {
+      for (;;) ::pause();
+    }
+    if (thrown) std::rethrow_exception(thrown);
+    return *std::move(result);
   }
-  try {
-    PyEval_RestoreThread(thread);
-  } catch (...) {
-    for (;;) ::pause();
-  }
-  if (thrown) std::rethrow_exception(thrown);
-  return *std::move(result);
 }
 
 py::object error_class(const char* name) {
@@ -182,7 +187,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     release_owners(*engine);
     const std::shared_ptr<Request> failed = engine->take_unobserved_failure();
     engine_.reset();
-    without_gil([&] { return engine.reset(), true; });  // ends the threads
+    without_gil([&] { engine.reset(); });  // ends the threads
     if (failed != nullptr) raise_failure(*failed);
   }
 
@@ -370,7 +375,7 @@ std::shared_ptr<File> closed_without_gil(std::shared_ptr<File> file) {
   File* const opened = file.get();
   return std::shared_ptr<File>(opened, [file = std::move(file)](File* /*unused*/) mutable {
     if (PyGILState_Check() != 0) {
-      without_gil([&] { return file.reset(), true; });
+      without_gil([&] { file.reset(); });
     } else {
       file.reset();
     }
@@ -396,6 +401,32 @@ void translate(std::exception_ptr thrown) {
   }
 }
 
+/// Defines the functions that split masters into working weights and *Low* bits, and that join
+/// them.
+template <typename Low>
+void def_split(py::module_& module, const char* split_name, const char* join_name) {
+  using py::literals::operator""_a;
+  module.def(
+      split_name,
+      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count,
+         unsigned threads) {
+        without_gil([&] {
+          split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<Low>(low), count,
+                threads);
+        });
+      },
+      "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
+  module.def(
+      join_name,
+      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count,
+         unsigned threads) {
+        without_gil([&] {
+          join(at<std::uint16_t>(working), at<Low>(low), at<std::uint32_t>(master), count, threads);
+        });
+      },
+      "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
+}
+
 }  // namespace
 }  // namespace nvme_offload
 
@@ -414,12 +445,7 @@ PYBIND11_MODULE(_aio, module) {
            "nbytes"_a, "in_child"_a = true, "reserve"_a = 0)
       .def("grow", &Memory::grow, "nbytes"_a)
       .def("populate",
-           [](Memory& memory) {
-             without_gil([&] {
-               memory.populate(memory.nbytes());
-               return true;
-             });
-           })
+           [](Memory& memory) { without_gil([&] { memory.populate(memory.nbytes()); }); })
       .def("lock", [](Memory& memory) { return without_gil([&] { return memory.lock(); }); })
       .def_property_readonly(
           "address",
@@ -469,7 +495,7 @@ PYBIND11_MODULE(_aio, module) {
                 [&] { return File::open_anonymous(directory, direct, nbytes, padded); }));
           },
           "directory"_a, "direct"_a, "nbytes"_a, "padded"_a)
-      .def("sync", [](File& file) { without_gil([&] { return file.sync(), true; }); })
+      .def("sync", [](File& file) { without_gil([&] { file.sync(); }); })
       .def_property_readonly("path", [](const File& file) { return decoded(file.path()); })
       .def_property_readonly("size", &File::size)
       .def_property_readonly("direct", &File::direct)
@@ -512,58 +538,15 @@ PYBIND11_MODULE(_aio, module) {
       "address"_a, "nbytes"_a);
 
   // On memory by address, *count* elements, which no other thread uses meanwhile.
-  module.def(
-      "split",
-      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count,
-         unsigned threads) {
-        without_gil([&] {
-          return split(at<std::uint32_t>(master), at<std::uint16_t>(working),
-                       at<std::uint16_t>(low), count, threads),
-                 true;
-        });
-      },
-      "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
-  module.def(
-      "join",
-      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count,
-         unsigned threads) {
-        without_gil([&] {
-          return join(at<std::uint16_t>(working), at<std::uint16_t>(low), at<std::uint32_t>(master),
-                      count, threads),
-                 true;
-        });
-      },
-      "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
-  module.def(
-      "split_short",
-      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count,
-         unsigned threads) {
-        without_gil([&] {
-          return split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<std::uint8_t>(low),
-                       count, threads),
-                 true;
-        });
-      },
-      "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
-  module.def(
-      "join_short",
-      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count,
-         unsigned threads) {
-        without_gil([&] {
-          return join(at<std::uint16_t>(working), at<std::uint8_t>(low), at<std::uint32_t>(master),
-                      count, threads),
-                 true;
-        });
-      },
-      "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
+  def_split<std::uint16_t>(module, "split", "join");
+  def_split<std::uint8_t>(module, "split_short", "join_short");
   module.def(
       "round_to_24",
       [](std::uintptr_t values, std::size_t count, std::uintptr_t table, std::uintptr_t factors,
          std::uintptr_t summands, unsigned threads) {
         const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors),
                               at<std::uint32_t>(summands)};
-        without_gil(
-            [&] { return round_to_24(at<std::uint32_t>(values), count, randoms, threads), true; });
+        without_gil([&] { round_to_24(at<std::uint32_t>(values), count, randoms, threads); });
       },
       "values"_a, "count"_a, "table"_a, "factors"_a, "summands"_a, "threads"_a);
   module.def(
@@ -574,9 +557,8 @@ PYBIND11_MODULE(_aio, module) {
         const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors),
                               at<std::uint32_t>(summands)};
         without_gil([&] {
-          return encode(at<float>(values), at<std::uint8_t>(codes), at<std::uint8_t>(exponents),
-                        count, is_signed, randoms, threads),
-                 true;
+          encode(at<float>(values), at<std::uint8_t>(codes), at<std::uint8_t>(exponents), count,
+                 is_signed, randoms, threads);
         });
       },
       "values"_a, "codes"_a, "exponents"_a, "count"_a, "signed"_a, "table"_a, "factors"_a,
@@ -586,9 +568,8 @@ PYBIND11_MODULE(_aio, module) {
       [](std::uintptr_t codes, std::uintptr_t exponents, std::uintptr_t values, std::size_t count,
          bool is_signed, unsigned threads) {
         without_gil([&] {
-          return decode(at<std::uint8_t>(codes), at<std::uint8_t>(exponents), at<float>(values),
-                        count, is_signed, threads),
-                 true;
+          decode(at<std::uint8_t>(codes), at<std::uint8_t>(exponents), at<float>(values), count,
+                 is_signed, threads);
         });
       },
       "codes"_a, "exponents"_a, "values"_a, "count"_a, "signed"_a, "threads"_a);
@@ -597,9 +578,7 @@ PYBIND11_MODULE(_aio, module) {
       [](std::uintptr_t values, std::uintptr_t first, std::uintptr_t far, std::size_t count,
          double eps, unsigned threads) {
         without_gil([&] {
-          return mark_far(at<float>(values), at<float>(first), at<std::uint8_t>(far), count, eps,
-                          threads),
-                 true;
+          mark_far(at<float>(values), at<float>(first), at<std::uint8_t>(far), count, eps, threads);
         });
       },
       "values"_a, "first"_a, "far"_a, "count"_a, "eps"_a, "threads"_a);
