@@ -22,38 +22,21 @@ class Extents:
     granule : int
         Allocation unit in bytes.
 
-    Raises
-    ------
-    UsageError
-        *nbytes* is not a multiple of *granule*, or *granule* is below 1.
+    Attributes
+    ----------
+    nbytes : int
+        As given.
     """
 
     def __init__(self, nbytes: int, granule: int = 4096) -> None:
-        if operator.index(granule) < 1:
-            raise UsageError(f"a granule must be at least 1 byte, not {granule}")
+        self.nbytes = nbytes
         self._granule = granule
-        self._nbytes = 0
         self._used: dict[int, int] = {}  # offset -> bytes
-        self._used_bytes = 0
         # Each free extent is in both lists: neighbours and best fit are a bisection each.
         self._by_offset: list[tuple[int, int]] = []  # (offset, bytes)
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset)
-        self.grow(nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the range in bytes."""
-        return self._nbytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Allocated bytes, in whole granules."""
-        return self._used_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes, over all free extents."""
-        return self._nbytes - self._used_bytes
+        if nbytes:
+            self._insert_free(0, nbytes)
 
     @property
     def largest_free_bytes(self) -> int:
@@ -81,7 +64,6 @@ class Extents:
         if free_size > size:
             self._insert_free(offset + size, free_size - size)
         self._used[offset] = size
-        self._used_bytes += size
         return offset
 
     def free(self, offset: int) -> None:
@@ -93,24 +75,6 @@ class Extents:
             raise UsageError(
                 f"no extent starts at {offset}: it was freed before, or never allocated"
             )
-        self._used_bytes -= size
-        self._add_free(offset, size)
-
-    def grow(self, nbytes: int) -> None:
-        """Extend the range to *nbytes* in all; the new bytes are free. Raises: UsageError when that
-        is less than now, or not whole granules.
-        """
-        nbytes = operator.index(nbytes)
-        if nbytes < self._nbytes or nbytes % self._granule:
-            raise UsageError(
-                f"a range of {self._nbytes} bytes grows to a multiple of {self._granule} bytes, not to {nbytes}"
-            )
-        added = nbytes - self._nbytes
-        if added:
-            self._add_free(self._nbytes, added)
-            self._nbytes = nbytes
-
-    def _add_free(self, offset: int, size: int) -> None:
         place = bisect_left(self._by_offset, (offset, 0))
         before, after = (
             self._by_offset[max(place - 1, 0) : place],

@@ -245,16 +245,13 @@ class PinnedPool(Closing):
         _log.info("%s; the rest may be swapped out", shortfall)
 
     def _live(self) -> _Arena:
-        self._check_process()
-        if self._arena is None:
-            raise UsageError("the pool is closed")
-        return self._arena
-
-    def _check_process(self) -> None:
         if os.getpid() != self._process_id:
             raise UsageError(
                 "the pool belongs to the process that this one was forked from: make one here"
             )
+        if self._arena is None:
+            raise UsageError("the pool is closed")
+        return self._arena
 
 
 def _synchronize_devices() -> None:

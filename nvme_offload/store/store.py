@@ -435,10 +435,9 @@ class TensorStore(Closing):
 
     def drain(self) -> None:
         """Wait until no transfer is in flight. Errors stay with their tickets."""
-        with self._locked(), self._changing:
-            transfers = list(self._catalog.in_flight)
-        for transfer in transfers:
-            self.finish(transfer)
+        with self._locked():
+            self._changing.check()
+        self._wait_for_all()
 
     def end_step(self) -> None:
         """End a training step in the counters: see `StoreStats.bytes_written_by_step`."""

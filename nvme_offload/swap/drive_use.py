@@ -115,7 +115,7 @@ class Meter:
             profiles = [profile_shelf.find(path) for path in tier.paths]
             self._tuned = sum(each.performance["mixed"].gb_per_s for each in profiles) * 1e9
             for path, profile in zip(tier.paths, profiles, strict=True):
-                _tell_endurance(path, profile)
+                _log_endurance(path, profile)
         self._disks = Disks(tier.paths)
         self._disks_before, self._took = self._disks.counters(), time.monotonic()
         live.watch(tier)
@@ -154,7 +154,7 @@ class Meter:
             else None
         )
         self._before, self._disks_before, self._took = now, disks, taken
-        live.step_began(self._tier, disks, ended=ended)
+        live.watch(self._tier).begin(disks, ended=ended)
         return {
             "bytes_read": now.bytes_read - before.bytes_read,
             "bytes_written": now.bytes_written - before.bytes_written,
@@ -168,12 +168,12 @@ class Meter:
         }
 
 
-def _tell_endurance(path: str, profile: Profile) -> None:
+def _log_endurance(path: str, profile: Profile) -> None:
     """Log the wear of the drive at the time of its sweep, if the drive reported it."""
     health = profile.health_after
-    if path in _told or health is None or health.written_bytes is None:
+    if path in _logged_paths or health is None or health.written_bytes is None:
         return
-    _told.add(path)
+    _logged_paths.add(path)
     worn = f", {health.wear:.0%} of its rated life" if health.wear is not None else ""
     _log.info(
         "the drive of %s had %.2f TB written to it when it was swept%s",
@@ -181,4 +181,4 @@ def _tell_endurance(path: str, profile: Profile) -> None:
     )
 
 
-_told: set[str] = set()  # paths
+_logged_paths: set[str] = set()

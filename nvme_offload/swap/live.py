@@ -45,7 +45,7 @@ class Live:
         self._begin(tier.counters(), self._disks.counters())
 
     def _begin(self, counted: SwapperStats | None, disks: DiskCounters | None) -> None:
-        self._began = self._told = time.monotonic()
+        self._began = self._logged = time.monotonic()
         self._before, self._disks_before = counted, disks
         self._bytes_at_begin = counted.bytes_moved if counted is not None else 0
         self._samples: list[tuple[int, float]] = [(0, 0.0)]
@@ -67,10 +67,10 @@ class Live:
         now = time.monotonic()
         with self._lock:
             expected = max(self._last[-1][1] if self._last else 0.0, now - self._began)
-            is_first = self._told == self._began
-            return self._told + (_SECONDS if is_first else max(_SECONDS, expected / _LINES)) - now
+            is_first = self._logged == self._began
+            return self._logged + (_SECONDS if is_first else max(_SECONDS, expected / _LINES)) - now
 
-    def tell(self) -> None:
+    def log_line(self) -> None:
         """Log a line, if any bytes moved since the last line."""
         tier = self._tier()
         counted = tier.counters() if tier is not None else None
@@ -82,8 +82,8 @@ class Live:
             if moved < 0:  # the step ended meanwhile
                 return
             now, before, disks_before = time.monotonic(), self._before, self._disks_before
-            seconds, elapsed = now - self._told, now - self._began
-            self._told, self._before, self._disks_before = now, counted, disks
+            seconds, elapsed = now - self._logged, now - self._began
+            self._logged, self._before, self._disks_before = now, counted, disks
             self._samples.append((moved, elapsed))
             left = seconds_left(self._last, moved, elapsed)
         if before is None or counted.bytes_moved == before.bytes_moved:
@@ -141,30 +141,24 @@ def _time_at(samples: Sequence[tuple[int, float]], moved: int, find: Callable[..
     return before + (after - before) * share
 
 
-def watch(tier: Tier) -> None:
-    """Log the steps of *tier* for as long as it lives, if logging at this level is enabled."""
+def watch(tier: Tier) -> Live:
+    """Log the steps of *tier* for as long as it lives, if logging at this level is enabled.
+    Returns: the object that does.
+    """
     if tier not in _live:
         _live[tier] = Live(tier)
-    if not _log.isEnabledFor(logging.INFO) or tier in _threads:
-        return
-    stopped = threading.Event()
-    weakref.finalize(tier, stopped.set)
-    thread = threading.Thread(
-        target=_run,
-        args=(weakref.ref(_live[tier]), stopped),
-        name="nvme_offload live progress",
-        daemon=True,
-    )
-    _threads[tier] = thread
-    thread.start()
-
-
-def step_began(tier: Tier, disks: DiskCounters | None, *, ended: bool) -> None:
-    """Begin a step with *tier*. *ended*: whether it begins at the end of the previous step.
-    *disks*: the present counters of the tier's disks.
-    """
-    watch(tier)
-    _live[tier].begin(disks, ended=ended)
+    if _log.isEnabledFor(logging.INFO) and tier not in _threads:
+        stopped = threading.Event()
+        weakref.finalize(tier, stopped.set)
+        thread = threading.Thread(
+            target=_run,
+            args=(weakref.ref(_live[tier]), stopped),
+            name="nvme_offload live progress",
+            daemon=True,
+        )
+        _threads[tier] = thread
+        thread.start()
+    return _live[tier]
 
 
 def _run(reference: weakref.ref[Live], stopped: threading.Event) -> None:
@@ -174,7 +168,7 @@ def _run(reference: weakref.ref[Live], stopped: threading.Event) -> None:
         if live is None:
             return
         if live.due_in() <= 0:
-            live.tell()
+            live.log_line()
         # Wake up often enough to log the first line of a step that begins meanwhile in time.
         wait = min(max(live.due_in(), 0.0), _SECONDS)
         del live  # otherwise the tier could not be freed before the next line

@@ -316,7 +316,7 @@ class Tier:
             elif wanted > self._held_bytes:
                 # Doubled, since every change registers the whole pool with CUDA again.
                 self._swapper.grow(min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes))
-                self._tell_memory()
+                self._log_memory()
 
     def exceed(self, nbytes: int) -> None:
         """Allow the pool to grow to *nbytes* for a value that the budget cannot hold. The caller
@@ -362,10 +362,10 @@ class Tier:
     def _make_pool(self, nbytes: int) -> PinnedPool:
         self._most_bytes = max(nbytes, physical_bytes())
         self._pool = PinnedPool(nbytes, reserve=self._most_bytes)
-        self._tell_memory()
+        self._log_memory()
         return self._pool
 
-    def _tell_memory(self) -> None:
+    def _log_memory(self) -> None:
         pool = known(self._pool)
         automatic = ", from the memory available" if self._automatic else ""
         held, cap = format_bytes(pool.nbytes), format_bytes(self.cap_bytes)
@@ -377,16 +377,13 @@ class Tier:
             pool.pinned,
         )
 
-    def require_memory(self, whole_bytes: int, beside_bytes: int = 0) -> None:
-        """Check that the host memory is available before training starts. With "auto" the budget is
-        reduced by *beside_bytes*.
+    def require_memory(self, whole_bytes: int) -> None:
+        """Check that the host memory is available before training starts.
 
         Parameters
         ----------
         whole_bytes : int
             Bytes of everything that is offloaded; the pool takes these, up to the budget.
-        beside_bytes : int
-            Bytes of host memory that this rank needs outside of the pool.
 
         Raises
         ------
@@ -397,14 +394,12 @@ class Tier:
         ranks = local_ranks()
         available = available_bytes() // ranks
         if self._swapper is None and self._automatic:
-            self.cap_bytes = max(
-                min(self.cap_bytes, int((available - beside_bytes) * AUTO_SHARE)), 0
-            )
+            self.cap_bytes = min(self.cap_bytes, int(available * AUTO_SHARE))
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes
-        if held + beside_bytes > available:
+        if held > available:
             raise UsageError(
-                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for offloaded values"
-                f"{f' and {format_bytes(beside_bytes)} for other buffers' if beside_bytes else ''}, and {format_bytes(available)} are available to it: "
+                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for offloaded values, "
+                f"and {format_bytes(available)} are available to it: "
                 'lower "host_memory", or use fewer ranks or a smaller model'
             )
 
@@ -499,7 +494,7 @@ def local_ranks() -> int:
     Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher,
     and its plugin for Slurm, set WORLD_SIZE only.
     """
-    told = (
+    given = (
         os.environ.get(name)
         for name in (
             "LOCAL_WORLD_SIZE",
@@ -508,7 +503,7 @@ def local_ranks() -> int:
             "MPI_LOCALNRANKS",
         )
     )
-    if local := next(filter(None, told), None):
+    if local := next(filter(None, given), None):
         return max(int(local), 1)
     everywhere = int(os.environ.get("WORLD_SIZE") or 1)
     return max(

@@ -11,7 +11,7 @@ from nvme_offload.io.extents import Extents
 def test_space_is_rounded_up_to_granules():
     extents = Extents(4 * 4096)
     assert [extents.allocate(nbytes) for nbytes in (1, 4096, 4097)] == [0, 4096, 8192]
-    assert (extents.used_bytes, extents.free_bytes, extents.largest_free_bytes) == (16384, 0, 0)
+    assert extents.largest_free_bytes == 0
     assert extents.allocate(1) is None
 
 
@@ -38,19 +38,13 @@ def test_a_freed_extent_joins_the_holes_on_both_sides():
         extents.allocate(1)
     for offset in (1, 3, 2):
         extents.free(offset)
-    assert (extents.free_bytes, extents.largest_free_bytes) == (3, 3)
+    assert extents.largest_free_bytes == 3
     assert extents.allocate(3) == 1
 
 
-def test_growing_adds_to_the_hole_at_the_end():
+def test_an_empty_range_has_no_extents():
     extents = Extents(0)
     assert (extents.nbytes, extents.allocate(1), extents.largest_free_bytes) == (0, None, 0)
-    extents.grow(8192)
-    assert extents.allocate(1) == 0
-    extents.grow(16384)
-    extents.grow(16384)
-    assert (extents.nbytes, extents.free_bytes, extents.largest_free_bytes) == (16384, 12288, 12288)
-    assert extents.allocate(12288) == 4096
 
 
 @pytest.mark.parametrize("offset", [0, 4096, 1, -4096])
@@ -61,7 +55,8 @@ def test_freeing_what_is_not_taken_changes_nothing(offset):
     extents.free(0)
     with pytest.raises(UsageError, match=f"no extent starts at {offset}"):
         extents.free(offset)
-    assert (extents.used_bytes, extents.largest_free_bytes) == (4096, 8192)
+    assert extents.largest_free_bytes == 8192
+    assert [extents.allocate(nbytes) for nbytes in (8192, 4096, 1)] == [0, 12288, None]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
@@ -69,20 +64,4 @@ def test_an_extent_of_nothing_is_refused(nbytes):
     extents = Extents(4096)
     with pytest.raises(UsageError, match="at least 1 byte"):
         extents.allocate(nbytes)
-    assert extents.used_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "granule"), [(4097, 4096), (-4096, 4096), (4096, 0), (4096, -1)]
-)
-def test_a_range_that_is_not_whole_granules_is_refused(nbytes, granule):
-    with pytest.raises(UsageError):
-        Extents(nbytes, granule)
-
-
-@pytest.mark.parametrize("nbytes", [4096, 8191, 8193])
-def test_a_range_neither_shrinks_nor_grows_by_parts_of_granules(nbytes):
-    extents = Extents(8192)
-    with pytest.raises(UsageError, match="8192 bytes grows"):
-        extents.grow(nbytes)
-    assert extents.nbytes == extents.free_bytes == 8192
+    assert extents.largest_free_bytes == 4096

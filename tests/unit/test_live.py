@@ -50,10 +50,10 @@ def said(caplog):
 def test_what_moved_is_reported_once(tier, said):
     lines = live.Live(tier)
     use(tier, "a", "b", "a")
-    lines.tell()
+    lines.log_line()
     assert len(said()) == 1
     assert "read 1 MiB and wrote 2 MiB" in said()[0]
-    lines.tell()
+    lines.log_line()
     assert len(said()) == 1
 
 
@@ -61,11 +61,11 @@ def test_a_step_that_ended_has_logged_already(tier, said):
     live.watch(tier)
     lines = live._live[tier]
     use(tier, "a", "b")
-    live.step_began(tier, None, ended=True)
-    lines.tell()
+    live.watch(tier).begin(None, ended=True)
+    lines.log_line()
     assert said() == []
     use(tier, "a")
-    lines.tell()
+    lines.log_line()
     assert len(said()) == 1
     assert "read 1 MiB and wrote 0 bytes" in said()[0]
 
@@ -73,14 +73,14 @@ def test_a_step_that_ended_has_logged_already(tier, said):
 def test_a_tier_that_keeps_nothing_yet_is_quiet(tmp_path, said):
     tier = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=MIB)
     lines = live.Live(tier)
-    lines.tell()
+    lines.log_line()
     tier.require(4 * MIB)
-    lines.tell()
+    lines.log_line()
     use(tier, "a", "b")
-    lines.tell()
+    lines.log_line()
     assert len(said()) == 1
     tier.close()
-    lines.tell()
+    lines.log_line()
     assert len(said()) == 1
 
 
@@ -173,7 +173,7 @@ def test_a_line_says_how_the_step_goes(tier, said, clock, monkeypatch):
     lines.begin(DiskCounters((5.0, 20.0), 0), ended=True)  # a step of 40 s that wrote 2 MiB
     use(tier, "a")
     clock.seconds += 10
-    lines.tell()
+    lines.log_line()
     moved = tier.counters().bytes_moved
     (line,) = said()
     assert line.startswith(
@@ -192,11 +192,11 @@ def test_lines_come_after_ten_seconds_and_then_ten_to_a_step(tier, clock):
     lines.begin(None, ended=True)  # a step of 600 s
     assert lines.due_in() == 10
     clock.seconds += 10
-    lines.tell()
+    lines.log_line()
     assert lines.due_in() == 60
     lines.begin(None, ended=True)
     clock.seconds += 10
-    lines.tell()
+    lines.log_line()
     assert lines.due_in() == 10
 
 
