@@ -107,7 +107,7 @@ def imported_is_set_aside() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nobodys_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def without_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A user without profiles, for the tests and for the programs that they start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))

@@ -223,7 +223,7 @@ def test_an_exception_in_the_middle_leaves_nothing(make: Make) -> None:
     assert same(gradients(model, x, offload), expected)
 
 
-def test_a_graph_that_nobody_goes_through_leaves_nothing(make: Make) -> None:
+def test_a_graph_without_a_backward_pass_leaves_nothing(make: Make) -> None:
     model, x = made("layers")
     offload = make()
     for _ in range(3):

@@ -291,7 +291,7 @@ def test_what_outlives_its_graph_is_written_once_and_then_stays(make: Make) -> N
         loss.backward()
 
 
-def test_what_somebody_still_has_is_not_read_back(make: Make) -> None:
+def test_a_tensor_with_another_owner_is_not_read_back(make: Make) -> None:
     offload = make(host_memory=PAGE * 4)
     held = [storage(PAGE) for _ in range(5)]
     back = there_and_back(offload, held, evict=False)

@@ -202,7 +202,7 @@ run(1, [(direction, change, "kept array") for direction in ("read", "write") for
         ), case
 
 
-def test_a_change_that_nobody_waited_for_is_raised_at_close(
+def test_an_unawaited_change_is_raised_at_close(
     backend: str, stalling_directory: Path, stall: Stall
 ) -> None:
     script = """

@@ -272,7 +272,7 @@ def test_one_failing_request_leaves_the_others_whole(tmp_path: Path, config: Aio
         assert np.array_equal(written[place], parts[place])
 
 
-def test_an_error_nobody_waited_for_is_raised_by_close(tmp_path: Path, config: AioConfig) -> None:
+def test_an_unawaited_error_is_raised_by_close(tmp_path: Path, config: AioConfig) -> None:
     engine = Engine(config, _faults=[(1, 1, FaultKind.FAIL, errno.EIO)])
     engine.write(np.zeros(4 * BLOCK, np.uint8), tmp_path / "data")
     with pytest.raises(IOFailure, match="Input/output error"):

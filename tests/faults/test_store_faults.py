@@ -159,7 +159,7 @@ def test_a_failed_first_put_is_a_name_that_is_lost(
             assert_array_equal(contents(store, "a"), data)
 
 
-def test_a_failure_that_nobody_heard_is_raised_at_the_end(paths: list[Path]) -> None:
+def test_an_unawaited_failure_is_raised_at_the_end(paths: list[Path]) -> None:
     with Engine(CONFIG, _faults=[(0, 1, FaultKind.FAIL, errno.EIO)]) as engine:
         store = TensorStore(paths, engine=engine)
         store.put("a", bytes(ODD))

@@ -110,7 +110,7 @@ def one_path_for_all_ranks() -> list[Any]:
 
 
 @case
-def one_path_with_updates_to_come() -> list[Any]:
+def one_path_with_pending_updates() -> list[Any]:
     with place() as path:
         return goes_on(sharded, path, overlap_step=True)
 

@@ -283,7 +283,7 @@ MIDDLES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("middle", MIDDLES)
-def test_whoever_looks_at_gradients_finds_them(tmp_path, middle, dtype):
+def test_every_read_of_a_gradient_sees_it(tmp_path, middle, dtype):
     plain, ours = parameters(dtype), parameters(dtype)
     train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
     with NVMeOptimizer(
@@ -746,7 +746,7 @@ def test_an_optimizer_that_is_gone(tmp_path):
     loss_of(net, 1).backward()
 
 
-def test_memory_is_given_back_by_zero_grad(tmp_path):
+def test_zero_grad_releases_memory(tmp_path):
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
         for step in range(3):

@@ -320,7 +320,7 @@ def test_an_optimizer_that_counts_in_its_group(tmp_path):
     assert differing(ours, plain) == []
 
 
-def test_weights_that_somebody_changes_between_steps(tmp_path):
+def test_weights_that_the_program_changes_between_steps(tmp_path):
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
     reference = Reference(plain, torch.optim.AdamW)
     with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:

@@ -82,7 +82,7 @@ def test_a_drive_that_stays_broken_is_an_error_each_time(faulty):
     optimizer.close()
 
 
-def test_a_step_that_failed_can_be_given_up(faulty, caplog):
+def test_a_failed_step_can_be_dropped(faulty, caplog):
     """The first one too, in which states are made."""
     given_up = set()
     for first in range(2, 60):

@@ -746,7 +746,7 @@ def test_states_that_are_replaced_are_not_put_back_by_updates(tmp_path, reset):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.usefixtures("only_when_awaited")
-def test_whoever_looks_sees_what_is_new(tmp_path, name):
+def test_every_read_sees_the_new_value(tmp_path, name):
     plain, ours = pair_of(tmp_path)
     seen = [LOOKS[name](*one) for one in (plain, ours)]
     assert differing([seen[1]], [seen[0]]) == []
@@ -756,7 +756,7 @@ def test_whoever_looks_sees_what_is_new(tmp_path, name):
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.usefixtures("only_when_awaited")
-def test_whoever_changes_something_changes_what_is_new(tmp_path, name):
+def test_every_write_changes_the_new_value(tmp_path, name):
     pairs = pair_of(tmp_path)
     for net, optimizer in pairs:
         CHANGES[name](net, optimizer)
@@ -806,7 +806,7 @@ def test_any_program(tmp_path, program):
 
 
 @pytest.mark.usefixtures("only_when_awaited")
-def test_a_layer_of_torch_with_a_path_of_its_own_takes_it(tmp_path):
+def test_a_layer_of_torch_with_a_fast_path_takes_it(tmp_path):
     def run(make):
         torch.manual_seed(0)
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
@@ -956,7 +956,7 @@ class Failing:
         lambda net, optimizer: copy.deepcopy(net),
     ],
 )
-def test_whoever_waits_is_reported_and_who_comes_next_goes_on(tmp_path, monkeypatch, use):
+def test_the_first_wait_raises_the_error_and_the_next_continues(tmp_path, monkeypatch, use):
     net, optimizer = begun(tmp_path)
     Failing(optimizer, monkeypatch, 2)
     optimizer.step()
@@ -1032,7 +1032,7 @@ def test_an_error_within_an_update_wants_a_checkpoint(tmp_path):
     assert differing(list(net.parameters()), list(expected.parameters())) == []
 
 
-def test_what_cannot_be_made_is_given_up_where_states_are_loaded(tmp_path, monkeypatch, caplog):
+def test_loading_states_drops_updates_that_cannot_be_made(tmp_path, monkeypatch, caplog):
     net, optimizer = begun(tmp_path)
     saved, kept = optimizer.state_dict(), copy.deepcopy(net.state_dict())
     failing = Failing(optimizer, monkeypatch, 1 << 30)
@@ -1197,7 +1197,7 @@ def test_one_that_is_garbage_leaves_no_hook_of_modules(tmp_path, monkeypatch):
     assert len(torch.nn.modules.module._global_forward_pre_hooks) == 0
 
 
-def test_an_optimizer_that_is_dropped_with_updates_to_come_makes_them(tmp_path, monkeypatch):
+def test_a_dropped_optimizer_makes_its_pending_updates(tmp_path, monkeypatch):
     net, optimizer = begun(tmp_path)
     gate = Gate(optimizer, monkeypatch)
     optimizer.step()

@@ -606,7 +606,7 @@ def test_a_drive_without_room_for_two_versions_is_refused(mounted):
     NVMeOptimizer(params, step_in_backward=True, **options).close()
 
 
-def test_the_room_of_a_second_version_is_given_back(tmp_path):
+def test_the_space_of_a_second_version_is_released(tmp_path):
     [_, (net, optimizer)] = both(tmp_path)
     store = optimizer._tier.store
     for step in range(6):
@@ -665,7 +665,7 @@ PASSES = {
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("between", PASSES)
-def test_a_step_that_the_model_gives_up_is_forgotten(tmp_path, to_none, between):
+def test_a_step_that_the_model_drops_is_forgotten(tmp_path, to_none, between):
     """By `zero_grad` of the model, without a call of the optimizer."""
     pairs = both(tmp_path)
     with closing(pairs):
@@ -733,7 +733,7 @@ def test_a_small_state_that_an_undone_update_made_is_gone(tmp_path):
         assert_same(pairs)
 
 
-def test_a_small_state_that_somebody_keeps_is_the_same_tensor_after_an_undo(tmp_path):
+def test_a_small_state_that_the_program_keeps_is_the_same_tensor_after_an_undo(tmp_path):
     pairs, kept = both(tmp_path), {}
     with closing(pairs):
         for step in range(8):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 CASES = (
     "one_path_for_all_ranks",
-    "one_path_with_updates_to_come",
+    "one_path_with_pending_updates",
     "replicas_of_shards",
     "shards_of_tensor_parallel_parts",
     "a_path_for_each_rank",

@@ -426,7 +426,7 @@ def test_closures(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [True, "provisional"])
-def test_a_backward_pass_that_is_given_up_half_way_leaves_nothing_behind(tmp_path, settings):
+def test_an_aborted_backward_pass_leaves_nothing_behind(tmp_path, settings):
     """Buckets complete in one backward pass do not count as complete in the next, in another order."""
     results = []
     for in_backward in (False, settings):

@@ -265,7 +265,7 @@ STEPS = st.lists(
     most=st.integers(1, 4),
     source=st.randoms(use_true_random=False),
 )
-def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, most, source):
+def test_values_in_use_stay_and_released_values_come_back(steps, pages, lookahead, most, source):
     machine = Machine(Schedule(pages * PAGE, lookahead), source)
     for step, name, detail in steps:
         if step == "step":
@@ -1063,7 +1063,7 @@ def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
 
 
 @pytest.mark.parametrize("count", [256, 4096])
-def test_what_a_copy_costs_that_is_given_up_does_not_grow(count):
+def test_the_cost_of_dropping_a_copy_does_not_grow(count):
     schedule = Schedule(count * PAGE)
     drive = Drive(schedule)
     for number in range(count):

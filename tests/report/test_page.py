@@ -113,7 +113,7 @@ def test_no_request_leaves_the_page(made_up, shape):
     }
 
 
-def test_the_policy_lets_one_script_through_and_nothing_else(made_up):
+def test_the_policy_allows_one_script_and_nothing_else(made_up):
     page = made_up.page_of("one path")
     policy = next(
         meta["content"]

@@ -94,7 +94,7 @@ def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("topic", ["latency", "comparing"])
-def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, topic: str) -> None:
+def test_a_signal_during_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, topic: str) -> None:
     script = "import sys\nfrom nvme_offload.tune import cli, sweep\nsweep.LATENCY_SECONDS = sweep.COMPARISON_SECONDS = 1\nsys.exit(cli.main())"
     command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path), *SHORT]
     with subprocess.Popen(

@@ -26,7 +26,7 @@ def rig(disk: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_no_more_blocks_are_under_way_than_there_may_be(rig: Rig, phase: str) -> None:
+def test_the_queue_depth_limits_the_blocks_in_flight(rig: Rig, phase: str) -> None:
     """The times of blocks in the same buffer do not overlap, so for each of sixteen buffers they sum to
     the elapsed time at most.
     """

@@ -169,7 +169,7 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
     ) == sorted(map(str, drives))
 
 
-def test_a_node_that_nobody_can_find_is_one_line(disk: Path, tmp_path: Path) -> None:
+def test_a_node_that_cannot_be_found_is_one_line(disk: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "RANK": "0",

@@ -75,7 +75,7 @@ def test_a_file_is_the_old_one_or_the_new_one(
     assert [entry.name for entry in place.iterdir()] == ["file"]
 
 
-def test_a_file_that_is_overwritten_is_old_or_new_or_its_old_bytes_are_beside_it(
+def test_an_overwritten_file_is_old_or_new_or_its_old_bytes_are_next_to_it(
     tmp_path: Path, kill_points: KillPoints
 ) -> None:
     place = tmp_path / "place"

@@ -699,7 +699,7 @@ def test_memory_is_no_drive():
     assert (seen.status, direct.status) == ("problem", "warning")
 
 
-def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
+def test_a_read_only_directory_is_a_problem(tmp_path):
     missing = tmp_path / "missing"
     assert checks.direct_io(str(missing), "drive").status == "problem"
     assert next(checks.drive(str(missing))).status == "problem"
@@ -819,7 +819,7 @@ def test_a_backend_that_does_not_run_is_a_problem_where_it_is_needed(monkeypatch
     assert checks.backend("libaio").found == "the kernel refuses"
 
 
-def test_the_entry_point_is_installed_beside_the_sweeps():
+def test_the_entry_point_is_installed_next_to_the_sweeps():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'nvme-offload = "nvme_offload.commands.cli:main"' in text
     if (

@@ -403,7 +403,7 @@ def test_pcie_link(
     assert (drive.pcie_link, drive.link_bytes_per_second) == (link, bytes_per_second)
 
 
-def test_native_multipath_hides_the_controller_beside_the_disk(machine: Machine) -> None:
+def test_native_multipath_hides_the_controller_next_to_the_disk(machine: Machine) -> None:
     controller = machine.write(
         f"{PCI}/0000:01:00.0/nvme/nvme0",
         transport="pcie",

@@ -354,7 +354,7 @@ def test_a_long_chain_is_cancelled_at_once(
         assert outcome(ticket) is CancelledError
 
 
-def test_the_buffer_of_what_was_cancelled_is_let_go(
+def test_a_cancelled_request_releases_its_buffer(
     engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
 ) -> None:
     with engine.open(stalling_directory / "data", "rw", size=PAGE) as file, stall() as let_go:

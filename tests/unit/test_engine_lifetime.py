@@ -87,7 +87,7 @@ def test_a_request_that_was_only_waited_for_in_vain_still_reports_at_close(
     engine.close()
 
 
-def test_the_first_error_that_nobody_waited_for_is_raised_at_close(
+def test_the_first_unawaited_error_is_raised_at_close(
     configure: Configure, directory: Path
 ) -> None:
     path = directory / "data"
@@ -115,9 +115,7 @@ def test_an_error_that_was_waited_for_is_not_raised_again(
         engine.read(bytearray(1001), path).wait(PATIENCE)
 
 
-def test_the_end_of_with_raises_what_nobody_waited_for(
-    configure: Configure, directory: Path
-) -> None:
+def test_the_end_of_with_raises_unawaited_errors(configure: Configure, directory: Path) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with pytest.raises(TruncatedError), Engine(configure()) as engine:
@@ -726,7 +724,7 @@ FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config,
         ),
     ],
 )
-def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(
+def test_an_unawaited_failed_write_is_a_line_and_a_status(
     backend: str, directory: Path, script: str, code: int, reported: bool
 ) -> None:
     with interpreter(FAILS + script, backend, directory / "data") as process:
@@ -896,7 +894,7 @@ print("done")
 """
 
 
-def test_process_pools_and_data_loaders_fork_beside_a_busy_engine(
+def test_process_pools_and_data_loaders_fork_with_a_busy_engine(
     backend: str, directory: Path
 ) -> None:
     path = directory / "data"

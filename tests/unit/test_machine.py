@@ -83,7 +83,7 @@ def test_pages_of_files_that_were_read_are_free(root):
     assert available_bytes(root) == 5 * GIB
 
 
-def test_a_limit_of_v1_beside_v2(root):
+def test_a_limit_of_v1_next_to_v2(root):
     member(
         root,
         "9:name=systemd:/docker/1\n5:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/system.slice\n",

@@ -144,7 +144,7 @@ def test_a_model_type_that_is_no_name_is_refused(tmp_path):
         of_config(tmp_path)
 
 
-def test_the_file_that_is_named_is_sized_whatever_lies_beside_it(tmp_path):
+def test_the_named_file_is_sized_whatever_is_next_to_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 1000, "head_dim": 16}

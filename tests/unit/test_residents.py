@@ -62,7 +62,7 @@ def test_a_value_far_larger_than_all_others_stays_so_that_these_pass_through_lit
 
 
 @pytest.mark.parametrize("nbytes", range(0, 40, 3))
-def test_who_stays_and_who_passes_have_room_beside_each_other(nbytes: int) -> None:
+def test_residents_and_transient_values_fit_together(nbytes: int) -> None:
     sizes = {letter: 1 + number * 7 % 5 for number, letter in enumerate("abcdefghijklm")}
     found = chooser("".join(f"{letter}{letter.upper()}" for letter in sizes), sizes)
     choice = found.choose(nbytes)

@@ -39,7 +39,7 @@ def test_arguments_streams_and_status_are_the_command_s_own(dashes):
     )
 
 
-def test_the_command_has_the_process_of_its_own():
+def test_the_command_replaces_the_process():
     """So signals reach it, and it can be waited for, as without `run`."""
     process = subprocess.Popen(
         [*RUN, "--", "sh", "-c", "echo $$; read _; exit 3"],

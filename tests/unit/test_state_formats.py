@@ -533,7 +533,7 @@ def test_fp16_weights_are_refused_with_what_to_do(name):
     ("key", "optimizer"),
     [("grad_avg", "RMSprop"), ("ax", "ASGD"), ("prev", "Rprop"), ("exp_avg_diff", "Adan")],
 )
-def test_compact_refuses_a_state_that_nobody_thought_about(key, optimizer):
+def test_compact_refuses_an_unknown_state(key, optimizer):
     with pytest.raises(
         UnsupportedError, match=f'the state \'{key}\' of {optimizer}.*"split" or "exact"'
     ):

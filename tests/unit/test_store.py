@@ -572,7 +572,7 @@ def test_names_sizes_and_timeouts_are_checked_at_the_door(tmp_path: Path) -> Non
         assert store.names() == ["a"]
 
 
-def test_a_failure_beside_an_exception_is_logged(
+def test_a_failure_of_close_after_an_exception_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Engine(_faults=[(0, 1 << 30, FaultKind.FAIL, 5)]) as engine:

@@ -208,7 +208,7 @@ def test_what_started_is_not_cancelled(
     assert_array_equal(contents(store, "a"), data)
 
 
-def test_nobody_hears_of_what_was_cancelled(
+def test_cancelled_transfers_are_not_reported(
     stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
 ) -> None:
     with store_on(stalling_directory) as store, stall():

@@ -315,7 +315,7 @@ def test_what_would_do_is_said_and_does(make_swapper: MakeSwapper) -> None:
     swapper.swap_out("wide", pattern(2, 2 * SIZE))
 
 
-def test_the_pool_is_taken_whole_and_given_back(store: TensorStore) -> None:
+def test_a_swapper_takes_the_whole_pool_and_releases_it(store: TensorStore) -> None:
     pool = PinnedPool(2 * SIZE, pin=False)
     with TensorSwapper(store, pool) as swapper:
         with pytest.raises(UsageError, match="a separate pool"):

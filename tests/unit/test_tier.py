@@ -85,7 +85,7 @@ with offload:
 
 
 @pytest.mark.parametrize("what", LEFT_OPEN)
-def test_what_nobody_closed_is_closed_in_its_order_when_the_interpreter_ends(what, tmp_path):
+def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(what, tmp_path):
     """torch has registered its finalizers by then, so finalizers registered later run earlier."""
     code = f"import sys, torch\npath = sys.argv[1]\n{LEFT_OPEN[what]}"
     ended = subprocess.run(

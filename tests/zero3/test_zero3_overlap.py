@@ -274,7 +274,7 @@ def test_what_is_gathered_ahead_waits_for_no_more_than_a_bucket(
     assert result["left in flight"] == 0
 
 
-def test_whoever_looks_at_a_weight_waits_for_its_own_update(tmp_path):
+def test_a_read_of_a_weight_waits_for_its_own_update(tmp_path):
     result = run(tmp_path, "look", ALONE.but(parameters="nvme"))
     assert result["gathered"] == result["all"][:6]  # in the model's order
     assert result["then"] == [5]
@@ -314,7 +314,7 @@ def test_whatever_turns_updates_and_a_forward_pass_take_nothing_is_read_twice(
     assert 0 < settled["with"] <= 1.05 * settled["without"], result
 
 
-def test_a_read_beside_an_update_waits_for_it_where_there_is_no_room(tmp_path):
+def test_a_read_during_an_update_waits_for_it_where_memory_is_full(tmp_path):
     case = Case(model="frozen", parameters="nvme", sub_group_size=500, steps=4)
     result = run(tmp_path, "beside", case)
     assert result["room"] == [True, 0]  # and no update is over
