@@ -22,16 +22,20 @@ class CopyStreams:
 
         *after*: the event for which the copy waits; it must come after the kernels that write
         *source* and the kernels that still use *target*. None for no event. Lifetime: the caller
-        keeps both tensors until the returned event is done.
+        keeps the tensor in host memory, and does not change *source*, until the returned event is
+        done.
         """
         import torch
 
         cuda: Any = torch.cuda  # untyped there
-        stream = self._stream(target.device if target.is_cuda else source.device, target.is_cuda)
+        on_device = target if target.is_cuda else source
+        stream = self._stream(on_device.device, target.is_cuda)
         if after is not None:
             stream.wait_event(after)
         with cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+        # If the caller drops the tensor, its memory is reused only after the copy.
+        on_device.record_stream(stream)
         return stream.record_event()
 
     def wait(self, device: torch.device, to_device: bool, event: Any) -> None:
@@ -62,15 +66,12 @@ class CopyStreams:
 
     def take_back(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Start copying *source*, which the current stream computes, to *target* in pinned host
-        memory. Returns the event at the end of the copy. Lifetime: until the event is done, the
-        caller keeps *target* and does not change *source*.
+        memory. Returns the event at the end of the copy. Lifetime: as `start`.
         """
         import torch
 
         cuda: Any = torch.cuda
-        done = self.start(target, source, after=cuda.current_stream(source.device).record_event())
-        source.record_stream(self._stream(source.device, False))
-        return done
+        return self.start(target, source, after=cuda.current_stream(source.device).record_event())
 
     def _stream(self, device: torch.device, to_device: bool) -> Any:
         import torch

@@ -161,6 +161,13 @@ class Returns:
                 returned.name, changed=returned.changed, nbytes=returned.nbytes
             )
 
+    def end(self, name: str) -> None:
+        """Wait for the copy of the value *name*, if one is in flight, and release the value."""
+        for returned in [one for one in self._returns if one.name == name]:
+            returned.done.synchronize()
+            self._returns.remove(returned)
+            self._tier.swapper.release(name, changed=returned.changed, nbytes=returned.nbytes)
+
     def cancel(self) -> None:
         """Release all values, after an exception that may have interrupted a method of this class."""
         while self._returns:

@@ -71,19 +71,17 @@ class Home:
         self._returns.add(bucket.name, changed=True, done=slot.emptied)
 
     def _start(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> Any:
-        last = None
         for event in slot.ends_of_uses():
             self._copies.wait(self._device, target.is_cuda, event)
-            last = event
-        return self._copies.start(target, source, after=last)
+        return self._copies.start(target, source, after=None)
 
     def _obtain(self, bucket: Bucket, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Host memory of *bucket*. It may have to wait for copies that other buckets' memory is used
         for.
         """
         stays = self._tier.swapper.stays(bucket.name)
-        at_most = len(self._returns) if stays else _IN_FLIGHT
-        self._returns.release(at_most=0 if bucket.name in self._returns else at_most)
+        self._returns.release(at_most=len(self._returns) if stays else _IN_FLIGHT)
+        self._returns.end(bucket.name)
         while True:
             try:
                 return ask()

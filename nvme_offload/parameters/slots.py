@@ -19,7 +19,8 @@ class Slot:
     """Memory of *device* for one bucket, in a storage that nothing else shares.
 
     Attributes: *bucket*, whose values it has; *filled* and *emptied*, the events at the end of the
-    last copy in and out, None on a CPU; *streams*, whose kernels may use the values.
+    last copy in and out, None on a CPU; *streams*, whose kernels may use the memory, so that the
+    next copy in or out waits for them.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -31,6 +32,10 @@ class Slot:
         self.filled: Any = None
         self.emptied: Any = None
         self.streams: list[Any] = []
+        if device.type == "cuda":
+            # Its kernels may still use the memory, which PyTorch's allocator reuses in the order of
+            # the stream.
+            self.streams.append(torch.cuda.current_stream(device))
         self._own_references = 0
 
     def count_own_references(self) -> None:
@@ -51,6 +56,8 @@ class Slot:
             stream = torch.cuda.current_stream(self.buffer.device)
             if stream not in self.streams:
                 stream.wait_event(self.filled)
+                # Once dropped, the memory is reused only after the kernels of this stream.
+                self.buffer.record_stream(stream)
                 self.streams.append(stream)
 
     def ends_of_uses(self) -> Iterator[Any]:
@@ -152,12 +159,6 @@ class Slots:
     def _drop(self, slot: Slot) -> None:
         self._slots.remove(slot)
         del self._by_storage[slot.storage._cdata]
-        current = torch.cuda.current_stream(self._device) if slot.filled is not None else None
-        for event in slot.ends_of_uses():
-            current.wait_event(event)  # type: ignore[union-attr]
-        if current is not None:
-            # The allocator may give the memory to later work of the current stream.
-            slot.buffer.record_stream(current)
 
 
 def _when(slot: Slot, when_used: Callable[[Bucket], float]) -> float:
