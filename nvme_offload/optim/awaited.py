@@ -5,13 +5,13 @@ every use of a tensor of these classes waits for the update.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..parameters.entrances import Entrances
 from ..update.queue import Pending, UpdateQueue, wait_for_all
 from .buckets import is_distributed
 
@@ -171,17 +171,6 @@ def _awaited(tensor: torch.Tensor) -> Any:
     return found() if isinstance(found, weakref.ref) else found
 
 
-def watch_entrances() -> None:
-    """Wrap functions that pass tensors to C++ without calling `__torch_function__`, so that they
-    wait.
-    """
-    for place in [place for place in _ENTRANCES if place[0] in sys.modules]:
-        _ENTRANCES.remove(place)
-        module: Any = sys.modules[place[0]]
-        if hasattr(module, place[1]):
-            setattr(module, place[1], _waiting(getattr(module, place[1])))
-
-
 def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -193,14 +182,12 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-# The functions through which torch.func and torch.distributed's collectives receive tensors.
-_ENTRANCES = {
-    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
-    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
-    ("torch._functorch.vmap", "_add_batch_dim"),
-    ("torch.distributed.distributed_c10d", "_check_single_tensor"),
-    ("torch.distributed.distributed_c10d", "_check_tensor_list"),
-}
+_ENTRANCES = Entrances(_waiting)
+
+
+def watch_entrances() -> None:
+    """Let the functions of `Entrances` wait."""
+    _ENTRANCES.wrap_loaded()
 
 
 def use_module(module: torch.nn.Module, _: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import UnsupportedError, UsageError
+from .entrances import Entrances
 
 _FRAMES = 12  # of a caller in torch
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
@@ -172,15 +173,6 @@ def _refuse_address(function: Any) -> NoReturn:
     )
 
 
-def refuse_in_transforms() -> None:
-    """Let functions that pass tensors to C++ without `__torch_function__` refuse idle parameters."""
-    for module_name, name in [place for place in _ENTRANCES if place[0] in sys.modules]:
-        module: Any = sys.modules[module_name]
-        _ENTRANCES.remove((module_name, name))
-        if hasattr(module, name):
-            setattr(module, name, _refusing(getattr(module, name)))
-
-
 def _refusing(function: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if any(True for _ in idle_in((args, kwargs))):
@@ -192,13 +184,12 @@ def _refusing(function: Any) -> Any:
     return refuse
 
 
-_ENTRANCES = {
-    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
-    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
-    ("torch._functorch.vmap", "_add_batch_dim"),
-    ("torch.distributed.distributed_c10d", "_check_single_tensor"),
-    ("torch.distributed.distributed_c10d", "_check_tensor_list"),
-}
+_ENTRANCES = Entrances(_refusing)
+
+
+def refuse_in_transforms() -> None:
+    """Let the functions of `Entrances` refuse idle parameters."""
+    _ENTRANCES.wrap_loaded()
 
 
 def _without_values() -> Iterator[Any]:
