@@ -72,8 +72,11 @@ ROUND_TRAFFIC = 8
 # Unpack and pack: "compact" reads 4 and writes 12, and back; "split" joins the 2 of the weight and 2
 # more to the 4 of the master, and back.
 PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
-# Parameters a second that a GPU unpacks and packs. Source: reports/packing-h100.md.
-PACKED_PER_SECOND = {"split": 32e9, "compact": 15e9, "compact24": 13e9}
+# Parameters a second that a GPU unpacks and packs, if it takes longer to queue the kernels than to run
+# them: a bucket of 128 MiB in 0.26, 0.55 and 0.64 ms, whatever its size. In reports/packing-h100.md the
+# processor takes as long as the GPU. 7B "compact" takes 1.07 to 1.36 s with updates in backward, and 1.02
+# s of them without packing.
+PACKED_PER_SECOND = {"split": 52e9, "compact": 61e9, "compact24": 70e9}
 OPTIMIZER_SHARE = 1.2  # of the speed of plain copies, which also read the lines that they write
 # The share of the drive's measured speed that a step reaches: the median of `NVMeOptimizer` in
 # reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed in training-h200*.md.
@@ -82,8 +85,11 @@ DRIVE_SHARE = {"zero": 0.96, "zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
 # second of CPU time costs it 0.4 s. DeepSpeed's own swapper overlaps less: the value is fitted to
 # reports/training-vda.md and optimizer-vda.md.
 SLOWED_SHARE = {"zero3": 0.4, "plain": 0.4, "deepspeed": 0.7}
-# of the link to the GPU, that copies of gradients or parameters reach
+# of the link to the GPU, that DeepSpeed's copies of gradients or parameters reach
 LINK_SHARE = 0.4
+# of the link to the GPU, that this package's copies reach while others run in the opposite direction: 47
+# to 51 of 54.8 GB/s in an H200's steps of 7B, 13B and 33B with weights and states in host memory
+BOTH_WAYS_SHARE = 0.91
 # to the GPU after the step, rounding included: DeepSpeed copies them through unregistered memory
 NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9
 # host memory of CUDA, torch and DeepSpeed in a rank; and without DeepSpeed
@@ -641,7 +647,7 @@ def _passes(
         if strategy.door == "deepspeed":
             link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
         elif strategy.door == "plain":  # pinned, and both ways at the same time
-            share = 1.0
+            share = BOTH_WAYS_SHARE
         inward = 0 if strategy.parameters == "gpu" else weights
         offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
         offloaded &= strategy.door != "plain" or strategy.updates == "host gradients"
@@ -679,6 +685,7 @@ def _update(
     if gpu and strategy.update_device == "gpu":
         update = [_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), gpu_memory)]
         if packed := PACKED_PER_SECOND.get(strategy.state_format):
+            packed = min(packed, gpu_memory / PACK_TRAFFIC[strategy.state_format])
             update.append(_term("packing", each, packed, 1.0, "billion"))
         beside: list[tuple[Term, ...]] = [tuple(update)]
         if strategy.ours:
@@ -687,7 +694,7 @@ def _update(
             if strategy.streams and strategy.windows:  # there since the pass, and back with states
                 copied = strategy.state_bytes
             copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
-            beside.append((_term("copies", copied * each, link),))
+            beside.append((_term("copies", copied * each, link, BOTH_WAYS_SHARE),))
         return (*beside, drive) if drive else tuple(beside)
     packing = PACK_TRAFFIC[strategy.state_format]
     if strategy.optimizer == "gpu" or strategy.door == "plain":  # gradients are there

@@ -1085,3 +1085,25 @@ def test_this_machine_and_its_drive_are_seen(tmp_path, monkeypatch):
     kept.drive["identity"] = describe(tmp_path).identity
     profile_shelf.keep(kept)
     assert (drive_at(str(tmp_path)).speeds, drive_at(str(tmp_path)).profile) == (SPEEDS, kept)
+
+
+# Settled steps on one H200 with batches of 2048 tokens, from 2026-11-27: an optimizer of 4 or 12 bytes of
+# states in backward, weights and states in host memory, copies as those of `Offload.parameters`.
+@pytest.mark.parametrize(
+    ("parameters", "layers", "hidden", "batch", "name", "seconds"),
+    [
+        (6_738_415_616, 32, 4096, 1, "streamed-in-backward-compact", 1.07),
+        (6_738_415_616, 32, 4096, 4, "streamed-in-backward-compact", 1.08),
+        (6_738_415_616, 32, 4096, 16, "streamed-in-backward-compact", 3.67),
+        (6_738_415_616, 32, 4096, 4, "streamed-in-backward", 2.28),
+        (13_015_864_320, 40, 5120, 4, "streamed-in-backward-compact", 2.08),
+    ],
+)
+def test_streamed_steps_in_host_memory_take_as_long_as_measured(
+    parameters, layers, hidden, batch, name, seconds
+):
+    model = Model(parameters, 32000 * hidden, 32000 * hidden, layers, hidden, 32000)
+    alone = Machine(H200, 512 * 10**9)
+    work = Work(sequence=2048, micro_batch=batch)
+    (found,) = plans(model, alone, World(), work, 256 * 10**9, [BY_NAME[name]])
+    assert found.seconds == pytest.approx(seconds, rel=0.12)

@@ -71,6 +71,20 @@ def test_values_are_released_when_their_copies_end(tier):
     assert tier.swapper.swap_in("three").unique().tolist() == [2]
 
 
+def test_the_end_of_one_copy_does_not_wait_for_the_others(tier):
+    held(tier, "one", "two", "three")
+    returns = Returns(tier)
+    events = {name: Event() for name in ("one", "two", "three")}
+    for name, event in events.items():
+        returns.add(name, changed=True, done=event)
+    returns.end("two")
+    returns.end("another")
+    assert [event.ended for event in events.values()] == [False, True, False]
+    assert [in_use(tier, name) for name in events] == [True, False, True]
+    assert len(returns) == 2
+    returns.release(at_most=0)
+
+
 def test_after_an_exception_all_are_released_whatever_was_released_before(tier):
     held(tier, "one", "two")
     returns = Returns(tier)
