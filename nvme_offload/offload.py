@@ -127,7 +127,11 @@ class Offload:
         share = self._share(host_memory, later, grows=False)
         tier = Tier(self._paths, self._aio, host_memory=share)
         try:
-            with SavedWeights(weights) if weights is not None else nullcontext() as saved:
+            with (
+                nullcontext()
+                if weights is None
+                else SavedWeights(weights, tier.store.engine) as saved
+            ):
                 streamer = stream(model, tier, target, None if limit == "auto" else limit, saved)
         except TooLittleMemoryError as error:
             tier.close()

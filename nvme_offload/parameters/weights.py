@@ -17,6 +17,7 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..files.commit import partial_directory, publish_directory, remove, sync_tree
+from ..io.engine import Engine, File
 
 FILE_BYTES = 5_000_000_000  # the most that a file has, unless one tensor is larger
 _INDEX = "model.safetensors.index.json"
@@ -34,7 +35,12 @@ _CODES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
 }
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 class Entry(NamedTuple):
@@ -51,21 +57,34 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class SavedWeights:
-    """The tensors in *path*, a file of safetensors or a directory of them. Raises: UsageError."""
+class _Saved(NamedTuple):
+    """A tensor in *file*, whose bytes begin at *offset*."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    file: File
+    offset: int
+    shape: list[int]
+    dtype: torch.dtype
+
+
+class SavedWeights:
+    """The tensors in *path*, a file of safetensors or a directory of them, read by *engine* past the
+    page cache. Raises: UsageError, UnsupportedError, IOFailure.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], engine: Engine) -> None:
         place = Path(path)
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
         if not files or not all(file.is_file() for file in files):
             raise UsageError(f"{place} has no file of safetensors: give a file, or its directory")
         self._place = place
+        self._engine = engine
+        self._tensors: dict[str, _Saved] = {}
         self._open_files = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
-        opened = _reader()
-        for file in files:
-            reader = self._open_files.enter_context(opened(file, framework="pt"))
-            self._files.update(dict.fromkeys(reader.keys(), reader))
+        with contextlib.ExitStack() as opened:
+            for file in files:
+                source = opened.enter_context(engine.open(file.resolve()))  # perhaps a link
+                self._tensors.update(_tensors_in(file, source))
+            self._open_files = opened.pop_all()
 
     def __enter__(self) -> SavedWeights:
         return self
@@ -74,8 +93,11 @@ class SavedWeights:
         self._open_files.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor *name*, which may be memory of the file."""
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        """The tensor *name*. Raises: as `Ticket.wait`."""
+        saved = self._tensors[name]
+        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        if tensor.nbytes:
+            self._engine.read(tensor, saved.file, saved.offset).wait()
         return tensor
 
     def names_of(self, model: torch.nn.Module) -> dict[torch.Tensor, str]:
@@ -85,7 +107,7 @@ class SavedWeights:
         found: dict[torch.Tensor, str] = {}
         missing: dict[torch.Tensor, str] = {}
         for name, tensor in _saved_tensors(model):
-            if name in self._files:
+            if name in self._tensors:
                 found.setdefault(tensor, name)
             else:
                 missing.setdefault(tensor, name)
@@ -96,7 +118,7 @@ class SavedWeights:
                     cure = "call get_peft_model after parameters"
                 raise UsageError(f"{self._place} does not have {name}: {cure}")
         for tensor, name in found.items():
-            shape = list(self._files[name].get_slice(name).get_shape())
+            shape = self._tensors[name].shape
             if shape != list(tensor.shape):
                 raise UsageError(
                     f"{name} has the shape {shape} in {self._place}, and {list(tensor.shape)} in the model: give the weights of this model"
@@ -195,11 +217,32 @@ def _write(path: Path, entries: Sequence[Entry]) -> None:
             file.write(values)
 
 
-def _reader() -> Any:
+def _tensors_in(path: Path, file: File) -> dict[str, _Saved]:
+    """The tensors of *file*, opened from *path*, by name. Raises: UsageError, UnsupportedError."""
+    damaged = UsageError(f"{path} is not a whole file of safetensors: copy it again")
+    with path.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        begin = 8 + size
+        if begin > file.size:
+            raise damaged
+        text = opened.read(size)
+    found: dict[str, _Saved] = {}
     try:
-        from safetensors import safe_open
-    except ImportError:
-        raise UnsupportedError(
-            "weights= needs the package safetensors: pip install safetensors"
-        ) from None
-    return safe_open
+        for name, entry in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in _DTYPES:
+                raise UnsupportedError(
+                    f"{name} in {path} has the dtype {entry['dtype']}: convert it to one that torch has"
+                )
+            dtype, shape = _DTYPES[entry["dtype"]], list(map(int, entry["shape"]))
+            first, last = map(int, entry["data_offsets"])
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            if min([*shape, first], default=0) < 0 or last - first != nbytes:
+                raise damaged
+            if begin + last > file.size:
+                raise damaged
+            found[name] = _Saved(file, begin + first, shape, dtype)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damaged from None
+    return found

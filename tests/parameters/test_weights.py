@@ -163,6 +163,47 @@ def test_weights_of_another_model_are_refused(
     offload.parameters(model, "cpu", weights=tmp_path)  # nothing was changed before
 
 
+@pytest.mark.parametrize("damage", ["cut", "no header", "offsets", "empty"])
+def test_a_damaged_file_is_refused(
+    make: Make, in_memory: _Model, tmp_path: Path, damage: str
+) -> None:
+    path = _saved(in_memory, tmp_path / "model.safetensors")
+    whole = path.read_bytes()
+    start = whole.index(b"data_offsets")
+    path.write_bytes(
+        {
+            "cut": whole[:-1],
+            "no header": b"x" * 200,
+            "offsets": whole[:start] + whole[start:].replace(b":[", b":[9", 1),
+            "empty": b"",
+        }[damage]
+    )
+    with pytest.raises(UsageError, match="not a whole file of safetensors"):
+        make().parameters(_on_meta(), "cpu", weights=path)
+    path.write_bytes(whole)
+    make().parameters(_on_meta(), "cpu", weights=path)
+
+
+def test_weights_of_every_dtype_are_read_as_safetensors_reads_them(
+    offload: Offload, tmp_path: Path
+) -> None:
+    bits = torch.arange(1 << 12, dtype=torch.int64).view(torch.uint8)
+    values = {
+        f"of {dtype}": nn.Parameter(bits.clone().view(dtype).reshape(8, -1), requires_grad=False)
+        for dtype in (torch.uint8, torch.int16, torch.float64, torch.bfloat16, torch.float8_e4m3fn)
+    }
+    file = tmp_path / "blobs" / "0"
+    file.parent.mkdir()
+    save_file({f"value.{number}": one.data for number, one in enumerate(values.values())}, file)
+    (tmp_path / "model.safetensors").symlink_to(file)  # as huggingface_hub does
+    model = nn.Module()
+    model.value = nn.ParameterList(values.values())
+    model.to("meta")
+    offload.parameters(model, "cpu", weights=tmp_path)
+    for key, one in model.state_dict().items():
+        assert torch.equal(one.view(torch.uint8), load_file(file)[key].view(torch.uint8))
+
+
 def test_parameters_that_share_memory_are_refused(offload: Offload) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight.data = model[0].weight.data
