@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering
 from patience import PATIENCE
 
 import nvme_offload
@@ -70,7 +71,7 @@ CALLS: dict[str, dict[str, int]] = {
 }
 NUMBERS = CALLS.get(platform.machine(), {})
 NATIVE_AIO = {"io_setup", "io_submit", "io_getevents"}
-ERRORS = [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.slow)]
+ERRORS = [errno.EPERM, errno.ENOSYS]
 
 # Reads requests, a line of JSON each, and answers each by a line from a new child.
 SERVER = """
@@ -212,20 +213,17 @@ def ask(server: subprocess.Popen[str], tmp_path: Path) -> Ask:
     return run
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("call", sorted(set(NUMBERS) - NATIVE_AIO))
+@covering(pairs=False, error=ERRORS, call=sorted(set(NUMBERS) - NATIVE_AIO))
 def test_training_does_without(ask: Ask, call: str, error: int) -> None:
     assert ask("train", [NUMBERS[call], error]) == "right"
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("call", sorted(set(NUMBERS) - NATIVE_AIO))
+@covering(pairs=False, error=ERRORS, call=sorted(set(NUMBERS) - NATIVE_AIO))
 def test_every_backend_does_without(ask: Ask, call: str, error: int, backend: str) -> None:
     assert ask("transfer", [NUMBERS[call], error], backend=backend, direct=False) == "right"
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("call", sorted(NATIVE_AIO & set(NUMBERS)))
+@covering(error=ERRORS, call=sorted(NATIVE_AIO & set(NUMBERS)))
 def test_native_aio_that_is_refused_is_reported_with_a_way_around(
     ask: Ask, call: str, error: int
 ) -> None:

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from covering import covering
 from reference import (
     OPTIMIZERS,
     SHAPES,
@@ -61,18 +62,11 @@ def train(params, optimizer, *, micro_batches=3, steps=3, first=0, middle=None, 
                 parameter.grad.zero_()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "micro_batches"),
-    [
-        pytest.param(
-            dtype, count, marks=() if (dtype, count) == (torch.bfloat16, 2) else pytest.mark.slow
-        )
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for count in (1, 2, 4)
-    ],
-    ids=str,
+@covering(
+    name=list(OPTIMIZERS),
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    micro_batches=[1, 2, 4],
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_with_any_budget(tmp_path, name, dtype, micro_batches):
     shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
     plain, roomy, tight = (parameters(dtype, shapes=shapes) for _ in range(3))
@@ -281,8 +275,7 @@ MIDDLES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("middle", MIDDLES)
+@covering(dtype=[torch.float32, torch.bfloat16], middle=MIDDLES)
 def test_every_read_of_a_gradient_sees_it(tmp_path, middle, dtype):
     plain, ours = parameters(dtype), parameters(dtype)
     train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
@@ -367,9 +360,7 @@ def test_grad_scaler(tmp_path, clipped):
     assert differing(results[0][0], results[1][0]) == []
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("by", ["model", "optimizer"])
-@pytest.mark.parametrize("foreach", [True, False])
+@covering(set_to_none=[True, False], by=["model", "optimizer"], foreach=[True, False])
 def test_zero_grad(tmp_path, by, set_to_none, foreach):
     """Gradients that are none, and gradients of zeros, to which -0 is added; with steps in between
     that have no backward.
@@ -843,6 +834,7 @@ def test_a_sum_that_is_not_whole_is_reported(tmp_path, monkeypatch):
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 @pytest.mark.parametrize("autograd_too", [False, True])
 def test_compiled(tmp_path, autograd_too):
@@ -975,8 +967,10 @@ class Event:
             make()
 
 
-@pytest.mark.parametrize("host_memory", ["auto", 300_000, 200_000])
-@pytest.mark.parametrize("middle", [None, clip, clip_and_add, change, replace_and_add])
+@covering(
+    host_memory=["auto", 300_000, 200_000],
+    middle=[None, clip, clip_and_add, change, replace_and_add],
+)
 def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
     """As copies of a GPU: no memory is released, read or written while a copy of it is in flight."""
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from reference import OPTIMIZERS, differing, parameters, set_gradients, train, unlike
 
 from nvme_offload.errors import UnsupportedError, UsageError
@@ -84,8 +85,7 @@ def resumed(
     return again, made
 
 
-@pytest.mark.parametrize("mode", EACH_MODE)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@covering(mode=list(MODES), dtype=[torch.float64, torch.bfloat16], pairs=False)
 def test_a_model_that_is_cast_after_the_optimizer_was_made(tmp_path, mode, dtype):
     """20 steps, with a checkpoint in the middle, which a model that is cast afterwards loads."""
 
@@ -127,8 +127,7 @@ def test_one_that_assigns_data_of_another_dtype_and_size(tmp_path, mode):
     assert compared(program, tmp_path, **MODES[mode]) == []
 
 
-@pytest.mark.parametrize("mode", ["after", "overlapped", "in backward"])
-@pytest.mark.parametrize("name", AFTER_STEPS)
+@covering(mode=["after", "overlapped", "in backward"], name=AFTER_STEPS)
 def test_a_cast_between_steps_keeps_states_as_torch_does(tmp_path, name, mode):
     """These go on with states of the old dtype."""
 
@@ -161,8 +160,7 @@ def test_a_cast_between_backward_and_step(tmp_path, mode):
     assert compared(program, tmp_path, OPTIMIZERS["sgd-momentum"], **MODES[mode]) == []
 
 
-@pytest.mark.parametrize("mode", EACH_MODE)
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
+@covering(pairs=False, mode=list(MODES), state_format=["exact", "split", "compact", "compact24"])
 def test_a_cast_between_steps_casts_states_where_torch_fails(tmp_path, state_format, mode):
     """It goes on from the states that it has, as a run that is resumed in the new dtype does."""
     ends = []
@@ -267,8 +265,11 @@ def test_blocks_of_a_model_that_are_trained_in_turn(tmp_path, mode):
     assert compared(program, tmp_path, **MODES[mode]) == []
 
 
-@pytest.mark.parametrize("mode", EACH_MODE)
-@pytest.mark.parametrize("name", ["adamw", "adam-amsgrad", "sgd-momentum", "adafactor"])
+@covering(
+    pairs=False,
+    mode=list(MODES),
+    name=["adamw", "adam-amsgrad", "sgd-momentum", "adafactor"],
+)
 def test_parameters_that_leave_and_come_back_have_their_states_again(tmp_path, name, mode):
     def program(make: Make) -> list[torch.Tensor]:
         net = net_of()
@@ -324,8 +325,7 @@ def test_parameters_that_are_replaced_begin_anew_as_in_torch(tmp_path, mode):
     assert compared(program, tmp_path, **MODES[mode]) == []
 
 
-@pytest.mark.parametrize("mode", EACH_MODE)
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@covering(pairs=False, mode=list(MODES), name=["adamw", "lion"])
 def test_layers_that_are_unfrozen_one_after_the_other(tmp_path, name, mode):
     def program(make: Make) -> list[torch.Tensor]:
         net = net_of().requires_grad_(False)

@@ -12,6 +12,7 @@ import signal
 
 import pytest
 import torch
+from covering import covering
 from reference import (
     OPTIMIZERS,
     Reference,
@@ -69,17 +70,18 @@ def test_there_and_back_with_adafactor(tmp_path):
     assert differing(ours, plain) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "state_format"),
-    [
+@covering(
+    kept=[
         *((name, "exact") for name in ("adamw", "sgd", "sgd-momentum", "lion", "adafactor")),
         ("adamw", "split"),
         ("adamw", "compact"),
     ],
+    flat=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
 )
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_functions_for_distributed_state(tmp_path, name, state_format, flat, dtype):
+def test_torchs_functions_for_distributed_state(tmp_path, kept, flat, dtype):
+    name, state_format = kept
+
     def loss(net, step):
         inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(step)).to(dtype)
         return net(inputs).float().square().mean()
@@ -119,8 +121,11 @@ def test_torchs_functions_for_distributed_state(tmp_path, name, state_format, fl
         assert differing(list(saved.parameters()), list(undisturbed.parameters())) == []
 
 
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
-@pytest.mark.parametrize("mapped", [False, True])
+@covering(
+    pairs=False,
+    state_format=["exact", "split", "compact", "compact24"],
+    mapped=[False, True],
+)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format, mapped):
     whole, first = parameters(torch.bfloat16), parameters(torch.bfloat16)
     options = {"paths": tmp_path, "host_memory": "1MB", "state_format": state_format}

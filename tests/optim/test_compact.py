@@ -10,6 +10,7 @@ import logging
 
 import pytest
 import torch
+from covering import covering
 from reference import differing, parameters, smallest, train, unlike
 
 from nvme_offload.optim import NVMeOptimizer
@@ -29,21 +30,16 @@ def compact(params, tmp_path, host_memory, state_format="compact", **kwargs):
     )
 
 
-@pytest.mark.parametrize(
-    ("state_format", "dtype", "betas"),
-    [
-        ("compact", torch.float32, (0.9, 0.999)),
-        ("compact", torch.float32, (0.99, 0.999)),
-        ("compact", torch.bfloat16, (0.9, 0.999)),
-        ("compact", torch.bfloat16, (0.99, 0.999)),
-        ("compact24", torch.bfloat16, (0.9, 0.999)),
-        ("compact24", torch.bfloat16, (0.99, 0.999)),
+@covering(
+    kept=[
+        ("compact", torch.float32),
+        ("compact", torch.bfloat16),
+        ("compact24", torch.bfloat16),
     ],
-    ids=str,
+    betas=[(0.9, 0.999), (0.99, 0.999)],
 )
-def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(
-    tmp_path, state_format, dtype, betas
-):
+def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, kept, betas):
+    state_format, dtype = kept
     make = functools.partial(compact, state_format=state_format, betas=betas, weight_decay=0.1)
     whole = parameters(dtype, shapes=SHAPES)
     with make(whole, tmp_path, "64MiB") as optimizer:
@@ -186,7 +182,11 @@ def test_states_that_are_far_apart_are_widened_before_they_are_rounded(tmp_path,
         )
 
 
-@pytest.mark.parametrize("wide", [(0,), (2,), (5,), (0, 5)], ids=str)
+@pytest.mark.parametrize(
+    "wide",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in [(0,), (5,)]), (2,), (0, 5)],
+    ids=str,
+)
 def test_the_bits_of_those_are_the_same_with_any_budget_too(tmp_path, wide):
     def go(params, optimizer, first, last):
         for step in range(first, last):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from covering import covering
 from patience import PATIENCE
 from reference import (
     OPTIMIZERS,
@@ -31,15 +32,7 @@ from nvme_offload.units import format_gb
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(dtype, marks=() if dtype == torch.bfloat16 else pytest.mark.slow)
-        for dtype in DTYPES
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@covering(dtype=DTYPES, name=list(OPTIMIZERS))
 def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
     # which divides by the number of elements
     shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
@@ -80,10 +73,10 @@ def test_the_smallest_budget_streams(tmp_path):
         assert f"read {format_gb(stats.bytes_read)} and wrote" in str(stats)
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw", "adamw-fused", "adamw-loop", "sgd-momentum", "adagrad", "adafactor", "lion"]
+@covering(
+    name=["adamw", "adamw-fused", "adamw-loop", "sgd-momentum", "adagrad", "adafactor", "lion"],
+    dtype=[torch.bfloat16, torch.float16],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_without_masters_it_is_the_plain_optimizer(tmp_path, name, dtype):
     shapes = [shape for shape in SHAPES if 0 not in shape]
     plain, ours, resumed = (parameters(dtype, shapes=shapes) for _ in range(3))

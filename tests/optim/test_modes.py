@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 
 import pytest
 import torch
+from covering import covering
 from reference import differing, loss_of, model
 
 from nvme_offload.errors import UnsupportedError
@@ -123,17 +123,7 @@ def run(make, mode, when):
     return result
 
 
-def combinations():
-    """All; those that failed once are not slow."""
-    for mode, options, when in itertools.product(MODES, OPTIONS, WHENS):
-        quick = mode in ("inference_mode", "meta", "bfloat16") and options in (
-            "provisional",
-            "overlap",
-        )
-        yield pytest.param(mode, options, when, marks=[] if quick else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("mode", "options", "when"), list(combinations()))
+@covering(mode=list(MODES), options=list(OPTIONS), when=WHENS)
 def test_adamw(tmp_path, mode, when, options):
     plain = CLASSES["adamw"]
     try:
@@ -150,9 +140,11 @@ def test_adamw(tmp_path, mode, when, options):
     assert differing(run(ours, mode, when), expected) == []
 
 
-@pytest.mark.parametrize("options", ["provisional", "overlap"])
-@pytest.mark.parametrize("mode", ["bfloat16", "autocast", "inference_mode"])
-@pytest.mark.parametrize("when", ["first", "later", "made"])
+@covering(
+    options=["provisional", "overlap"],
+    mode=["bfloat16", "autocast", "inference_mode"],
+    when=["first", "later", "made"],
+)
 def test_an_optimizer_whose_results_depend_on_modes(tmp_path, mode, when, options):
     plain = CLASSES["products"]
     expected = run(plain, "enable_grad" if mode == "inference_mode" else mode, when)

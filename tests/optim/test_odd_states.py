@@ -12,6 +12,7 @@ from collections import deque
 
 import pytest
 import torch
+from covering import covering
 from reference import (
     OPTIMIZERS,
     Reference,
@@ -242,11 +243,15 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize(("state_format", "accumulate"), [("exact", None), ("split", "host")])
-@pytest.mark.parametrize("shapes", COMPOSED)
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Odd], ids=["adafactor", "odd"])
-def test_the_least_memory_named_suffices(tmp_path, kind, shapes, state_format, accumulate):
-    options = {"state_format": state_format, "accumulate": accumulate}
+@covering(
+    kind=[torch.optim.Adafactor, Odd],
+    shapes=list(COMPOSED),
+    options=[
+        {"state_format": "exact", "accumulate": None},
+        {"state_format": "split", "accumulate": "host"},
+    ],
+)
+def test_the_least_memory_named_suffices(tmp_path, kind, shapes, options):
     plain, ours = (parameters(torch.bfloat16, shapes=COMPOSED[shapes]) for _ in range(2))
     with NVMeOptimizer(plain, kind, paths=tmp_path, **options) as roomy:
         train(plain, roomy)
@@ -255,8 +260,7 @@ def test_the_least_memory_named_suffices(tmp_path, kind, shapes, state_format, a
         assert differing(ours, plain) == []
 
 
-@pytest.mark.parametrize("accumulate", [None, "host"])
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
+@covering(accumulate=[None, "host"], state_format=["exact", "split", "compact", "compact24"])
 def test_the_least_memory_named_suffices_any_optimizer(tmp_path, state_format, accumulate):
     trained = 0
     for kind in OPTIMIZERS.values():

@@ -22,6 +22,7 @@ import weakref
 import late
 import pytest
 import torch
+from covering import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
@@ -784,6 +785,8 @@ def test_every_write_changes_the_new_value(tmp_path, name):
         max_size=12,
     )
 )
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.usefixtures("only_when_awaited")
 def test_any_program(tmp_path, program):
     pairs = pair_of(tmp_path)
@@ -881,8 +884,7 @@ def faulty(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("first", range(0, 60, 4))
+@covering(in_backward=[False, True], first=range(0, 60, 4))
 def test_each_transfer_that_fails_is_reported_and_tried_again(tmp_path, faulty, first, in_backward):
     faulty([(first, 2, FaultKind.FAIL, 5)])
     net = model(torch.bfloat16)

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from reference import OPTIMIZERS, Lion, batch, differing, loss_of, model, parameters, unlike
@@ -101,9 +102,11 @@ def assert_same(pairs):
     )
 
 
-@pytest.mark.parametrize("clipping", CLIPPING)
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@covering(
+    clipping=list(CLIPPING),
+    state_format=["exact", "split", "compact", "compact24"],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_the_same_bits(tmp_path, dtype, state_format, clipping):
     counts = []
     host_memory = 120_000 if (dtype, state_format[:7]) == (torch.float32, "compact") else SMALL
@@ -292,8 +295,7 @@ def step_of_chain(net, optimizer, number, norm):
     return optimizer.stats()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("state_format", ["exact", "compact"])
+@covering(overlap=[False, True], state_format=["exact", "compact"])
 def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format, overlap):
     """Also where a step is not provisional: the format looks at the states in steps 4, 8 and 16, and
     a norm is clipped in step 12. A new order costs reads that are not used, and may move residents.
@@ -534,7 +536,7 @@ def test_with_overlap_step(tmp_path, clipping):
         assert_same([pairs[0], pairs[2]])
 
 
-@pytest.mark.parametrize("state_format", ["exact", "compact"])
+@pytest.mark.parametrize("state_format", [pytest.param("exact", marks=pytest.mark.slow), "compact"])
 def test_the_forward_pass_has_a_share_of_the_updates(tmp_path, state_format):
     """And no value is moved more often for it. The bits equal updates after backward()."""
     found = {}
@@ -564,7 +566,13 @@ def test_the_forward_pass_has_a_share_of_the_updates(tmp_path, state_format):
 # A drive that fails, or is full.
 
 
-@pytest.mark.parametrize("first", range(0, 60, 3))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.slow] if first % 2 else [])
+        for first in range(0, 60, 3)
+    ],
+)
 def test_a_drive_that_fails_at_any_transfer_loses_nothing(tmp_path, monkeypatch, first):
     """In the backward pass the update is left to `step`; in that it is tried again."""
     plain = model()
@@ -627,8 +635,7 @@ AFTER_LOADING = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("then", AFTER_LOADING)
+@covering(dtype=[torch.float32, torch.bfloat16], then=list(AFTER_LOADING))
 def test_a_model_that_is_loaded_after_backward_stays_loaded(tmp_path, dtype, then):
     """As after a loss that is not a number, without a step."""
     pairs = both(tmp_path, dtype)
@@ -790,8 +797,7 @@ FIRST_CALLS = {
 }
 
 
-@pytest.mark.parametrize("cut", [1, 3])
-@pytest.mark.parametrize("first", FIRST_CALLS)
+@covering(cut=[1, 3], first=list(FIRST_CALLS))
 def test_an_undo_that_is_cut_short_is_not_taken_for_whole(tmp_path, monkeypatch, first, cut):
     """By Ctrl-C; until states are loaded, whatever is called first."""
     pairs = both(tmp_path)
@@ -969,7 +975,7 @@ PROGRAMS = st.lists(
 
 
 @settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from reference import differing, unlike
 
 from nvme_offload.optim import NVMeOptimizer
@@ -70,11 +71,13 @@ def trained(monkeypatch, name, dtype, make):
     return list(net.parameters()), optimizer, made, undone
 
 
-@pytest.mark.parametrize(
-    ("state_format", "overlap"), [*((one, False) for one in FORMATS), ("exact", True)]
+@covering(
+    pairs=False,
+    kept=[*((one, False) for one in FORMATS), ("exact", True)],
+    name=[name for name in outside.MODELS if name != "lora"],
 )
-@pytest.mark.parametrize("name", [name for name in outside.MODELS if name != "lora"])
-def test_the_same_bits(tmp_path, monkeypatch, name, state_format, overlap):
+def test_the_same_bits(tmp_path, monkeypatch, name, kept):
+    state_format, overlap = kept
     dtype = FORMATS[state_format]
 
     def offloaded(in_backward):

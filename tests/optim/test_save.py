@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from covering import covering
 from reference import (
     OPTIMIZERS,
     SHAPES,
@@ -36,13 +37,12 @@ def load(optimizer, path):
     optimizer.load_state_dict(torch.load(path, mmap=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("state_format", FORMATS)
-@pytest.mark.parametrize(("before", "after"), [(tight, roomy), (roomy, tight)])
+@covering(dtype=[torch.bfloat16, torch.float32], state_format=FORMATS, is_tight_first=[True, False])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(
-    tmp_path, state_format, dtype, before, after
+    tmp_path, state_format, dtype, is_tight_first
 ):
     """With other buckets, too: in the least memory parameters are cut."""
+    before, after = (tight, roomy) if is_tight_first else (roomy, tight)
     params, path = parameters(dtype), tmp_path / "saved"
     with before(params, tmp_path, state_format=state_format) as optimizer:
         train(params, optimizer)
@@ -103,8 +103,7 @@ def test_states_in_lists_and_objects(tmp_path):
     assert differing(params, resumed) == []
 
 
-@pytest.mark.parametrize("after", FORMATS)
-@pytest.mark.parametrize("before", FORMATS)
+@covering(after=FORMATS, before=FORMATS)
 def test_from_one_format_to_another(tmp_path, before, after):
     """As by a state dict."""
     params, path = parameters(torch.bfloat16), tmp_path / "saved"
@@ -122,8 +121,7 @@ def test_from_one_format_to_another(tmp_path, before, after):
     assert unlike(found[0][1], found[1][1]) == []
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (), (1,), (255,), (257,)])
-@pytest.mark.parametrize("state_format", FORMATS)
+@covering(shape=[(0, 3), (), (1,), (255,), (257,)], state_format=FORMATS)
 def test_one_parameter_alone(tmp_path, state_format, shape):
     params = parameters(torch.bfloat16, shapes=[shape])
     with roomy(params, tmp_path, state_format=state_format) as optimizer:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from covering import covering
 from reference import Reference, differing, tight
 
 
@@ -35,19 +35,17 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
+@covering(
+    dtype=[torch.float32, torch.bfloat16],
+    options=[
         {},
         {"step_in_backward": True},
         {"step_in_backward": "provisional"},
         {"overlap_step": True},
         {"accumulate": "host"},
     ],
-    ids=lambda one: "-".join(map(str, one.values())) or "plain",
+    conversion=list(CONVERSIONS),
 )
-@pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_a_model_whose_strides_change(tmp_path, conversion, options, dtype):
     plain, ours = Convolutions(dtype), Convolutions(dtype)
     if conversion == "contiguous":

@@ -10,6 +10,7 @@ import logging
 
 import pytest
 import torch
+from covering import covering
 from reference import (
     OPTIMIZERS,
     Lion,
@@ -220,8 +221,10 @@ def test_what_is_not_known_is_tried(name, expected):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name in LOOKING if name != "late-slowly"])
+@covering(
+    dtype=[torch.float32, torch.bfloat16],
+    name=[name for name in LOOKING if name != "late-slowly"],
+)
 def test_the_bits_are_those_of_the_plain_one(tmp_path, name, dtype):
     plain, ours = parameters(dtype, shapes=SHAPES), parameters(dtype, shapes=SHAPES)
     torch.manual_seed(0)

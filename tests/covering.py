@@ -1,0 +1,45 @@
+"""Parametrizes tests by a few combinations of values instead of all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(*, pairs: bool = True, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by *values*, a sequence for each argument.
+
+    The quick cases have each value at least once. With *pairs*, slow cases add each pair of values
+    of two arguments that no quick case has.
+    """
+    sizes = [len(choices) for choices in values.values()]
+    # shifted, so that an argument is not combined with the same value of another one
+    chosen = [
+        tuple((row + shift) % size for shift, size in enumerate(sizes))
+        for row in range(max(sizes) if all(sizes) else 0)
+    ]
+    quick = len(chosen)
+    if pairs:
+        everything = list(itertools.product(*map(range, sizes)))
+        missing = set().union(*map(_pairs, everything)).difference(*map(_pairs, chosen))
+        while missing:
+            chosen.append(max(everything, key=lambda case: len(missing & _pairs(case))))
+            missing -= _pairs(chosen[-1])
+    return pytest.mark.parametrize(
+        list(values),
+        [
+            pytest.param(
+                *(choices[index] for choices, index in zip(values.values(), case, strict=True)),
+                marks=() if number < quick else pytest.mark.slow,
+            )
+            for number, case in enumerate(chosen)
+        ],
+        ids=lambda value: getattr(value, "__name__", str(value)),
+    )
+
+
+def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(case), 2))
