@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import re
 import subprocess
@@ -160,32 +161,27 @@ def imports_in(path: Path) -> list[Import]:
     return list(imports_of(path.read_text(encoding="utf-8"), module))
 
 
-each_module = pytest.mark.parametrize(
-    "path", [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in MODULES]
-)
+@functools.cache
+def imports_of_the_package() -> dict[Path, list[Import]]:
+    return {path: imports_in(path) for path in MODULES}
 
 
-@each_module
-def test_a_part_imports_only_the_parts_that_it_may(path):
-    part = part_of(path)
-    assert part in MAY_IMPORT, f"{part} is new: add a row to MAY_IMPORT"
-    # The package itself is its version, which everyone may ask for.
-    allowed = MAY_IMPORT[part] | {part, "__init__", "__version__"}
-    assert [
-        found
-        for found in imports_in(path)
-        if found.root == "nvme_offload" and found.part not in allowed
-    ] == []
+def test_a_part_imports_only_the_parts_that_it_may():
+    for path, imports in imports_of_the_package().items():
+        part = part_of(path)
+        assert part in MAY_IMPORT, f"{part} is new: add a row to MAY_IMPORT"
+        # The package itself is its version, which everyone may ask for.
+        allowed = MAY_IMPORT[part] | {part, "__init__", "__version__"}
+        assert [
+            found for found in imports if found.root == "nvme_offload" and found.part not in allowed
+        ] == [], path
 
 
-@each_module
-def test_what_is_slow_is_imported_where_it_is_used(path):
-    lazy = (
-        LAZY - {"torch", "triton", "deepspeed"}
-        if str(path.relative_to(PACKAGE)) in ON_FIRST_USE
-        else LAZY
-    )
-    assert [found for found in imports_in(path) if found.when_loaded and found.root in lazy] == []
+def test_what_is_slow_is_imported_where_it_is_used():
+    for path, imports in imports_of_the_package().items():
+        name = str(path.relative_to(PACKAGE))
+        lazy = LAZY - {"torch", "triton", "deepspeed"} if name in ON_FIRST_USE else LAZY
+        assert [found for found in imports if found.when_loaded and found.root in lazy] == [], name
 
 
 def test_the_architecture_has_every_part():
@@ -202,57 +198,43 @@ def module_of(path: Path) -> str:
     ).removesuffix(".__init__")
 
 
-# Rooms whose modules still import each other in circles.
-@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
-def test_no_module_of_a_room_imports_itself_by_way_of_others(room):
-    inside = {module_of(path): path for path in MODULES if part_of(path) == room}
-    used = {
-        module: {
-            found.name if found.name in inside else found.name.rpartition(".")[0]
-            for found in imports_in(path)
+def test_no_module_of_a_room_imports_itself_by_way_of_others():
+    for room in MAY_IMPORT:
+        inside = {module_of(path): path for path in MODULES if part_of(path) == room}
+        used = {
+            module: {
+                found.name if found.name in inside else found.name.rpartition(".")[0]
+                for found in imports_of_the_package()[path]
+            }
+            & inside.keys() - {module}
+            for module, path in inside.items()
         }
-        & inside.keys() - {module}
-        for module, path in inside.items()
-    }
-    # or it raises a CycleError with the circle
-    assert list(graphlib.TopologicalSorter(used).static_order())
+        # or it raises a CycleError with the circle
+        assert len(list(graphlib.TopologicalSorter(used).static_order())) == len(inside)
 
 
 def test_no_part_imports_itself_by_way_of_others():
     used = {part: set() for part in MAY_IMPORT}
     for path in MODULES:
         used[part_of(path)] |= {
-            found.part for found in imports_in(path) if found.root == "nvme_offload"
+            found.part for found in imports_of_the_package()[path] if found.root == "nvme_offload"
         } - {part_of(path), "__init__", "__version__"}
     # or it raises a CycleError with the circle
     assert list(graphlib.TopologicalSorter(used).static_order())
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        path
-        for path in MODULES
-        if part_of(path) in PURE or str(path.relative_to(PACKAGE)) in PURE_MODULES
-    ],
-    ids=str,
-)
-def test_a_pure_module_needs_only_the_standard_library(path):
-    assert [
-        found
-        for found in imports_in(path)
-        if found.root not in {"nvme_offload", *sys.stdlib_module_names}
-    ] == []
+def test_a_pure_module_needs_only_the_standard_library():
+    for path, imports in imports_of_the_package().items():
+        if part_of(path) in PURE or str(path.relative_to(PACKAGE)) in PURE_MODULES:
+            roots = {found.root for found in imports}
+            assert roots - {"nvme_offload", *sys.stdlib_module_names} == set(), path
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if part_of(path) == "tune"], ids=lambda path: path.name
-)
-def test_the_sweep_never_needs_torch(path):
+def test_the_sweep_never_needs_torch():
     # Nodes talk by torch's store, under a launcher that torch or DeepSpeed brought.
-    assert [
-        found for found in imports_in(path) if found.root == "torch" and path.name != "launcher.py"
-    ] == []
+    for path, imports in imports_of_the_package().items():
+        if part_of(path) == "tune" and path.name != "launcher.py":
+            assert "torch" not in {found.root for found in imports}, path
 
 
 @pytest.mark.parametrize(
