@@ -68,7 +68,13 @@ class Codec:
             getattr(self.library, f"c_{name}")(*converted)
 
 
-@pytest.fixture(scope="module", params=WIDTHS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sse2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in WIDTHS if name != "sse2"),
+    ],
+)
 def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Codec:
     compiler = shutil.which("c++")
     if compiler is None:

@@ -670,6 +670,7 @@ def test_the_site_has_every_page_and_every_public_name(site):
     assert 'href="engine.html#nvme_offload.io.engine.Engine"' in overview
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing_and_its_links_lead_somewhere(site):
     pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     for path, text in pages.items():

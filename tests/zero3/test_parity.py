@@ -303,6 +303,25 @@ BY_RELEASE = (
     "moved",
     "last-gradients-fp16",
 )
+# Variations of other cases.
+SLOW = {
+    *(name for name in CASES if name.endswith(("-persistent", "-overlap", "-cpu", "-in-memory"))),
+    *("small-sub-groups", "parameters-alone-fp16", "large-and-frozen", "checkpointed"),
+    *("no-states", "initialized-states", "counts-of-the-optimizer-saved", "posix", "fragments"),
+    *("two-engines", "two-contexts-sub-groups", "two-contexts-last", "in-backward-tied"),
+    *("in-backward-frozen", "in-backward-checkpointed", "in-backward-fp32"),
+    *("last-gradients-clipped", "last-gradients-fp32", "last-gradients-sometimes"),
+} - {"parameters-in-memory"}
+EACH = [
+    pytest.param(
+        name,
+        marks=[
+            *([pytest.mark.releases] if name in BY_RELEASE else []),
+            *([pytest.mark.slow] if name in SLOW else []),
+        ],
+    )
+    for name in CASES
+]
 
 
 def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> Results:
@@ -347,13 +366,7 @@ def moved(result: dict[str, Any]) -> int:
 
 
 @pytest.mark.processor
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.releases) if name in BY_RELEASE else name
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", EACH)
 def test_one_rank(once, name):
     mine, reference = once(CASES)[name]
     assert differences(mine, reference) == []
@@ -361,7 +374,9 @@ def test_one_rank(once, name):
     assert not (name in STREAMED and moved(mine) == 0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_the_cap_on_memory_holds(once, name):
     traffic = once(CASES)[name][0]["traffic"]
     allowed = once(CASES)[name][0]["host_memory"]

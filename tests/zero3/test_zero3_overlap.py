@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering
 from launch import Case, differences, finish, start, train
 from patience import PATIENCE
 
@@ -86,7 +87,7 @@ CASES = {
     ),
     "made-again": STREAMED.but(lives=2, parameters="nvme", steps=3),
 }
-OFTEN = {
+BY_RELEASE = {
     "plain",
     "sometimes-clipped",
     "fp16-overflow",
@@ -101,6 +102,10 @@ OFTEN = {
     "split",
     "last-gradients",
     "two-engines-in-one-budget",
+}
+QUICK = {
+    *("plain", "sometimes-clipped", "fp16-overflow", "evaluation", "saved", "fragments"),
+    *("persistent", "split", "two-engines-in-one-budget"),
 }
 # at the speed of the machine, not when they are awaited
 AT_ONCE = ("plain", "accumulation", "evaluation", "fp16-overflow", "split", "gathered")
@@ -159,7 +164,13 @@ def late(tmp_path_factory, request):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.releases if name in OFTEN else pytest.mark.slow)
+        pytest.param(
+            name,
+            marks=[
+                *([pytest.mark.releases] if name in BY_RELEASE else []),
+                *([pytest.mark.slow] if name not in QUICK else []),
+            ],
+        )
         for name in CASES
     ],
 )
@@ -235,8 +246,7 @@ ALONE = Case(
 )
 
 
-@pytest.mark.parametrize("persistence", [0, 10**6])
-@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
+@covering(persistence=[0, 10**6], parameters=["none", "cpu", "nvme"])
 def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters, persistence):
     result = run(tmp_path, "gate", ALONE.but(parameters=parameters, persistence=persistence))
     assert result["made after step"] == []
@@ -246,17 +256,17 @@ def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters, persisten
     assert result["order"] == result["all"]
 
 
-@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize(
-    ("model", "bucket"), [("blocks", 5000), ("32 layers", 200), ("32 layers", 1)]
+@covering(
+    pairs=False,
+    parameters=["none", "cpu", "nvme"],
+    sizes=[("blocks", 5000), ("32 layers", 200), ("32 layers", 1)],
 )
-def test_what_is_gathered_ahead_waits_for_no_more_than_a_bucket(
-    tmp_path, model, bucket, parameters
-):
+def test_what_is_gathered_ahead_waits_for_no_more_than_a_bucket(tmp_path, sizes, parameters):
     """DeepSpeed gathers a bucket ahead before every module, whatever is ahead already: before the
     first layer, all of a small model. Nor is anything gathered for a backward pass, which may not
     follow.
     """
+    model, bucket = sizes
     case = ALONE.but(
         model=model, parameters=parameters, zero={"stage3_prefetch_bucket_size": bucket}
     )
@@ -282,8 +292,7 @@ def test_a_read_of_a_weight_waits_for_its_own_update(tmp_path):
         assert result[name] == result["all"], name
 
 
-@pytest.mark.parametrize("model", ["32 layers", "dropped"])
-@pytest.mark.parametrize("bucket", [0, 200, 10**6])
+@covering(model=["32 layers", "dropped"], bucket=[0, 200, 10**6])
 def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     tmp_path, model, bucket
 ):
@@ -293,8 +302,7 @@ def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     assert result["orders"] == 5 * [result["all"]]
 
 
-@pytest.mark.parametrize("bucket", [0, 20_000])
-@pytest.mark.parametrize("evaluate", [False, True])
+@covering(bucket=[0, 20_000], evaluate=[False, True])
 def test_whatever_turns_updates_and_a_forward_pass_take_nothing_is_read_twice(
     tmp_path, evaluate, bucket
 ):
