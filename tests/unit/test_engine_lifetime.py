@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from nvme_offload.errors import (
     UsageError,
     WaitTimeout,
 )
-from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.config import BACKENDS, AioConfig
 from nvme_offload.io.engine import Engine, allocate
 
 Bytes = npt.NDArray[np.uint8]
@@ -503,6 +504,18 @@ def expected_data() -> Bytes:
     return np.random.default_rng(5).integers(0, 256, 8 << 20, dtype=np.uint8)
 
 
+def each_on_one_backend(names: tuple[str, ...], cases: list[Any]) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize`, with the backends alternating from case to case."""
+    return pytest.mark.parametrize(
+        ("backend", *names),
+        [
+            pytest.param(BACKENDS[number % len(BACKENDS)], *case.values, id=case.id)
+            for number, case in enumerate(cases)
+        ],
+        indirect=["backend"],
+    )
+
+
 @contextlib.contextmanager
 def interpreter(script: str, backend: str, path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that runs *script* after `PROLOGUE`; killed at the end of the context if it has not
@@ -520,7 +533,7 @@ def interpreter(script: str, backend: str, path: Path) -> Iterator[subprocess.Po
             process.kill()
 
 
-@pytest.mark.parametrize(
+@each_on_one_backend(
     ("script", "code", "says"),
     [
         pytest.param("ticket = engine.write(data, path)", 0, "", id="everything global"),
@@ -678,7 +691,7 @@ def test_a_failed_read_at_the_end_of_the_interpreter_is_reported_and_crashes_not
 FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config, _faults=[(0, 100, FaultKind.FAIL, 5)])\n"
 
 
-@pytest.mark.parametrize(
+@each_on_one_backend(
     ("script", "code", "reported"),
     [
         pytest.param("engine.write(data, path)", 1, True, id="open"),
