@@ -25,7 +25,7 @@ compare: ## measure the engine beside its peers on the drive under DIR; more opt
 
 # A worker that dies ends the run, which then says in which test: xdist may wait without end for one that it started again.
 test: ## run the tests, four files of them at once; more options of pytest in ARGS
-	@python=$$(tools/setup-env test) && tools/deepspeed-ops "$$python" && exec "$$python" -m pytest --numprocesses 4 --dist loadfile --max-worker-restart 0 $(ARGS)
+	@python=$$(tools/setup-env test) && tools/deepspeed-ops "$$python" && exec "$$python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 test-slow: ## run those that make test leaves out: they compile, start launchers, or train for long
 	@$(MAKE) --no-print-directory test ARGS="-m slow $(ARGS)"

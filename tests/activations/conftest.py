@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 # for the modules in this folder, which the tests on a GPU import too
 sys.path.append(str(Path(__file__).parent))
@@ -17,15 +16,6 @@ sys.path.append(str(Path(__file__).parent))
 from offloading import Make, left
 
 from nvme_offload import AioConfig, save_on_nvme
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models as small as these are computed faster by one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -11,15 +11,6 @@ from click.testing import CliRunner
 from sweeps.formats import main, read_text, render
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are small here, and where cores are busy threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def report(compact: list[float]) -> str:
     finals = {"exact": [2.00, 2.02, 1.98][: len(compact)], "compact": compact}
     runs = [

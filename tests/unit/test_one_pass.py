@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,14 +39,6 @@ LEFT_TO_THE_OPTIMIZER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # one element, a vector and the elements behind it, a block and a part of one
 SIZES = (1, 37, 256, 1000)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Bucket:

@@ -27,17 +27,6 @@ BOUND = (1 - BETAS[0]) / math.sqrt((1 - BETAS[1]) * (1 - BETAS[0] ** 2 / BETAS[1
 each_format = pytest.mark.parametrize("name", FORMATS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Such small tensors gain nothing from more, and where cores are busy threads wait for each
-    other.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
