@@ -1,4 +1,4 @@
-"""Parametrizes tests by a few combinations of values instead of all of them."""
+"""Parametrizes tests by a covering set of combinations of values."""
 
 from __future__ import annotations
 
