@@ -68,7 +68,7 @@ def enable() -> None:
     import deepspeed.runtime.zero.stage3 as stage3
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from . import checkpoint, compiling, op, overlap, precision, stages, update_device
+    from . import checkpoint, compiling, op, overlap, stages, update_device
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .settings import checked, checked_first
@@ -89,7 +89,7 @@ def enable() -> None:
         ("_configure_optimizer", update_device.making_optimizer),
         ("_configure_optimizer", stages.checking_settings),
         ("zero_use_cpu_optimizer", update_device.uses_cpu_optimizer),
-        ("_do_sanity_check", precision.explained),
+        ("_do_sanity_check", stages.explained),
     ):
         _replace(trained, name, wrapped(getattr(trained, name)))
     _replace(

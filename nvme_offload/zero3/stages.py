@@ -1,5 +1,6 @@
 """Makes DeepSpeed use `Stages1And2` if the optimizer states of stage 1 or 2 are on a drive. Refuses
-settings without effect, and features that do not work with offload.
+settings without effect, and features that do not work with offload, and explains a refusal of
+DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 from .agreement import all_or_none
 from .settings import Settings, refuse_ineffective, refuse_memory_features, warn_of_mistakes
 from .stage_1_and_2 import Stages1And2
@@ -37,6 +38,28 @@ def checking_settings(configure: Callable[..., Any]) -> Callable[..., Any]:
         return configure(engine, *args, **named)
 
     return configuring
+
+
+def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`DeepSpeedEngine._do_sanity_check` with a clear message if it refuses fp16 or bf16.
+
+    Source: deepspeed/runtime/engine.py; deepspeed/accelerator/cpu_accelerator.py, which asks torch
+    whether the CPU has fp16 instructions.
+    """
+
+    @functools.wraps(check)
+    def explaining(engine: Any) -> None:
+        try:
+            check(engine)
+        except ValueError as error:
+            if "is not supported on your device" not in str(error):
+                raise
+            raise UsageError(
+                f'{error} Without a GPU, DeepSpeed trains in fp16 only on processors with AVX512-FP16: enable "bf16" in place of "fp16", or train on '
+                "a GPU; `nvme-offload doctor` says what is here"
+            ) from error
+
+    return explaining
 
 
 def configured(configure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
