@@ -1,5 +1,5 @@
 """Hides the differences between the releases of DeepSpeed: the other modules are written for the
-newest one. `contract` lists what they use.
+newest one. `contract` lists the names that they use.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Gradients:
     a gradient is fetched or stored.
 
     Attributes: *partial*, whether micro-batches of the step are missing. The other attributes are
-    many because the state of a step decides which of a sub-group's values has its gradient: they
-    are the names and sizes of values, and this state.
+    many because the state of a step decides which value of a sub-group is current: they are the
+    names and sizes of values, and this state.
     """
 
     def __init__(

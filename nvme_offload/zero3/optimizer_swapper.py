@@ -110,8 +110,8 @@ class OptimizerSwapper:
     While *leaves_packed* is True and updates run on the CPU, `swap_in_optimizer_state` leaves the
     states packed for `step`. The parameter has undefined contents until `step`.
 
-    The attributes are many because DeepSpeed makes all of these calls on one object: they are its
-    settings, the sub-groups, and the sub-group in use.
+    The attributes are many because DeepSpeed calls one object: they are its settings, the
+    sub-groups, and the sub-group in use.
     """
 
     def __init__(

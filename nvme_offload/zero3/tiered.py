@@ -50,8 +50,8 @@ class Tiered:
     """The part of ZeRO's optimizers that is the same in all stages. A class derives from it first,
     and then from DeepSpeed's.
 
-    The attributes are many because DeepSpeed, checkpoints and updates reach all of them through the
-    optimizer.
+    The attributes are many because DeepSpeed, checkpoints and updates reach states through the
+    optimizer alone.
 
     Attributes: *partly_changed*, whether a step or a load has changed only some of the states;
     *swaps_natively*, whether optimizer states are in an `OptimizerSwapper`; *keeps_last*, whether
@@ -439,8 +439,8 @@ class Tiered:
 def is_in_del() -> bool:
     """Whether this is called from a `__del__`, directly or indirectly.
 
-    Only the stack shows it. The garbage collector also calls `__del__` of DeepSpeed's engine through
-    those of Lightning, Accelerate and user classes, and for engines made before `zero3.disable`.
+    Only the stack shows it: a wrapper of DeepSpeed's engine may have a `__del__` that calls
+    `destroy`, and engines outlive `zero3.disable`, which restores the engine's methods.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "__del__":
