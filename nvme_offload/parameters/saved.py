@@ -4,6 +4,8 @@ without its values, and brought back for backward.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ class SavedTensors:
     def __init__(self, streamer: Streamer, outer: Any) -> None:
         self._streamer = streamer
         self.outer = outer
+        self.has_ended = False  # `pop` was called
         # A checkpoint counts the tensors that are saved, so it has to receive every tensor.
         self._is_in_checkpoint = (
             outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
@@ -87,9 +90,8 @@ def push(streamer: Streamer) -> SavedTensors | None:
     """
     if not torch.is_grad_enabled():
         return None
-    outer = _autograd._top_saved_tensors_default_hooks(True)
-    owner = getattr(outer[0], "__self__", None) if outer is not None else None
-    if isinstance(owner, SavedTensors) and owner.is_for(streamer):
+    outer = _innermost()
+    if (owner := _owner(outer)) is not None and owner.is_for(streamer):
         return None
     own = SavedTensors(streamer, outer)
     _autograd._push_saved_tensors_default_hooks(own.pack, own.unpack)
@@ -97,11 +99,32 @@ def push(streamer: Streamer) -> SavedTensors | None:
 
 
 def pop(own: SavedTensors | None) -> None:
-    """Undo `push`. Nothing is done if *own* are not the innermost hooks, after a KeyboardInterrupt in
-    the middle of `push` or `pop`.
+    """Undo `push`. If *own* are not the innermost hooks, they are removed once they are.
+
+    The hooks of a generator that an exception has ended are removed when the generator is collected.
+    Source: torch.utils.checkpoint of torch 2.11, without *use_reentrant*.
     """
-    innermost = None if own is None else _autograd._top_saved_tensors_default_hooks(True)
-    if innermost is not None and getattr(innermost[0], "__self__", None) is own:
+    if own is None:
+        return
+    own.has_ended = True
+    innermost = _innermost()
+    if innermost is not None and _owner(innermost) is not own:
+        with contextlib.suppress(TypeError):  # it has no weak references
+            weakref.finalize(innermost[0], _pop_ended).atexit = False
+    _pop_ended()
+
+
+def _innermost() -> Any:
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def _owner(hooks: Any) -> SavedTensors | None:
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, SavedTensors) else None
+
+
+def _pop_ended() -> None:
+    while (owner := _owner(_innermost())) is not None and owner.has_ended:
         _autograd._pop_saved_tensors_default_hooks()
 
 

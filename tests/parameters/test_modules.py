@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,39 @@ def test_every_way_to_train_gives_the_bits_of_the_run_in_memory(
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+class _InGenerator(torch.nn.Module):
+    """Its forward pass ends while a generator has hooks on saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        suspended = self._hooks()
+        next(suspended)
+        self.inner(x)
+        raise ValueError("of the model")
+
+    def _hooks(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            yield
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_no_hooks_on_saved_tensors_are_left_after_an_exception(
+    offload: Offload, outer: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), _InGenerator())
+    offload.parameters(model, "cpu")
+    with (
+        torch.autograd.graph.save_on_cpu() if outer else contextlib.nullcontext(),
+        contextlib.suppress(ValueError),
+    ):
+        model(torch.randn(2, WIDTH))
+    autograd: Any = torch._C._autograd
+    assert autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_a_parameter_that_changes_before_backward_is_detected(offload: Offload) -> None:
