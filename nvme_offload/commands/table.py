@@ -180,6 +180,9 @@ def _conceded(
         text += "."
     if excludes := _EXCLUDES.get(plan.strategy.updates):
         text += f" {excludes}"
+    places = {plan.strategy.optimizer, plan.strategy.parameters}
+    if places == {"gpu"} and question.world.ranks * question.world.nodes == 1:
+        text += " Everything fits on one GPU, so torch.optim.AdamW does without DeepSpeed, too."
     if roomy is not None:
         space = format_gb(roomy.drive_bytes * question.world.ranks)
         text += f" With {space} free on the drive, {roomy.strategy.title}, fits."
@@ -225,7 +228,7 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
                 f"  {_speed(question, plan)}: {plan.strategy.title}, {_price(plan)}"
                 f"{'; it does not write to the drive' if dry else ''}"
             )
-    if hidden := hiding(question, found):
+    if chosen.written_bytes and (hidden := hiding(question, found)):
         plan, batch = hidden
         yield (
             f"With --micro-batch {batch}, the drive no longer limits {plan.strategy.title}: its transfers "
