@@ -56,7 +56,7 @@ class InvariantError(OffloadError, RuntimeError):
 class UnsupportedError(OffloadError):
     """The machine, the filesystem or this build lacks a feature.
 
-    The message names what is missing and says what to do.
+    The message names the missing feature and says what to do.
     """
 
 
@@ -75,8 +75,7 @@ class _TransferError(OffloadError):
     reason : str
         What went wrong.
     operation : str
-        "read" or "write"; for an error outside of a request what was tried, such as "open" or
-        "sync".
+        "read" or "write"; outside of a request the operation that failed, such as "open" or "sync".
     path : str
         The file.
     offset : int
@@ -134,7 +133,7 @@ class TruncatedError(_TransferError):
 
 
 class CorruptionError(_TransferError):
-    """The checksum of the bytes read differs from that of the bytes written.
+    """The checksum of the bytes read differs from the checksum of the bytes written.
 
     Attributes
     ----------
@@ -148,8 +147,7 @@ class CorruptionError(_TransferError):
 class BufferChangedError(_TransferError):
     """The memory of the tensor was replaced while its transfer was in flight.
 
-    Bytes that were read are not in the tensor; bytes that were written may not be those of the
-    tensor.
+    Bytes that were read are not in the tensor; bytes that were written may not be the tensor's.
 
     Attributes
     ----------
@@ -186,8 +184,7 @@ class IOFailure(_TransferError, OSError):
     reason : str
         The same as text.
     operation : str
-        "read" or "write"; for an error outside of a request what was tried, such as "open" or
-        "sync".
+        "read" or "write"; outside of a request the operation that failed, such as "open" or "sync".
     path : str
         The file.
     offset : int
@@ -224,7 +221,7 @@ class IOFailure(_TransferError, OSError):
         error : OSError
             The error to convert.
         operation : str
-            What was tried: "open", "read", "write", "sync".
+            The operation that failed: "open", "read", "write", "sync".
         path : str
             The file.
         offset, nbytes, done : int, optional

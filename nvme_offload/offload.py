@@ -38,7 +38,7 @@ class Offload:
         A directory on a drive, or several on different drives, which values are spread over.
     host_memory
         The most pinned host memory to use: bytes, or a size such as "8GB". "auto" takes a share of
-        what is available now. What fits in it never touches a drive.
+        the memory available now. Values that fit in it never touch a drive.
     aio
         Settings of the engine. By default those that `nvme-sweep` chose for the drive.
 
@@ -49,8 +49,8 @@ class Offload:
 
     Notes
     -----
-    Lifetime: memory and drive space are freed by `close`. Those of a part are freed also when the
-    optimizer or the context is closed, or when it or the model is gone.
+    Lifetime: memory and drive space are freed by `close`. A part's are freed also when the optimizer
+    or the context is closed, or when it or the model is gone.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ class Offload:
         min_bytes
             Smaller tensors stay on their device.
         host_memory
-            The part of the budget for activations. "auto" takes as much as they need of what the
-            other parts do not use.
+            The part of the budget for activations. "auto" takes as much as they need of the
+            memory that the other parts do not use.
 
         Returns
         -------

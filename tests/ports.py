@@ -6,8 +6,8 @@ import itertools
 import os
 import socket
 
-# Below the ephemeral ports: the kernel may assign one of those to another process before the one
-# that was given it listens. Source: ip(7), ip_local_port_range.
+# Below the ephemeral ports, which the kernel may assign to another process before a test listens.
+# Source: ip(7), ip_local_port_range.
 _FIRST, _EACH, _WORKERS = 16_000, 1000, 16
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _WORKERS
 _next = itertools.count(os.getpid())

@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 
 class SharedMemory:
-    """*nbytes* of host memory that several tiers share. A tier may use all that the other tiers do
-    not claim.
+    """*nbytes* of host memory that several tiers share. A tier may use the bytes that no other tier
+    claims.
 
     Attributes: *lock*, held while a tier grows.
     """
