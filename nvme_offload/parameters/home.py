@@ -33,7 +33,6 @@ class Home:
         """Make the value of *bucket*, whose bytes *fill* writes."""
         memory = self._tier.swapper.create(bucket.name, bucket.nbytes)
         try:
-            memory.zero_()
             fill(memory)
         finally:
             self._tier.end_use(bucket.name, changed=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 import torch
 
@@ -43,6 +44,13 @@ def stream(
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if saved is None else saved.read(names[tensor])
 
+    def load(targets: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        if saved is not None:
+            saved.read_into({names[one]: target for one, target in targets.items()})
+            return
+        for one, target in targets.items():
+            target.copy_(one.detach())
+
     division = _divide(model, tier.cap_bytes, gpu_memory)
     tier.require_memory(division.nbytes)
     tier.require_space(max(division.nbytes - tier.cap_bytes, 0))
@@ -51,7 +59,7 @@ def stream(
     grows = gpu_memory is None and device.type == "cuda"
     slots = Slots(device, division.slot_count(gpu_memory), division.largest)
     streamer = Streamer(
-        model, tier, device, division.buckets, slots, values_of, grows=grows, poison=POISON
+        model, tier, device, division.buckets, slots, load, grows=grows, poison=POISON
     )
     for parameter in division.stays:
         put_data(parameter, values_of(parameter).to(device, parameter.dtype))

@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,9 @@ from .slots import Slot, Slots
 
 AHEAD = STREAMED_SLOTS - 2  # in addition, one bucket is in use and one is being written back
 
+# Writes the values of parameters to the memory of each.
+Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]
+
 _untyped_torch: Any = torch._C
 
 
@@ -33,7 +36,7 @@ class Streamer:
     A parameter is in use while the forward pass runs of the module that owns it, or of a module
     that has read it from its owner. Its class is then `UsedParameter`. At other times the class is
     `IdleParameter`, and a function that gets it brings the values for the time of the call. In
-    backward, a tensor that autograd has saved brings the values back. *values_of*: the first values.
+    backward, a tensor that autograd has saved brings the values back. *load* writes the first values of parameters to memory.
 
     A bucket keeps its slot after its use until another bucket needs the slot. *poison*: fill the
     memory of a slot with NaN when its bucket leaves, for tests.
@@ -46,7 +49,7 @@ class Streamer:
         device: torch.device,
         buckets: Sequence[Bucket],
         slots: Slots,
-        values_of: Callable[[torch.nn.Parameter], torch.Tensor],
+        load: Load,
         *,
         grows: bool = False,
         poison: bool = False,
@@ -70,7 +73,7 @@ class Streamer:
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self._running = _Running()
         self._model = weakref.ref(model)
-        self._admit(buckets, values_of)
+        self._admit(buckets, load)
         tier.abandon_with(self, list(self._buckets), [bucket.nbytes for bucket in buckets])
         self._watch(model)
 
@@ -290,19 +293,14 @@ class Streamer:
 
     # Modules.
 
-    def _admit(
-        self,
-        buckets: Sequence[Bucket],
-        values_of: Callable[[torch.nn.Parameter], torch.Tensor],
-    ) -> None:
+    def _admit(self, buckets: Sequence[Bucket], load: Load) -> None:
         """Move all parameters to the tier. After an exception they are in memory again."""
         moved: list[Bucket] = []
         try:
             for bucket in buckets:
 
                 def fill(memory: torch.Tensor, places: Sequence[Place] = bucket.places) -> None:
-                    for place in places:
-                        place.within(memory).copy_(values_of(place.parameter))
+                    load({place.parameter: place.within(memory) for place in places})
 
                 self._home.admit(bucket, fill)
                 moved.append(bucket)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import OffloadError, UnsupportedError, UsageError
 from ..files.commit import partial_directory, publish_directory, remove, sync_tree
 from ..io.engine import Engine, File
 
@@ -96,9 +96,31 @@ class SavedWeights:
         """The tensor *name*. Raises: as `Ticket.wait`."""
         saved = self._tensors[name]
         tensor = torch.empty(saved.shape, dtype=saved.dtype)
-        if tensor.nbytes:
-            self._engine.read(tensor, saved.file, saved.offset).wait()
+        self.read_into({name: tensor})
         return tensor
+
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Read tensors by their names, in parallel, each into contiguous memory of its shape. Raises:
+        as `Ticket.wait`.
+        """
+        others: dict[str, torch.Tensor] = {}
+        tickets = []
+        for name, target in targets.items():
+            saved = self._tensors[name]
+            if target.dtype != saved.dtype:
+                others[name] = target
+            elif target.nbytes:
+                tickets.append(self._engine.read(target, saved.file, saved.offset))
+        failure = None
+        for ticket in tickets:  # all of them: each uses its memory until it ends
+            try:
+                ticket.wait()
+            except OffloadError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        for name, target in others.items():
+            target.copy_(self.read(name))
 
     def names_of(self, model: torch.nn.Module) -> dict[torch.Tensor, str]:
         """The name here of each parameter of *model* and each buffer of its state dict. Raises:

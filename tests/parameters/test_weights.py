@@ -211,6 +211,16 @@ def test_parameters_that_share_memory_are_refused(offload: Offload) -> None:
         offload.parameters(model, "cpu")
 
 
+def test_weights_are_converted_to_the_dtype_of_the_model(make: Make, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    model = nn.Sequential(*(nn.Linear(32, 32, device="meta") for _ in range(4))).bfloat16()
+    make().parameters(model, "cpu", weights=tmp_path)
+    for key, values in model.state_dict().items():
+        assert torch.equal(values, state[key].bfloat16())
+
+
 def test_save_needs_a_model_that_streams(offload: Offload, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a model whose parameters stream"):
         offload.save(tmp_path / "saved")
