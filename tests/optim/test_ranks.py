@@ -5,6 +5,7 @@ distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -109,48 +110,34 @@ def results_of_ranks(script, device, directory, ranks=2):
     return json.loads(reported[0][0].splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory):
-    return results_of_ranks("ranks.py", "cpu", tmp_path_factory.mktemp("drive"))
+SCRIPTS = {
+    "ranks.py": CASES,
+    "ranks_in_backward.py": IN_BACKWARD,
+    "ranks_overlap.py": OVERLAPPED,
+    "ranks_accumulate.py": ACCUMULATED,
+}
 
 
 @pytest.fixture(scope="module")
-def results_in_backward(tmp_path_factory):
-    return results_of_ranks("ranks_in_backward.py", "cpu", tmp_path_factory.mktemp("drive"))
-
-
-@pytest.fixture(scope="module")
-def results_overlapped(tmp_path_factory):
-    return results_of_ranks("ranks_overlap.py", "cpu", tmp_path_factory.mktemp("drive"))
-
-
-@pytest.fixture(scope="module")
-def results_accumulated(tmp_path_factory):
-    return results_of_ranks("ranks_accumulate.py", "cpu", tmp_path_factory.mktemp("drive"))
+def results_of(tmp_path_factory):
+    """A function from a script to its results; each script runs once."""
+    return functools.cache(
+        lambda script: results_of_ranks(script, "cpu", tmp_path_factory.mktemp("drive"))
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks(reported, case):
-    assert reported[case] == []
+@pytest.mark.parametrize(
+    ("script", "case"), [(script, case) for script, cases in SCRIPTS.items() for case in cases]
+)
+def test_two_ranks(results_of, script, case):
+    assert results_of(script)[case] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", IN_BACKWARD)
-def test_updates_in_backward_on_two_ranks(results_in_backward, case):
-    assert results_in_backward[case] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OVERLAPPED)
-def test_overlapped_steps_on_two_ranks(results_overlapped, case):
-    assert results_overlapped[case] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ACCUMULATED)
-def test_accumulation_on_two_ranks(results_accumulated, case):
-    assert results_accumulated[case] == []
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_case_is_looked_at(results_of, script):
+    assert set(results_of(script)) == set(SCRIPTS[script])
 
 
 @pytest.mark.slow
@@ -160,23 +147,3 @@ def test_accelerate_and_the_trainer_on_two_ranks(tmp_path):
     reported = results_of_ranks("ranks_accelerate.py", "cpu", tmp_path / "drive")
     assert {case: found for case, found in reported.items() if found} == {}
     assert len(reported) == 5
-
-
-@pytest.mark.slow
-def test_every_accumulated_case_is_looked_at(results_accumulated):
-    assert set(results_accumulated) == set(ACCUMULATED)
-
-
-@pytest.mark.slow
-def test_every_overlapped_case_is_looked_at(results_overlapped):
-    assert set(results_overlapped) == set(OVERLAPPED)
-
-
-@pytest.mark.slow
-def test_every_case_is_looked_at(reported):
-    assert set(reported) == set(CASES)
-
-
-@pytest.mark.slow
-def test_every_case_in_backward_is_looked_at(results_in_backward):
-    assert set(results_in_backward) == set(IN_BACKWARD)
