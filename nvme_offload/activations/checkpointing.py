@@ -140,8 +140,9 @@ class _Inputs:
         if not self._cache.offloads(tensor) or _forward_ad._current_level >= 0:
             return tensor
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        node = _save(torch.empty(0, requires_grad=True), tensor).grad_fn
-        self._taken[id(empty)] = _Taken(empty, tensor, node)
+        self._taken[id(empty)] = _Taken(
+            empty, tensor, _save(torch.empty(0, requires_grad=True), tensor)
+        )
         return empty
 
     def _restore(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -153,20 +154,26 @@ class _Inputs:
             # The caller may have kept it, or a tensor with the same storage, and even changed it,
             # which the recomputation sees without us.
             kept = taken.kept()
-            saved: torch.Tensor = taken.node.saved_tensors[0] if kept is None else kept
+            saved: torch.Tensor = taken.saved() if kept is None else kept
         return saved
 
 
 class _Taken:
-    """A *tensor* that was saved by *node*, and the *empty* one in its place."""
+    """A *tensor* that the node of *result* has saved, and the *empty* one in its place."""
 
-    def __init__(self, empty: torch.Tensor, tensor: torch.Tensor, node: Any) -> None:
-        self.node = node
+    def __init__(self, empty: torch.Tensor, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        self._result = result  # before torch 2.13, a node without it has freed what it saved
         self._empty = empty  # keeps its address from being reused
         self._tensor = weakref.ref(tensor)
         self._storage = storages.weak_reference(tensor.untyped_storage())
         self._form = tensor.storage_offset(), tensor.size(), tensor.stride()
         self._flags = tensor.requires_grad, tensor.is_conj() or tensor.is_neg()
+
+    def saved(self) -> torch.Tensor:
+        """The tensor, from the hooks."""
+        node: Any = self._result.grad_fn
+        tensor: torch.Tensor = node.saved_tensors[0]
+        return tensor
 
     def kept(self) -> torch.Tensor | None:
         """The tensor, if it or its storage is alive."""
