@@ -22,25 +22,27 @@ class CopyStreams:
 
         *after*: the event for which the copy waits; it must come after the kernels that write
         *source* and the kernels that still use *target*. None for no event. Lifetime: the caller
-        keeps the tensor in host memory, and does not change *source*, until the returned event is
-        done.
+        keeps both tensors until the returned event is done.
         """
         import torch
 
         cuda: Any = torch.cuda  # untyped there
-        on_device = target if target.is_cuda else source
-        stream = self._stream(on_device.device, target.is_cuda)
+        stream = self._stream(target.device if target.is_cuda else source.device, target.is_cuda)
         if after is not None:
             stream.wait_event(after)
         with cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        # If the caller drops the tensor, its memory is reused only after the copy.
-        on_device.record_stream(stream)
         return stream.record_event()
 
     def wait(self, device: torch.device, to_device: bool, event: Any) -> None:
         """Let later copies in one direction wait for *event*."""
         self._stream(device, to_device).wait_event(event)
+
+    def outlast(self, tensor: torch.Tensor, to_device: bool) -> None:
+        """Let the memory of *tensor*, which may be dropped at any time, be reused only after the
+        copies in one direction that have been started.
+        """
+        tensor.record_stream(self._stream(tensor.device, to_device))
 
     def bring(
         self, source: torch.Tensor, device: torch.device, into: torch.Tensor | None = None
@@ -66,12 +68,15 @@ class CopyStreams:
 
     def take_back(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Start copying *source*, which the current stream computes, to *target* in pinned host
-        memory. Returns the event at the end of the copy. Lifetime: as `start`.
+        memory. Returns the event at the end of the copy. Lifetime: until the event is done, the
+        caller keeps *target* and does not change *source*.
         """
         import torch
 
         cuda: Any = torch.cuda
-        return self.start(target, source, after=cuda.current_stream(source.device).record_event())
+        done = self.start(target, source, after=cuda.current_stream(source.device).record_event())
+        source.record_stream(self._stream(source.device, False))
+        return done
 
     def _stream(self, device: torch.device, to_device: bool) -> Any:
         import torch

@@ -72,7 +72,9 @@ class Home:
     def _start(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> Any:
         for event in slot.ends_of_uses():
             self._copies.wait(self._device, target.is_cuda, event)
-        return self._copies.start(target, source, after=None)
+        done = self._copies.start(target, source, after=None)
+        self._copies.outlast(slot.buffer, target.is_cuda)
+        return done
 
     def _obtain(self, bucket: Bucket, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Host memory of *bucket*. It may have to wait for copies that other buckets' memory is used

@@ -33,8 +33,8 @@ class Slot:
         self.emptied: Any = None
         self.streams: list[Any] = []
         if device.type == "cuda":
-            # Its kernels may still use the memory, which PyTorch's allocator reuses in the order of
-            # the stream.
+            # PyTorch's allocator reuses memory in the order of a stream: kernels of this stream may
+            # still use it.
             self.streams.append(torch.cuda.current_stream(device))
         self._own_references = 0
 
