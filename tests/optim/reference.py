@@ -225,7 +225,12 @@ def taken_by_fifty_steps(
     separate process, with state dicts; and bytes of states.
     """
     given = json.dumps([str(path), shapes, optimizer, host_memory, options or {}])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    folders = map(str, Path(__file__).parents[:2])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _FIFTY_STEPS, given],
         capture_output=True,
