@@ -612,7 +612,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
         place = Path(path)
 
         def read(file: Path) -> Any:
-            return self._files.load(file, weights_only)
+            tree = self._files.load(file, weights_only)
+            if not (isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()):
+                raise UsageError(
+                    f"{file} has no states of an optimizer: give the path that optimizer.save() wrote, and load a model's file into the model"
+                )
+            return tree
 
         ranks = parts.ranks_of(self._weights, group)
         if ranks is None and place.is_dir():

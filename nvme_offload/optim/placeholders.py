@@ -60,7 +60,8 @@ class SpentGradient(WithoutMemory):
             f"{use} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
             'run all but the last backward() under optimizer.no_sync(), or use accumulate="host" in its place. Clipping by a norm, '
             "GradScaler, DistributedDataParallel and all other code that reads gradients before step() needs step_in_backward=False; for clipping there is "
-            '"provisional". The parameters were already updated by unchanged gradients, so begin again from a checkpoint'
+            '"provisional", and in the Trainer of transformers max_grad_norm=0. The parameters were already updated by unchanged gradients, so begin again '
+            "from a checkpoint"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -301,6 +301,18 @@ def test_what_is_not_of_these_parameters_is_refused_and_changes_nothing(tmp_path
         load(optimizer, path)
 
 
+@pytest.mark.parametrize("other", [{"weight": torch.ones(3)}, torch.ones(3)])
+def test_a_file_without_states_is_refused_and_changes_nothing(tmp_path, other):
+    params = parameters()
+    torch.save(other, tmp_path / "model.pt")
+    with roomy(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        before = optimizer.state_dict()
+        with pytest.raises(UsageError, match="has no states of an optimizer"):
+            optimizer.load(tmp_path / "model.pt")
+        assert unlike(before, optimizer.state_dict()) == []
+
+
 def test_what_it_computes_grows_with_the_parameters_alone(tmp_path):
     """Calls of functions for each parameter, with a few in each bucket or with many."""
     calls = []
