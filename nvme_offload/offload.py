@@ -121,9 +121,8 @@ class Offload:
 
         target = _indexed(device)
         limit = _size(gpu_memory, "gpu_memory")
-        later = (
-            2 if check(model, has_values=weights is None) else 0
-        )  # an optimizer, and activations
+        # an optimizer and activations, if anything can be trained
+        later = 2 if check(model, has_values=weights is None) else 0
         share = self._share(host_memory, later, grows=False)
         tier = Tier(self._paths, self._aio, host_memory=share)
         try:

@@ -39,8 +39,8 @@ class CopyStreams:
         self._stream(device, to_device).wait_event(event)
 
     def outlast(self, tensor: torch.Tensor, to_device: bool) -> None:
-        """Let the memory of *tensor*, which may be dropped at any time, be reused only after the
-        copies in one direction that have been started.
+        """Keep the memory of *tensor* from being reused, once the tensor is dropped, before the
+        copies in one direction that were started have ended.
         """
         tensor.record_stream(self._stream(tensor.device, to_device))
 

@@ -186,7 +186,7 @@ _ENTRANCES = Entrances(_waiting)
 
 
 def watch_entrances() -> None:
-    """Let the functions of `Entrances` wait."""
+    """Make the functions of `Entrances` wait."""
     _ENTRANCES.wrap_loaded()
 
 

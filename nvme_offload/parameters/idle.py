@@ -188,7 +188,7 @@ _ENTRANCES = Entrances(_refusing)
 
 
 def refuse_in_transforms() -> None:
-    """Let the functions of `Entrances` refuse idle parameters."""
+    """Make the functions of `Entrances` refuse idle parameters."""
     _ENTRANCES.wrap_loaded()
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import OffloadError, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..files.commit import partial_directory, publish_directory, remove, sync_tree
-from ..io.engine import Engine, File
+from ..io import archive
+from ..io.engine import Engine, File, Ticket
 
 FILE_BYTES = 5_000_000_000  # the most that a file has, unless one tensor is larger
 _INDEX = "model.safetensors.index.json"
@@ -104,21 +105,16 @@ class SavedWeights:
         as `Ticket.wait`.
         """
         others: dict[str, torch.Tensor] = {}
-        tickets = []
-        for name, target in targets.items():
-            saved = self._tensors[name]
-            if target.dtype != saved.dtype:
-                others[name] = target
-            elif target.nbytes:
-                tickets.append(self._engine.read(target, saved.file, saved.offset))
-        failure = None
-        for ticket in tickets:  # all of them: each uses its memory until it ends
-            try:
-                ticket.wait()
-            except OffloadError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+
+        def start() -> Iterator[Ticket]:
+            for name, target in targets.items():
+                saved = self._tensors[name]
+                if target.dtype != saved.dtype:
+                    others[name] = target
+                elif target.nbytes:
+                    yield self._engine.read(target, saved.file, saved.offset)
+
+        archive.wait_all(start())
         for name, target in others.items():
             target.copy_(self.read(name))
 

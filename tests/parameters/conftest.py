@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 # for the modules in this folder
 sys.path.append(str(Path(__file__).parent))
@@ -17,15 +16,6 @@ sys.path.append(str(Path(__file__).parent))
 from nvme_offload import AioConfig, Offload
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models as small as these are computed faster by one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
