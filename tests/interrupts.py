@@ -163,15 +163,19 @@ def innermost(frames: Sequence[traceback.FrameSummary], depth: int) -> str:
 @contextlib.contextmanager
 def deadline(seconds: int) -> Iterator[None]:
     """Raise `Hang` in the main thread when the context takes longer. A pause of the whole machine
-    counts as one second.
+    counts as one second. The message says what all threads did after a tenth of the time, too: a
+    drive that other tests keep busy makes progress meanwhile.
     """
-    ticks = 0
+    ticks, first = 0, ""
 
     def tick(*_: Any) -> None:
-        nonlocal ticks
+        nonlocal ticks, first
         ticks += 1
+        if ticks == max(seconds // 10, 1):
+            first = doing()
         if ticks == seconds:
-            raise Hang(f"{stack(8)}; {others()}")
+            now = doing()
+            raise Hang(now if now == first else f"{now}; after {seconds // 10} s: {first}")
 
     before = signal.signal(signal.SIGALRM, tick)
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
@@ -182,12 +186,22 @@ def deadline(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def others() -> str:
-    """The innermost frames of the other threads that run the package, by thread."""
+def doing() -> str:
+    """The innermost frames of this thread and of the others that run the package, and the system
+    call that each thread of the process is in, of the engine's too.
+    """
     this = threading.get_ident()
     frames = sys._current_frames()
-    return "; ".join(
+    python = [
         f"{thread.name}: {innermost(traceback.extract_stack(frames[thread.ident]), 12)}"
         for thread in threading.enumerate()
         if thread.ident in frames and thread.ident != this
-    )
+    ]
+    kernel = []
+    for task in sorted(Path("/proc/self/task").iterdir()):
+        with contextlib.suppress(OSError):  # the thread has ended
+            name, call, where = (
+                (task / file).read_text().strip() for file in ("comm", "syscall", "wchan")
+            )
+            kernel.append(f"{name} in system call {call.split()[0]}, {where}")
+    return "; ".join([stack(8), *python, *kernel])

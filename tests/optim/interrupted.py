@@ -29,7 +29,7 @@ from interrupts import Hang, Place, Raising, deadline, places, raising, watched
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-_SECONDS = 120  # that a trial may take: hundredths of one are usual
+_SECONDS = 600  # that a trial may take: hundredths of one are usual
 _FIRST = 4  # the step that is ended in the first trial of a training
 _STEPS = 2  # of a trial: the step that is ended, and the next one
 _TRIALS = 8  # that `outcomes` makes in one training
