@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,7 +54,7 @@ class BucketUpdates(UpdateQueue):
         self._owner = owner
         self._streams: dict[torch.device, Any] = {}
         self._module_hooks: list[Any] = []  # one hook while a parameter is awaited
-        weakref.finalize(self, _remove, self.lock, self._module_hooks)
+        weakref.finalize(self, _remove, self._module_hooks)
 
     def add(self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue the update of *bucket*, with its present gradients and *options* by group."""
@@ -189,7 +188,9 @@ def _before_compiling() -> None:
     wait_for_all()
 
 
-def _remove(lock: threading.Condition, module_hooks: Sequence[Any]) -> None:
-    with lock:
-        for hook in module_hooks:
-            hook.remove()
+def _remove(module_hooks: Sequence[Any]) -> None:
+    """Remove the hooks of a queue that no longer exists. It takes no lock, since the garbage
+    collector may call it in any thread.
+    """
+    for hook in module_hooks:
+        hook.remove()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
+import queue
 import threading
 import time
 import weakref
@@ -148,8 +150,8 @@ def watch(tier: Tier) -> Live:
     if tier not in _live:
         _live[tier] = Live(tier)
     if _log.isEnabledFor(logging.INFO) and tier not in _threads:
-        stopped = threading.Event()
-        weakref.finalize(tier, stopped.set)
+        stopped: queue.SimpleQueue[None] = queue.SimpleQueue()  # a finalizer may put to it
+        weakref.finalize(tier, stopped.put, None)
         thread = threading.Thread(
             target=_run,
             args=(weakref.ref(_live[tier]), stopped),
@@ -161,9 +163,12 @@ def watch(tier: Tier) -> Live:
     return _live[tier]
 
 
-def _run(reference: weakref.ref[Live], stopped: threading.Event) -> None:
+def _run(reference: weakref.ref[Live], stopped: queue.SimpleQueue[None]) -> None:
     wait = _SECONDS
-    while not stopped.wait(wait):
+    while True:
+        with contextlib.suppress(queue.Empty):
+            stopped.get(timeout=wait)
+            return
         live = reference()
         if live is None:
             return

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from ..io.waits import wait_for
 
+# The thread of a queue without jobs looks this often whether the queue still exists.
+_LOOK_SECONDS = 5.0
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
 
 
@@ -67,7 +69,9 @@ class UpdateQueue:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()
+        # `with` of a Condition runs Python code, in which Ctrl-C would leave the lock held
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self.waited_seconds = 0.0
         self._jobs: deque[Job] = deque()
         self._current: Job | None = None
@@ -80,7 +84,7 @@ class UpdateQueue:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         _queues.add(self)
-        weakref.finalize(self, _end, weakref.ref(self), self.lock)
+        weakref.finalize(self, _end, weakref.ref(self), self._changed)
 
     # For subclasses.
 
@@ -154,12 +158,12 @@ class UpdateQueue:
                 self._stopping = False
                 self._thread = threading.Thread(
                     target=_work,
-                    args=(weakref.ref(self), self.lock),
+                    args=(weakref.ref(self), self._changed),
                     name="nvme_offload updates",
                     daemon=True,
                 )
                 self._thread.start()
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def arrange(self, order: Callable[[Job], Any]) -> list[Job]:
         """Make the queued jobs in the *order* of its results. Returns: the jobs."""
@@ -212,7 +216,7 @@ class UpdateQueue:
         finally:
             with self.lock:
                 self._paused -= 1
-                self.lock.notify_all()
+                self._changed.notify_all()
 
     def afterwards(self, act: Callable[[], None]) -> bool:
         """Make the thread call *act* when no job is left to make. Returns immediately: whether
@@ -244,7 +248,7 @@ class UpdateQueue:
             self.quiesce()
         with self.lock:
             self._stopping = True
-            self.lock.notify_all()
+            self._changed.notify_all()
             thread = self._thread
             if thread is not None and not self.is_worker():
                 # Wait before joining: a `__del__` may call this in the midst of `use`, where this
@@ -283,7 +287,7 @@ class UpdateQueue:
         self._before_wait()
         with self.lock:
             try:
-                wait_for(self.lock, is_true)
+                wait_for(self._changed, is_true)
             finally:
                 self.waited_seconds += time.perf_counter() - began
 
@@ -303,7 +307,7 @@ class UpdateQueue:
     def _try_again(self) -> None:
         if self.told and not self._is_void():
             self._failed = False
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def _restore(self, pending: Pending, *, used: bool = False) -> None:
         if pending in self._held:
@@ -328,7 +332,7 @@ class UpdateQueue:
             for pending in list(self._held):
                 pending.left = 0
                 self._end_hold(pending)
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def _is_done(self) -> bool:
         return not self._jobs and self._current is None
@@ -370,7 +374,7 @@ class UpdateQueue:
                 self._failed, self._error = True, error
             # last: an exception before this line ends the thread, and `is_dead` detects it
             self._current = None
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def act_afterwards(self) -> None:
         """Call the function that `afterwards` was given, if no job is left to make."""
@@ -399,12 +403,12 @@ def queues() -> list[UpdateQueue]:
     return list(_queues)
 
 
-def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+def _work(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:
     """The function of the thread. An exception outside of a job ends it, and the next wait raises
     it.
     """
     try:
-        _make_jobs(reference, lock)
+        _make_jobs(reference, changed)
     except BaseException as error:
         queue = reference()
         if queue is not None:
@@ -412,35 +416,36 @@ def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> Non
             queue.act_afterwards()
 
 
-def _make_jobs(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+def _make_jobs(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:
     """Take and make jobs. Holds a reference to the queue only while it makes one."""
     while True:
-        with lock:
+        with changed:
             while True:
                 queue = reference()
                 if queue is None:
                     return
                 if queue._stopping:
                     queue._thread = None
-                    lock.notify_all()
+                    changed.notify_all()
                     return
                 job = queue.take()
                 if job is not None:
                     break
                 del queue, job
-                lock.wait()
+                changed.wait(_LOOK_SECONDS)
         queue.make(job)
         queue.act_afterwards()
         del queue, job
 
 
-def _end(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+def _end(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:
     queue = reference()
     if queue is not None:  # the process is exiting: no thread may be running torch code by then
         queue.stop(finish=True)
-    else:
-        with lock:
-            lock.notify_all()
+    # The garbage collector may call this in any thread, which must not wait for a lock.
+    elif changed.acquire(blocking=False):
+        changed.notify_all()
+        changed.release()
 
 
 os.register_at_fork(before=quiesce_all)

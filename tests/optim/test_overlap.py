@@ -1225,6 +1225,23 @@ def test_a_del_may_close_it_in_the_midst_of_a_use(tmp_path):
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
 
 
+def test_the_collector_waits_for_no_lock_in_whichever_thread_it_runs(tmp_path):
+    """A thread may hold the lock for as long as it likes: Ctrl-C can end it between two lines."""
+    _, optimizer = begun(tmp_path)
+    optimizer.step()
+    optimizer.synchronize()
+    queue = optimizer._queue
+    queue.itself, lock, gone = queue, queue.lock, weakref.ref(queue)
+    optimizer.close()
+    with lock:
+        del optimizer, queue
+        collecting = threading.Thread(target=gc.collect, daemon=True)
+        collecting.start()
+        collecting.join(60)
+        assert not collecting.is_alive()
+        assert gone() is None
+
+
 def test_one_that_has_failed_is_garbage_with_its_model(tmp_path, monkeypatch):
     net, optimizer = begun(tmp_path)
     Failing(optimizer, monkeypatch, 1 << 30)
