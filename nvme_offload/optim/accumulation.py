@@ -332,10 +332,12 @@ class GradientSums:
     # Internals.
 
     def _sum_of(self, weight: Weight) -> Sum | None:
-        """The sum that `.grad` refers to, if this object stores it."""
+        """The sum that `.grad` refers to, if this object stores it as the gradient of *weight*."""
         gradient = weight.parameter.grad
-        if isinstance(gradient, HostGradient) and gradient.held.owner() is self:
-            return gradient.held
+        if isinstance(gradient, HostGradient):
+            held = gradient.held
+            if held.owner() is self and held.weight() is weight:
+                return held
         return None
 
     def _keep(self, one: Sum) -> None:

@@ -1974,9 +1974,14 @@ def _check_class(parameter: torch.Tensor) -> None:
 
 
 def _check_gradient(weight: Weight) -> None:
+    """Check that an update of *weight* can use its gradient. If the program has assigned another
+    parameter's gradient in host memory, replace it by a copy: an update discards the bytes.
+    """
     gradient = weight.parameter.grad
     if isinstance(gradient, HostGradient):
         gradient.held.check()
+        if gradient.held.weight() is not weight:
+            weight.parameter.grad = gradient = gradient.clone()
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError(
             "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"

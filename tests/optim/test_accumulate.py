@@ -615,6 +615,30 @@ def test_a_gradient_whose_data_was_replaced_is_gone(tmp_path):
         optimizer.step()
 
 
+@pytest.mark.parametrize("host_memory", ["auto", 200_000])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_is_assigned_to_another_parameter_is_used_there(
+    tmp_path, host_memory, micro_batches
+):
+    def exchange(params, _):
+        params[0].grad, params[1].grad = params[1].grad, params[0].grad
+        params[2].grad = params[0].grad
+
+    shapes = [(120, 50)] * 3 + [(31,)]
+    plain, ours = parameters(torch.float32, shapes=shapes), parameters(torch.float32, shapes=shapes)
+    train(
+        plain,
+        torch.optim.AdamW(plain, lr=0.01),
+        micro_batches=micro_batches,
+        middle=exchange,
+    )
+    with NVMeOptimizer(
+        ours, paths=tmp_path, lr=0.01, accumulate="host", host_memory=host_memory
+    ) as optimizer:
+        train(ours, optimizer, micro_batches=micro_batches, middle=exchange)
+    assert differing(ours, plain) == []
+
+
 def test_what_is_refused(tmp_path):
     for options, message in (
         ({"accumulate": "cpu"}, "must be None or \"host\", not 'cpu'"),
