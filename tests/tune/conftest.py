@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
-
-sys.path.append(str(Path(__file__).parent))  # for `swept_profiles`
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from swept_profiles import made_up
+from profiles import swept as made_up
 
 from nvme_offload.ds_config.edit import read_aio
 from nvme_offload.errors import UsageError

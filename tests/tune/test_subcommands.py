@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from swept_profiles import CHOSEN, made_up
+from profiles import CHOSEN
+from profiles import swept as made_up
 
 from nvme_offload import AioConfig
 from nvme_offload.errors import UsageError
@@ -133,17 +134,12 @@ def test_refusals_are_one_line(disk: Path, tmp_path: Path) -> None:
         ),
         (["check", tmp_path / "none", "--config", tmp_path / "ds.json"], "none does not exist"),
     ]
-    keep(made_up(identity=json.loads(json.dumps(find_identity(disk)))))
+    keep(made_up(identity=describe(disk).identity))
     for arguments, message in cases:
         result = run(*arguments)
         assert (result.returncode, result.stdout) == (2, ""), (arguments, result)
         assert message in result.stderr, (arguments, result.stderr)
         assert len(result.stderr.splitlines()) == 1, result.stderr
-
-
-def find_identity(place: Path) -> str:
-
-    return describe(place).identity
 
 
 def test_a_directory_named_like_a_command_is_reached_by_its_path(
@@ -192,7 +188,7 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
 def test_compare_prints_both_sides(tmp_path: Path) -> None:
     for name, profile in (
         ("a.json", made_up(2.0)),
-        ("b.json", made_up(3.0, model="Other Drive", chosen=Setting(1 << 20, 4, 1))),
+        ("b.json", made_up(3.0, model="Other Drive", setting=Setting(1 << 20, 4, 1))),
     ):
         (tmp_path / name).write_text(profile.to_json())
     result = run("compare", tmp_path / "a.json", tmp_path / "b.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -18,18 +17,18 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from patience import PATIENCE
+from profiles import profile
 
 from nvme_offload.commands import checks, cli
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
+from nvme_offload.hardware.profile import PHASES, Setting
 from nvme_offload.optimizer_states import on_gpu
 from nvme_offload.zero3.settings import Settings
 
 NARROW, WIDE = checks.Precisions("AVX2", False, False), checks.Precisions("AVX512", True, True)
 COMMAND = [sys.executable, "-m", "nvme_offload.commands"]
-SETTING = Setting(1 << 20, 8, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -39,56 +38,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_profile(path: Path, gb_per_s: float, seconds: float = 0.6) -> None:
-    trials = tuple(
-        Trial(
-            phase=phase,
-            **dataclasses.asdict(SETTING),
-            bytes=int(gb_per_s * seconds * 1e9),
-            seconds=seconds,
-            gb_per_s=gb_per_s,
-            read_gb_per_s=gb_per_s,
-            write_gb_per_s=0.0,
-            stage="final",
-            control=False,
-            relative=1.0,
-            started_seconds=float(number),
-        )
-        for number in range(4)
-        for phase in PHASES
-    )
-    best = {
-        phase: Best(
-            SETTING.block_size,
-            SETTING.queue_depth,
-            SETTING.thread_count,
-            False,
-            True,
-            "libaio",
-            gb_per_s,
-            1,
-            1,
-            1,
-        )
-        for phase in PHASES
-    }
-    described = {**describe(path).as_dict(), "model": "made up"}
-    profile_shelf.keep(
-        Profile(
-            "0",
-            "2001-02-03T04:05:06",
-            "",
-            described,
-            {"ranks": 1},
-            {"name": "native"},
-            trials,
-            best,
-            SETTING,
-            best,
-            (),
-            steady=True,
-            warnings=(),
-        )
-    )
+    kept = {"at": path, "runs": 4, "seconds": seconds, "drive": {"model": "made up"}}
+    profile_shelf.keep(profile(gb_per_s, Setting(1 << 20, 8, 4), **kept))
 
 
 def run(*arguments: object) -> Result:
@@ -684,7 +635,7 @@ def test_a_swept_drive_is_well_and_an_unswept_one_is_not(tmp_path):
     swept = list(checks.drive(str(tmp_path)))[-1]
     assert (swept.status, swept.found) == (
         "ok",
-        "swept 2001-02-03: read 4.00, write 4.00, mixed 4.00 GB/s; the evidence is good",
+        "swept 2025-01-02: read 4.00, write 4.00, mixed 4.00 GB/s; the evidence is good",
     )
     keep_profile(tmp_path, 4.0, seconds=0.1)
     swept = list(checks.drive(str(tmp_path)))[-1]

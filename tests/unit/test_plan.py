@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 
+import profiles
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +22,7 @@ from nvme_offload.errors import UsageError
 from nvme_offload.hardware import gpu_models
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
-from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
+from nvme_offload.hardware.profile import Profile, Setting, StripePath
 from nvme_offload.optim import provisional as provisional_updates
 from nvme_offload.optim.budget import beside_bytes, most_elements
 from nvme_offload.optimizer_states import FORMATS
@@ -614,39 +615,7 @@ SETTING = Setting(1 << 20, 8, 4)
 
 
 def profile(path: str, stripe: tuple[StripePath, ...] = ()) -> Profile:
-    best = {
-        phase: Best(
-            **dataclasses.asdict(SETTING),
-            gb_per_s=speed,
-            relative=1,
-            relative_low=1,
-            relative_high=1,
-        )
-        for phase, speed in SPEEDS.items()
-    }
-    described = {
-        "path": path,
-        "model": "m",
-        "filesystem": "ext4",
-        "device": "/dev/x",
-        "identity": "0" * 32,
-    }
-    return Profile(
-        "0",
-        "2001-02-03T04:05:06",
-        "",
-        described,
-        {"ranks": 1},
-        {"name": "native"},
-        (),
-        best,
-        SETTING,
-        best,
-        (),
-        True,
-        (),
-        stripe=stripe,
-    )
+    return profiles.profile(SPEEDS, SETTING, drive={"path": path}, stripe=stripe)
 
 
 def test_drives_that_were_swept_together_are_as_fast_as_together():

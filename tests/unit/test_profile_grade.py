@@ -8,70 +8,29 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import profiles
 import pytest
+from profiles import CHOSEN, best, trial
 
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
-from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Trial
 from nvme_offload.hardware.profile_grade import Grade, final_trials, grade, inconsistencies
 
-CHOSEN = Setting(1 << 20, 16, 2)
 SPEEDS = {"read": 3.0, "write": 2.0, "mixed": 2.5}
-
-
-def trial(phase: str, seconds: float = 0.6, speed: float = 2.0, **changes: Any) -> Trial:
-    fields: dict[str, Any] = {
-        "bytes": int(speed * seconds * 1e9),
-        "seconds": seconds,
-        "gb_per_s": speed,
-        "read_gb_per_s": speed / 2,
-        "write_gb_per_s": speed / 2,
-        "stage": "final",
-        "control": False,
-        "relative": 1.5,
-        "started_seconds": 0.0,
-    }
-    return Trial(phase=phase, **dataclasses.asdict(CHOSEN), **{**fields, **changes})
-
-
-def best(speed: float, low: float = 1.4, high: float = 1.6) -> Best:
-    return Best(
-        **dataclasses.asdict(CHOSEN),
-        gb_per_s=speed,
-        relative=1.5,
-        relative_low=low,
-        relative_high=high,
-    )
 
 
 def evidence(seconds: float = 0.6, rounds: int = 4) -> tuple[Trial, ...]:
     """As many final trials as *rounds* of a sweep give."""
     return tuple(
-        trial(phase, seconds)
+        trial(phase, seconds=seconds)
         for number in range(rounds)
         for phase in ("mixed", ("read", "write")[number % 2])
     )
 
 
 def profile(place: Path = Path("/"), **changes: Any) -> Profile:
-    reached = {phase: best(speed) for phase, speed in SPEEDS.items()}
-    whole = Profile(
-        tool_version="0.1.0",
-        created="2026-01-02T03:04:05+00:00",
-        command="nvme-sweep",
-        drive=describe(place).as_dict(),
-        workload={"ranks": 1},
-        engine={"name": "native", "direct": True},
-        trials=evidence(),
-        best=reached,
-        chosen=CHOSEN,
-        performance=reached,
-        reasons=(),
-        steady=True,
-        warnings=(),
-    )
-    return dataclasses.replace(whole, **changes)
+    return profiles.profile(SPEEDS, at=place, **{"trials": evidence(), **changes})
 
 
 def test_a_minute_of_whole_trials_that_agree_is_good() -> None:
@@ -106,12 +65,12 @@ def with_best(phase: str, one: Best) -> dict[str, Best]:
             "read: 0 of 2 final trials",
         ),
         (
-            {"performance": with_best("read", best(3.0, 0.0, 572.0))},
+            {"performance": with_best("read", best(3.0, low=0.0, high=572.0))},
             "poor",
             "read: the speed is known within tenfold or more",
         ),
         (
-            {"performance": with_best("mixed", best(2.5, 1.0, 2.25))},
+            {"performance": with_best("mixed", best(2.5, low=1.0, high=2.25))},
             "weak",
             "mixed: the speed is known within \N{PLUS-MINUS SIGN}50%",
         ),
@@ -158,7 +117,7 @@ def test_noise_is_no_contradiction() -> None:
 @pytest.mark.parametrize(("speeds", "name"), [((2.0, 2.1), "good"), ((0.2, 2.0), "poor")])
 def test_the_defaults_are_known_by_their_own_trials(speeds: tuple[float, float], name: str) -> None:
     """Their ratio to themselves is 1 whatever they do."""
-    defaults = {phase: best(speed, 1.5, 1.5) for phase, speed in SPEEDS.items()}
+    defaults = {phase: best(speed, low=1.5, high=1.5) for phase, speed in SPEEDS.items()}
     trials = tuple(
         trial(phase, speed=speed) for phase in PHASES for speed in speeds for _ in range(2)
     )
@@ -202,7 +161,7 @@ def test_for_path_warns_of_poor_evidence_and_names_the_callers_directory(
         for path in (used, used, swept):  # logged once for a drive
             assert AioConfig.for_path(path) == AioConfig.of(CHOSEN)
     assert caplog.messages == [
-        f"the settings for {used} are from a sweep of its drive on 2026-01-02 that had little "
+        f"the settings for {used} are from a sweep of its drive on 2025-01-02 that had little "
         f"evidence: run `nvme-sweep {used}`, which takes a minute"
     ]
 

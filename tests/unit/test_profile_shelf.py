@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profiles import profile
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.files import sealed
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
+from nvme_offload.hardware.profile import Profile, Setting
 from nvme_offload.swap.tier import Tier
 
 SETTING = Setting(
@@ -28,29 +29,12 @@ SETTING = Setting(
     overlap_events=False,
     backend="posix",
 )
-BEST = Best(
-    **dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6
-)
 
 
 def profile_of(
     path: Path, setting: Setting = SETTING, engine: str = "native", **drive: Any
 ) -> Profile:
-    return Profile(
-        tool_version="0.1.0",
-        created="2025-01-02T03:04:05+00:00",
-        command="nvme-sweep",
-        drive={**describe(path).as_dict(), **drive},
-        workload={},
-        engine={"name": engine},
-        trials=(),
-        best=dict.fromkeys(PHASES, BEST),
-        chosen=setting,
-        performance=dict.fromkeys(PHASES, BEST),
-        reasons=(),
-        steady=True,
-        warnings=(),
-    )
+    return profile(setting=setting, at=path, drive=drive, engine={"name": engine})
 
 
 @pytest.fixture(autouse=True)
