@@ -75,14 +75,7 @@ def test_a_share_of_the_blocks(tmp_path: Path) -> None:
     output = tmp_path / "report"
     shares = [
         *SMALL,
-        "--ways",
-        "none,nvme",
-        "--share",
-        "1",
-        "--share",
-        "0.5",
-        "--output",
-        str(output),
+        *("--ways", "none,nvme", "--share", "1", "--share", "0.5", "--output", str(output)),
     ]
     report = run(str(tmp_path), *shares)
     half, whole = (

@@ -66,14 +66,8 @@ def look(chromium: str, source: str, directory: Path, width: int, dark: bool) ->
     frame.write_text(FRAME % width, encoding="utf-8")
     command = [
         *(
-            chromium,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--enable-logging=stderr",
-            "--no-first-run",
-            "--disable-extensions",
+            *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            *("--enable-logging=stderr", "--no-first-run", "--disable-extensions"),
         ),
         *(
             f"--user-data-dir={directory / 'profile'}",

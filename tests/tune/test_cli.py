@@ -86,15 +86,8 @@ def swept(
     (place / "ds.json").write_text(PLAIN_CONFIG)
     (place / "old.json").write_text('{"aio": {"block_size": 4096, "thread_count": 3}}')
     result = run(
-        disk,
-        "--config",
-        place / "ds.json",
-        "--config",
-        place / "old.json",
-        "--report-dir",
-        place / "reports",
-        "--seconds",
-        "2",
+        *(disk, "--config", place / "ds.json", "--config", place / "old.json"),
+        *("--report-dir", place / "reports", "--seconds", "2"),
     )
     return place / "reports", place, result
 
@@ -211,12 +204,7 @@ def test_a_second_report_does_not_replace_the_first_nor_need_torch(
     before = (first / "profile.json").read_bytes()
     script = "import sys\nsys.modules['torch'] = None\nfrom nvme_offload.tune import cli\nsys.exit(cli.main())"
     result = run(
-        disk,
-        "--report-dir",
-        reports,
-        "--seconds",
-        "1",
-        "--json",
+        *(disk, "--report-dir", reports, "--seconds", "1", "--json"),
         command=[sys.executable, "-c", script],
     )
     assert result.returncode == 0, result.stderr
@@ -331,13 +319,7 @@ def test_a_broken_drive_fails_with_one_line_and_changes_nothing(
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
     result = run(
-        disk,
-        "--report-dir",
-        tmp_path / "reports",
-        "--seconds",
-        "1",
-        "--config",
-        config,
+        *(disk, "--report-dir", tmp_path / "reports", "--seconds", "1", "--config", config),
         command=[sys.executable, "-c", script],
     )
     assert (result.returncode, result.stdout) == (1, "")
@@ -496,12 +478,7 @@ def test_memory_is_refused_unless_forced_and_a_reader_may_go_away(
     assert len(refused.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
     forced = run(
-        memory,
-        "--report-dir",
-        tmp_path,
-        "--force",
-        "--seconds",
-        "1",
+        *(memory, "--report-dir", tmp_path, "--force", "--seconds", "1"),
         command=["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "-", *SWEEP],
     )
     assert (forced.returncode, forced.stdout) == (0, ""), forced.stderr
@@ -552,16 +529,8 @@ def test_help_names_what_there_is_and_loads_little() -> None:
     result = run("--help")
     assert result.returncode == 0
     for option in (
-        "--config",
-        "--report-dir",
-        "--seconds",
-        "--size",
-        "--engine",
-        "--backend",
-        "--ranks",
-        "--sustained",
-        "--json",
-        "--force",
+        *("--config", "--report-dir", "--seconds", "--size", "--engine", "--backend", "--ranks"),
+        *("--sustained", "--json", "--force"),
     ):
         assert f"  {option} " in result.stdout
     assert "|".join(BACKENDS) in result.stdout

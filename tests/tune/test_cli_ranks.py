@@ -47,15 +47,8 @@ def end_of(process_ids: list[int]) -> Iterator[bool]:
 
 def arguments(disk: Path, reports: Path, seconds: int = 60) -> list[str]:
     return [
-        str(disk),
-        "--report-dir",
-        str(reports),
-        "--size",
-        "256MiB",
-        "--ranks",
-        "2",
-        "--seconds",
-        str(seconds),
+        *(str(disk), "--report-dir", str(reports), "--size", "256MiB", "--ranks", "2"),
+        *("--seconds", str(seconds)),
     ]
 
 

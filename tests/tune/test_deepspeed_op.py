@@ -113,14 +113,8 @@ def test_what_the_op_refuses_is_an_error(file: Any, tmp_path: Path) -> None:
 def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None:
     script = "import sys\nsys.modules['deepspeed'] = None\nfrom nvme_offload.tune import cli\nsys.exit(cli.main())"
     command = [
-        sys.executable,
-        "-c",
-        script,
-        str(disk),
-        "--engine",
-        "deepspeed",
-        "--report-dir",
-        str(tmp_path),
+        *(sys.executable, "-c", script, str(disk), "--engine", "deepspeed"),
+        *("--report-dir", str(tmp_path)),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stdout) == (2, "")
@@ -131,14 +125,8 @@ def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None
 
 def test_a_sweep_of_the_op_itself(deepspeeds_op: Path, disk: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "nvme_offload.tune",
-        str(disk),
-        "--engine",
-        "deepspeed",
-        "--report-dir",
-        str(tmp_path),
+        *(sys.executable, "-m", "nvme_offload.tune", str(disk), "--engine", "deepspeed"),
+        *("--report-dir", str(tmp_path)),
     ]
     # A process that is killed while torch compiles leaves a lock, at which all others would wait
     # for ever.

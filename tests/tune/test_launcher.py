@@ -86,11 +86,7 @@ def test_torchrun_has_the_ranks_of_a_node_contend(disk: Path, tmp_path: Path) ->
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *SWEEP,
         str(disk),
     ]
@@ -137,10 +133,7 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
         command = [
             sys.executable,
             *SWEEP,
-            "--local_rank=0",
-            str(drive),
-            "--report-dir",
-            str(tmp_path / str(rank)),
+            *("--local_rank=0", str(drive), "--report-dir", str(tmp_path / str(rank))),
         ]
         command += ["--seconds", "1", "--size", "128MiB", "--json"]
         started.append(
@@ -182,13 +175,7 @@ def test_a_node_that_cannot_be_found_is_one_line(disk: Path, tmp_path: Path) -> 
     command = [
         sys.executable,
         *SWEEP,
-        str(disk),
-        "--report-dir",
-        str(tmp_path),
-        "--seconds",
-        "1",
-        "--size",
-        "128MiB",
+        *(str(disk), "--report-dir", str(tmp_path), "--seconds", "1", "--size", "128MiB"),
     ]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE, env=environment

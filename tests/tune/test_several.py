@@ -35,14 +35,8 @@ def test_two_paths_are_swept_and_used_together(
     command = [
         *SWEEP,
         *paths,
-        "--report-dir",
-        str(tmp_path / "reports"),
-        "--seconds",
-        "1",
-        "--size",
-        "128MiB",
-        "--config",
-        str(config),
+        *("--report-dir", str(tmp_path / "reports"), "--seconds", "1", "--size", "128MiB"),
+        *("--config", str(config)),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr

@@ -79,16 +79,8 @@ def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
     """A user whom the machine does not know, as containers have them."""
     script = "import pwd, sys\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\nfrom nvme_offload.tune import cli\nsys.exit(cli.main())"
     command = [
-        sys.executable,
-        "-c",
-        script,
-        str(disk),
-        "--report-dir",
-        str(tmp_path / "reports"),
-        "--seconds",
-        "1",
-        "--size",
-        "128MiB",
+        *(sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path / "reports")),
+        *("--seconds", "1", "--size", "128MiB"),
     ]
     environment = {
         key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME")

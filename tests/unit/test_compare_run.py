@@ -40,15 +40,8 @@ def test_two_sides_are_interleaved_and_leave_no_files(tmp_path: Path) -> None:
     place.mkdir()
     ran = compare(
         *(
-            str(place),
-            "--size",
-            "8MiB",
-            "--rounds",
-            "2",
-            "--only",
-            "ours-libaio,memmap",
-            "--output",
-            str(output),
+            *(str(place), "--size", "8MiB", "--rounds", "2", "--only", "ours-libaio,memmap"),
+            *("--output", str(output)),
         ),
         *("--tasks", "write,read-1MiB,checkpoint-read,checkpoint-write", "--note", "In a test."),
     )

@@ -9,7 +9,6 @@ import html
 import importlib
 import inspect
 import json
-import os
 import re
 import runpy
 import shlex
@@ -610,33 +609,6 @@ def test_a_docstring_describes_every_parameter_by_its_name(module):
     assert {name: each for name, each in unknown.items() if each} == {}
 
 
-def test_names_are_read_from_a_numpydoc_section():
-    docstring = """Read bytes.
-
-Parameters
-----------
-path : str
-    The file.
-offset, count : int
-    Bytes: at least 1.
-**others
-    More.
-
-Returns
--------
-bytes
-    The text read.
-
-Attributes
-----------
-size
-    In bytes.
-"""
-    assert named_in("Parameters", docstring) == {"path", "offset", "count", "others"}
-    assert named_in("Attributes", docstring) == {"size"}
-    assert named_in("Yields", docstring) == set()
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The pages as `make docs` builds them, which fails where a link leads nowhere."""
@@ -681,65 +653,3 @@ def test_the_site_fetches_nothing_and_its_links_lead_somewhere(site):
                 assert file.exists(), f"{path.name} leads to {target}"
                 if anchor and file in pages:
                     assert f'id="{anchor}"' in pages[file], f"{path.name} leads to {target}"
-
-
-def test_numpydoc_sections_are_rendered(tmp_path):
-    """With the pages' own configuration."""
-    for module in ("sphinx", "myst_parser", "furo", "numpydoc"):
-        pytest.importorskip(module, reason=f"{module} is not installed here")
-    (tmp_path / "sample.py").write_text(
-        '''"""A module."""
-
-
-def read(path: str, count: int) -> bytes:
-    """Read `count` bytes.
-
-    Parameters
-    ----------
-    path
-        The file.
-    count
-        Bytes, at least 1.
-
-    Returns
-    -------
-    bytes
-        The text read.
-
-    Raises
-    ------
-    OSError
-        If the drive fails.
-
-    Notes
-    -----
-    See read(2).
-    """
-'''
-    )
-    (tmp_path / "sample.md").write_text("# Sample\n\n```{eval-rst}\n.. automodule:: sample\n```\n")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "-c",
-        ROOT / "docs",
-        "-D",
-        "html_theme=basic",
-        "-D",
-        "root_doc=sample",
-    ]
-    done = subprocess.run(
-        [*command, tmp_path, tmp_path / "site"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    page = (tmp_path / "site" / "sample.html").read_text(encoding="utf-8")
-    fields = re.findall(r"<dt class=\"field-\w+\">(\w+)<", page)
-    assert fields == ["Parameters", "Returns", "Raises"]
-    assert '<p class="rubric">Notes</p>' in page
-    assert '<span class="pre">count</span></code> bytes' in page

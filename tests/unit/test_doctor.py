@@ -57,15 +57,7 @@ def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def plan(*arguments: object) -> Result:
     return run(
-        "plan",
-        "--gpus",
-        1,
-        "--gpu",
-        "H100",
-        "--gpu-memory",
-        "80GB",
-        "--host-memory",
-        "64GB",
+        *("plan", "--gpus", 1, "--gpu", "H100", "--gpu-memory", "80GB", "--host-memory", "64GB"),
         *arguments,
     )
 
@@ -116,19 +108,8 @@ def schema_keys(object_name: str) -> set[str]:
 def test_a_plan_as_json_has_everything(tmp_path):
     keep_profile(tmp_path, 4.0)
     done = plan(
-        "--params",
-        "7B",
-        "--path",
-        tmp_path,
-        "--ranks",
-        2,
-        "--nodes",
-        8,
-        "--seq",
-        2048,
-        "--micro-batch",
-        2,
-        "--json",
+        *("--params", "7B", "--path", tmp_path, "--ranks", 2, "--nodes", 8, "--seq", 2048),
+        *("--micro-batch", 2, "--json"),
     )
     reported: dict[str, Any] = json.loads(done.output)
     assert set(reported) == schema_keys("plan")
@@ -162,16 +143,8 @@ def test_the_config_is_written_aside_and_never_over_another(tmp_path):
     keep_profile(tmp_path, 4.0)
     config = tmp_path / "ds_config.json"
     ask = (
-        "--params",
-        "2B",
-        "--path",
-        tmp_path,
-        "--gpu-memory",
-        "12GB",
-        "--host-memory",
-        "20GB",
-        "--write",
-        config,
+        *("--params", "2B", "--path", tmp_path, "--gpu-memory", "12GB", "--host-memory", "20GB"),
+        *("--write", config),
     )
     done = plan(*ask)
     assert done.return_value == 0
@@ -206,15 +179,8 @@ def test_a_huggingface_config_is_taken(tmp_path):
 
 def test_nothing_that_fits_is_said_with_status_3(tmp_path):
     done = ended(
-        "plan",
-        "--params",
-        "70B",
-        "--gpus",
-        0,
-        "--host-memory",
-        "32GB",
-        "--write",
-        tmp_path / "none.json",
+        *("plan", "--params", "70B", "--gpus", 0, "--host-memory", "32GB"),
+        *("--write", tmp_path / "none.json"),
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert " ".join(done.stdout.split()).startswith(
@@ -236,15 +202,7 @@ def test_a_gpu_brings_its_memory_and_its_speed():
     seconds = {}
     for name in ("T4", "L4", "L40", "NVIDIA L40S", "h100", "NVIDIA H100 PCIe", "RTX 5090"):
         asked = [
-            "--params",
-            "350M",
-            "--gpu",
-            name,
-            "--host-memory",
-            "64GB",
-            "--seq",
-            2048,
-            "--json",
+            *("--params", "350M", "--gpu", name, "--host-memory", "64GB", "--seq", 2048, "--json"),
         ]
         answer = json.loads(run("plan", *asked).output)
         seconds[name] = answer["plans"][0]["seconds"]
@@ -535,14 +493,8 @@ def test_a_failure_is_one_line_and_status_1(tmp_path, monkeypatch, capsys):
         sys,
         "argv",
         [
-            "nvme-offload",
-            "plan",
-            "--params",
-            "1B",
-            "--host-memory",
-            "1TB",
-            "--write",
-            str(tmp_path / "no" / "where.json"),
+            *("nvme-offload", "plan", "--params", "1B", "--host-memory", "1TB"),
+            *("--write", str(tmp_path / "no" / "where.json")),
         ],
     )
     assert cli.main() == 1
