@@ -28,6 +28,7 @@ from ..optimizer_states import (
     wide_enough,
     widened,
 )
+from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import Key, drop_memory, travelling
@@ -314,23 +315,25 @@ class Updater:
         seed: int,
         progress: Progress,
     ) -> torch.optim.Optimizer | None:
-        """The inner optimizer, after the extension has made its step; None, with nothing changed,
-        if the extension cannot make it.
+        """The inner optimizer, after the step of all of the bucket's parameters together: in one pass
+        of the extension on the CPU, by few kernels on a GPU. None, with nothing changed, if the
+        optimizer has to make it.
         """
         layout = known(bucket.layout)
         if (
             bucket.inner is None
-            or bucket.device.type != "cpu"
             or self._is_too_narrow(layout)
             or looks_at(self._format, seed + 1)
             or not is_packed_adam(bucket.inner, layout)
         ):
             return None
-        parts: list[Part] = []
-        put_back: list[tuple[Fragment, torch.Tensor]] = []
         inner = self._inner(bucket, options)
-        groups = dict(zip(bucket.groups, inner.param_groups, strict=True))
-        for fragment in bucket.fragments:
+        flats: list[torch.Tensor] = []
+        gradients: dict[Fragment, torch.Tensor] = {}
+        put_back: list[tuple[Fragment, torch.Tensor]] = []
+        for fragment, weight in zip(bucket.fragments, bucket.weights(), strict=True):
+            flat = fragment.in_memory_order(weight)
+            flats.append(flat)
             gradient = fragment.of_gradient()
             if gradient is None:
                 continue
@@ -340,30 +343,51 @@ class Updater:
                 or any(strides != fragment.strides for strides in fragment.keys.values())
             ):
                 return None
-            weight = fragment.of_weight()
-            flat = fragment.in_memory_order(weight)
+            gradients[fragment] = fragment.in_memory_order(gradient.resolve_neg())
             if flat.data_ptr() != weight.data_ptr() or fragment.is_scattered:
                 put_back.append((fragment, flat.as_strided(fragment.shape, fragment.strides)))
-            parts.append(
+        groups = dict(zip(bucket.groups, inner.param_groups, strict=True))
+
+        def parts(there: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[Part]:
+            weights = dict(zip(bucket.fragments, there, strict=True))
+            return [
                 Part(
                     fragment.shadow,
                     groups[fragment.group],
-                    flat,
-                    fragment.in_memory_order(gradient.resolve_neg()),
+                    weights[fragment],
+                    gradient,
                     fragment.place,
                     fragment.first_block,
                 )
-            )
+                for fragment, gradient in zip(gradients, given, strict=True)
+            ]
+
+        there: Sequence[torch.Tensor] = flats
 
         def begin() -> None:
             progress.begin_change()
             if layout.master is not None and self._format.in_place:
                 master = layout.master.of(memory).view(torch.float32)
-                for fragment, weight in zip(bucket.fragments, bucket.weights(), strict=True):
+                for fragment, flat in zip(bucket.fragments, there, strict=True):
+                    weight = flat.as_strided(fragment.shape, fragment.strides)
                     self._follow(fragment, weight, fragment.within(master))
 
-        if not step_in_one_pass(inner, self._format, layout, memory, parts, seed, begin):
+        how = inner, self._format, layout, memory
+        if bucket.device.type == "cpu":
+            if not step_in_one_pass(*how, parts(flats, gradients.values()), seed, begin):
+                return None
+        elif not can_step_by_kernels(inner, parts(flats, gradients.values())):
             return None
+        else:
+            given: Iterable[torch.Tensor] = gradients.values()
+            if bucket.visits_device:
+                brought = self._stager(bucket).bring(flats, [*given], self._written)
+                there, given = brought[: len(flats)], brought[len(flats) :]
+            step_by_kernels(*how, parts(there, given), seed, begin)
+            if bucket.visits_device:
+                self._stager(bucket).take_back(list(zip(flats, there, strict=True)))
+                if put_back:
+                    self._stager(bucket).drain()
         for fragment, flat in put_back:
             fragment.put_weight(flat)
         for fragment in bucket.fragments:
@@ -537,7 +561,7 @@ class Updater:
             master.copy_(torch.where(new, weight.to(master.dtype), master))
 
     def _inner(self, bucket: Bucket, options: Options) -> torch.optim.Optimizer:
-        given = {index: copy.deepcopy(dict(options[index])) for index in bucket.groups}
+        given = {index: _copied(options[index]) for index in bucket.groups}
         if bucket.inner is None:
             shadows = {
                 index: [fragment.shadow for fragment in bucket.fragments if fragment.group == index]
@@ -634,6 +658,16 @@ class Updater:
         for fragment in bucket.fragments:
             fragment.shadow.grad = None
             drop_memory([*fragment.leaves.values(), fragment.shadow])
+
+
+def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, whose values share nothing that can be changed with those of *options*."""
+    return {
+        key: value
+        if value is None or type(value) in (bool, int, float, str)
+        else copy.deepcopy(value)
+        for key, value in options.items()
+    }
 
 
 def _nothing(bucket: Bucket) -> torch.Tensor:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from .rounding import BLOCK, CHUNK, random_keys, randoms
+from .packed import MASTER_INDEX, Packed, Unpacked
+from .rounding import BLOCK, CHUNK, block_names, random_keys, randoms
 
 _MANTISSA_BITS = 3
 DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
@@ -18,6 +19,10 @@ TOP_OCTAVE = {True: 0, False: 15}
 LEAST_EXPONENT = 32  # minimum for a block: keeps its scale and values out of fp32's subnormals
 NOT_FINITE = 255
 INFINITY = 0x7F800000
+RANGE = 2.0**-30  # ratio of the least code of an unsigned state to its block's maximum
+# exp_avg below 1/64 of the denominator moves a weight by less than 1/64 of the learning rate
+NEGLIGIBLE_RATIO = 64.0
+MOST_FAR = BLOCK // 16  # values of a block that may be below the least code and matter
 
 
 def encode(
@@ -152,6 +157,50 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
         torch.where(working[part].isnan(), upper | (lacking & 0xFFFF), bits, out=bits)
 
 
+def unpack(packed: Packed, unpacked: Unpacked, gradient: torch.Tensor) -> None:
+    """See `Packed`."""
+    if packed.low is not None:
+        join(packed.working, packed.low, unpacked.master)
+    for (codes, exponents), values, signed in zip(
+        packed.moments, unpacked.moments, (True, False), strict=False
+    ):
+        decode(codes, exponents, values, signed=signed)
+    if unpacked.gradient is not None:
+        unpacked.gradient.copy_(gradient)
+
+
+def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> None:
+    """See `Packed`."""
+    blocks = block_names(first_block * BLOCK, packed.working.numel(), packed.working.device)
+    if packed.low is not None:
+        if packed.low.dtype == torch.int8:
+            round_to_24(unpacked.master, seed=(seed, MASTER_INDEX), blocks=blocks)
+        split(unpacked.master, packed.working, packed.low)
+    for index, ((codes, exponents), values) in enumerate(
+        zip(packed.moments, unpacked.moments, strict=False)
+    ):
+        encode(values, codes, exponents, signed=index == 0, seed=(seed, index), blocks=blocks)
+
+
+def mark_far(
+    values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
+) -> None:
+    """Set *far* for each block of the second moments *values* in which too many values matter.
+    *first*: the first moments of the same elements.
+    """
+    for start in range(0, values.numel(), CHUNK):
+        part = _in_blocks(values[start : start + CHUNK])
+        least = part.amax(dim=1, keepdim=True) * RANGE
+        roots = part.sqrt()
+        updates = (
+            roots * 8
+            if first is None
+            else _in_blocks(first[start : start + CHUNK]).abs() * NEGLIGIBLE_RATIO
+        )
+        matter = (part > 0) & (part < least) & (least.sqrt() > eps / 8) & (updates >= roots + eps)
+        far[start // BLOCK :][: len(part)] |= matter.sum(dim=1) > MOST_FAR
+
+
 def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 exponent field of each block's largest magnitude, rounded up, as int32. `NOT_FINITE`
     for a block that is not finite, or is unsigned and has a negative value.
@@ -163,3 +212,7 @@ def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
     magnitude = (most.view(torch.int32) & 0x7FFFFFFF).clamp_(max=INFINITY)
     exponent = magnitude.add_(STEP - 1).bitwise_right_shift_(23).clamp_(min=LEAST_EXPONENT)
     return exponent.masked_fill_(exponent >= 254, NOT_FINITE)
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)

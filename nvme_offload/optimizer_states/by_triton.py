@@ -20,10 +20,14 @@ from .by_torch import (
     INFINITY,
     LEAST_EXPONENT,
     LEAST_NORMAL,
+    MOST_FAR,
+    NEGLIGIBLE_RATIO,
     NOT_FINITE,
+    RANGE,
     STEP,
     TOP_OCTAVE,
 )
+from .packed import MASTER_INDEX, Packed, Unpacked
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
 _ROWS = 8  # rows of a program: 2048 values
@@ -38,6 +42,9 @@ _LEAST_NORMAL = tl.constexpr(LEAST_NORMAL)
 _LEAST_NORMAL_BITS = tl.constexpr((127 - 14) << 23)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
+_RANGE = tl.constexpr(RANGE)
+_NEGLIGIBLE_RATIO = tl.constexpr(NEGLIGIBLE_RATIO)
+_MOST_FAR = tl.constexpr(MOST_FAR)
 _HALF_INFINITY = tl.constexpr(0xF8)
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -52,9 +59,8 @@ def _places(count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _randoms(row, table, names, state, count):
+def _randoms(name, table, state):
     # 32 random bits for each value: the table, scaled and shifted by a hash of seed and row name
-    name = tl.load(names + row, mask=row * _BLOCK < count, other=0)
     key = name * _GOLDEN + state
     key = key ^ ((key >> 29) & 0x7FFFFFFFF)
     key = key * _FIRST
@@ -66,13 +72,18 @@ def _randoms(row, table, names, state, count):
     return drawn[None, :] * factor[:, None] + summand[:, None]
 
 
-@triton.jit(do_not_specialize=["state"])
-def _encode(
+@triton.jit
+def _names(row, names, count):
+    return tl.load(names + row, mask=row * _BLOCK < count, other=0)
+
+
+@triton.jit
+def _encode_rows(
     values,
     codes,
     exponents,
     table,
-    names,
+    name,
     state,
     count,
     SIGNED: tl.constexpr,
@@ -94,13 +105,31 @@ def _encode(
         held = tl.where(magnitude > 0, _LEAST_NORMAL_BITS, _CODE_ZERO)
         sign = bits & 0
         finite = finite & (tl.max(((bits < 0) & (magnitude > 0)).to(tl.int32), axis=1) == 0)
-    random = (_randoms(row, table, names, state, count) >> 12) + _STEP // 2
+    random = (_randoms(name, table, state) >> 12) + _STEP // 2
     cut = tl.maximum(scaled.to(tl.int32, bitcast=True), held) - _CODE_ZERO + random
     code = (cut >> _DROPPED) | sign
     code = tl.where(finite[:, None], code, 0)
     tl.store(codes + place, code.to(tl.uint8), mask=inside)
     field = tl.where(finite, exponent, _NOT_FINITE)
     tl.store(exponents + row, field.to(tl.uint8), mask=row * _BLOCK < count)
+
+
+@triton.jit(do_not_specialize=["state"])
+def _encode(
+    values,
+    codes,
+    exponents,
+    table,
+    names,
+    state,
+    count,
+    SIGNED: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, _, _ = _places(count, ROWS)
+    name = _names(row, names, count)
+    _encode_rows(values, codes, exponents, table, name, state, count, SIGNED, TOP, ROWS)
 
 
 @triton.jit
@@ -127,21 +156,23 @@ def _decode(
     tl.store(values + place, bits.to(tl.float32, bitcast=True) * scale[:, None], mask=inside)
 
 
+@triton.jit
+def _with_24_bits(bits, random):
+    magnitude = bits & _MAGNITUDE
+    quiet = tl.where(magnitude > _INFINITY, bits | 0x400000, bits)  # a NaN stays a NaN
+    return tl.where(magnitude < _INFINITY, bits + ((random >> 24) & 0xFF), quiet) & ~0xFF
+
+
 @triton.jit(do_not_specialize=["state"])
 def _round_to_24(values, table, names, state, count, ROWS: tl.constexpr):
     row, place, inside = _places(count, ROWS)
+    random = _randoms(_names(row, names, count), table, state)
     bits = tl.load(values + place, mask=inside, other=0)
-    magnitude = bits & _MAGNITUDE
-    random = (_randoms(row, table, names, state, count) >> 24) & 0xFF
-    quiet = tl.where(magnitude > _INFINITY, bits | 0x400000, bits)  # a NaN stays a NaN
-    rounded = tl.where(magnitude < _INFINITY, bits + random, quiet)
-    tl.store(values + place, rounded & ~0xFF, mask=inside)
+    tl.store(values + place, _with_24_bits(bits, random), mask=inside)
 
 
 @triton.jit
-def _split(master, working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
-    _, place, inside = _places(count, ROWS)
-    bits = tl.load(master + place, mask=inside, other=0)
+def _store_halves(bits, working, low, place, inside, SHORT: tl.constexpr):
     upper = bits >> 16
     quiet = tl.where((upper & 0x7F) == 0, upper | 0x40, upper)
     rounded = tl.where((bits & _MAGNITUDE) > _INFINITY, quiet, (bits + 0x8000) >> 16)
@@ -150,6 +181,13 @@ def _split(master, working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr)
         tl.store(low + place, (bits >> 8).to(tl.int8), mask=inside)
     else:
         tl.store(low + place, bits.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _split(master, working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
+    _, place, inside = _places(count, ROWS)
+    bits = tl.load(master + place, mask=inside, other=0)
+    _store_halves(bits, working, low, place, inside, SHORT)
 
 
 @triton.jit
@@ -162,6 +200,118 @@ def _join(working, low, master, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
     is_nan = (upper & _MAGNITUDE) > _INFINITY
     bits = tl.where(is_nan, upper | (lower & 0xFFFF), upper + lower)
     tl.store(master + place, bits, mask=inside)
+
+
+@triton.jit
+def _mark_far(values, first, far, count, eps, HAS_FIRST: tl.constexpr, ROWS: tl.constexpr):
+    row, place, inside = _places(count, ROWS)
+    part = tl.load(values + place, mask=inside, other=0.0)
+    largest = tl.max(part, axis=1)
+    is_nan = tl.max((part != part).to(tl.int32), axis=1) > 0
+    least = tl.where(is_nan, float("nan"), largest) * _RANGE
+    roots = tl.sqrt_rn(part)
+    updates = roots * 8
+    if HAS_FIRST:
+        updates = tl.abs(tl.load(first + place, mask=inside, other=0.0)) * _NEGLIGIBLE_RATIO
+    allowed = tl.sqrt_rn(least) > eps / 8
+    matter = (part > 0) & (part < least[:, None]) & allowed[:, None] & (updates >= roots + eps)
+    before = tl.load(far + row, mask=row * _BLOCK < count, other=0)
+    found = (tl.sum(matter.to(tl.int32), axis=1) > _MOST_FAR).to(tl.int8)
+    tl.store(far + row, before | found, mask=row * _BLOCK < count)
+
+
+@triton.jit
+def _unpack(
+    working,
+    low,
+    master,
+    first_codes,
+    first_exponents,
+    first,
+    second_codes,
+    second_exponents,
+    second,
+    gradient,
+    wide,
+    count,
+    SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,
+    CODES: tl.constexpr,
+    TOP_SIGNED: tl.constexpr,
+    TOP_UNSIGNED: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    if SPLIT:
+        _join(working, low, master, count, SHORT, ROWS)
+    if CODES:
+        _decode(first_codes, first_exponents, first, count, True, TOP_SIGNED, ROWS)
+        _decode(second_codes, second_exponents, second, count, False, TOP_UNSIGNED, ROWS)
+    if WIDEN:
+        _, place, inside = _places(count, ROWS)
+        values = tl.load(gradient + place, mask=inside, other=0)
+        if SHIFT:
+            values = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        tl.store(wide + place, values.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_name", "master_state", "first_state", "second_state"])
+def _pack(
+    master,
+    working,
+    low,
+    first,
+    first_codes,
+    first_exponents,
+    second,
+    second_codes,
+    second_exponents,
+    table,
+    first_name,
+    master_state,
+    first_state,
+    second_state,
+    count,
+    SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,
+    CODES: tl.constexpr,
+    TOP_SIGNED: tl.constexpr,
+    TOP_UNSIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, place, inside = _places(count, ROWS)
+    name = row + first_name
+    if SPLIT:
+        bits = tl.load(master + place, mask=inside, other=0)
+        if SHORT:
+            bits = _with_24_bits(bits, _randoms(name, table, master_state))
+        _store_halves(bits, working, low, place, inside, SHORT)
+    if CODES:
+        _encode_rows(
+            first,
+            first_codes,
+            first_exponents,
+            table,
+            name,
+            first_state,
+            count,
+            True,
+            TOP_SIGNED,
+            ROWS,
+        )
+        _encode_rows(
+            second,
+            second_codes,
+            second_exponents,
+            table,
+            name,
+            second_state,
+            count,
+            False,
+            TOP_UNSIGNED,
+            ROWS,
+        )
 
 
 def encode(
@@ -212,6 +362,66 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
     """See `split.join`."""
     places = working.view(torch.int16), low, master.view(torch.int32)
     _launch(_join, *places, count=master.numel(), SHORT=low.dtype == torch.int8)
+
+
+def mark_far(
+    values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
+) -> None:
+    """See `by_torch.mark_far`."""
+    places = values, values if first is None else first, far.view(torch.int8)
+    _launch(_mark_far, *places, count=values.numel(), eps=float(eps), HAS_FIRST=first is not None)
+
+
+def unpack(packed: Packed, unpacked: Unpacked, gradient: torch.Tensor) -> None:
+    """See `Packed`."""
+    (low, codes), nothing = packed[1:], packed.working
+    pieces: list[torch.Tensor] = []
+    for index in range(2):
+        pieces += (*codes[index], unpacked.moments[index]) if codes else [nothing] * 3
+    shifts = gradient.dtype == torch.bfloat16  # whose bits are the upper half of a float32
+    _launch(
+        _unpack,
+        packed.working.view(torch.int16) if low is not None else nothing,
+        nothing if low is None else low,
+        nothing if low is None else unpacked.master.view(torch.int32),
+        *pieces,
+        gradient.view(torch.int16) if shifts else gradient,
+        gradient if unpacked.gradient is None else unpacked.gradient,
+        count=packed.working.numel(),
+        SPLIT=low is not None,
+        SHORT=low is not None and low.dtype == torch.int8,
+        CODES=bool(codes),
+        TOP_SIGNED=TOP_OCTAVE[True],
+        TOP_UNSIGNED=TOP_OCTAVE[False],
+        WIDEN=unpacked.gradient is not None,
+        SHIFT=shifts,
+    )
+
+
+def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> None:
+    """See `Packed`."""
+    (low, codes), nothing = packed[1:], packed.working
+    pieces: list[torch.Tensor] = []
+    for index in range(2):
+        pieces += (
+            (unpacked.moments[index].view(torch.int32), *codes[index]) if codes else [nothing] * 3
+        )
+    _launch(
+        _pack,
+        nothing if low is None else unpacked.master.view(torch.int32),
+        packed.working.view(torch.int16) if low is not None else nothing,
+        nothing if low is None else low,
+        *pieces,
+        random_table(packed.working.device),
+        first_block,
+        *(seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)),
+        count=packed.working.numel(),
+        SPLIT=low is not None,
+        SHORT=low is not None and low.dtype == torch.int8,
+        CODES=bool(codes),
+        TOP_SIGNED=TOP_OCTAVE[True],
+        TOP_UNSIGNED=TOP_OCTAVE[False],
+    )
 
 
 def _randoms_of(

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, UsageError
 from .eight_bit import decode, encode, is_signed, round_to_16, round_to_24
+from .packed import MASTER_INDEX
 from .rounding import BLOCK
 from .split import join, split
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 _MANY = 1 << 20  # so many parameters that the bytes for alignment are negligible
-MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
 
 
 @dataclasses.dataclass(frozen=True)

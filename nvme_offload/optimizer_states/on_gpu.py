@@ -8,6 +8,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from .packed import Packed, Unpacked
 from .rounding import BLOCK
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def kernels(device: torch.device) -> Any:
-    """An object with `encode`, `decode`, `round_to_24`, `split` and `join` for tensors on *device*:
-    the module `by_triton` if it can be used on the device. Otherwise torch's operations, in some
+    """An object with `encode`, `decode`, `round_to_24`, `split`, `join`, `mark_far`, `pack`
+    and `unpack` for tensors on *device*: the module `by_triton` if it can be used on the device. Otherwise torch's operations, in some
     170 passes over memory instead of seven.
     """
     from . import by_torch
@@ -113,6 +114,10 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
         by.decode(codes, fields, back, signed=signed)
         made |= {f"codes, {signed=}": codes, f"exponents, {signed=}": fields}
         made[f"values, {signed=}"] = torch.where(back.isnan(), torch.nan, back).view(torch.int32)
+    for first in (values, None):
+        far = empty(torch.bool, -(-values.numel() // BLOCK))
+        by.mark_far(values.abs(), first, far, 1e-8)
+        made[f"far blocks, {first is None}"] = far
     rounded = values.clone()
     by.round_to_24(rounded, seed=(3,))
     made["masters of 24 bits"] = rounded.view(torch.int32)
@@ -123,4 +128,22 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
         made[f"weights beside {low.dtype}"] = working.view(torch.int16)
         made[f"rests in {low.dtype}"] = low
         made[f"masters of {low.dtype}"] = back.view(torch.int32)
+        made |= _made_together(by, rounded, torch.zeros_like(low))
     return made
+
+
+def _made_together(by: Any, values: torch.Tensor, low: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The results of `pack` and `unpack`, where *low* has the lower bits of masters."""
+    import torch
+
+    codes = [torch.zeros(values.numel(), dtype=torch.uint8, device=values.device) for _ in "12"]
+    fields = [torch.zeros_like(one[: -(-values.numel() // BLOCK)]) for one in codes]
+    weight = torch.zeros_like(values, dtype=torch.bfloat16)
+    packed = Packed(weight, low, list(zip(codes, fields, strict=True)))
+    back = torch.zeros((4, values.numel()), dtype=torch.float32, device=values.device)
+    by.pack(Unpacked(values.clone(), [values, values.abs()], None), packed, 7, 3)
+    by.unpack(packed, Unpacked(back[0], [back[1], back[2]], back[3]), weight)
+    back = torch.where(back.isnan(), torch.nan, back).view(torch.int32)
+    made = {"weights": weight.view(torch.int16), "rests": low, "all that is unpacked": back}
+    made |= {f"codes {index}": one for index, one in enumerate(codes)}
+    return {f"{name}, packed together, {low.dtype}": one for name, one in made.items()}

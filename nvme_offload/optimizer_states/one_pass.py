@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..extension import _aio
-from .formats import FORMATS, MASTER_INDEX, Layout, StateFormat, StateSlot
+from .formats import FORMATS, Layout, StateFormat, StateSlot
+from .packed import MASTER_INDEX
 from .rounding import BLOCK, random_table, seed_state
 
 if TYPE_CHECKING:
     import torch
 
-_STATES = ("exp_avg", "exp_avg_sq")
-_KEYS = {"step", *_STATES}
+STATES = ("exp_avg", "exp_avg_sq")
+_KEYS = {"step", *STATES}
 # float32 values in a vector: AVX-512, AVX2, and NEON
 VECTORS = (16, 8, 4)
 # Elements of the sample: for each size in VECTORS, some remain after the last whole vector.
@@ -133,7 +134,7 @@ def has_packed_moments(layout: Layout) -> bool:
     import torch
 
     return (
-        tuple(layout.states) == _STATES
+        tuple(layout.states) == STATES
         and all(slot.dtype == torch.float32 and not slot.halved for slot in layout.states.values())
         and layout.working_dtype in _elements()
         and (layout.master is not None or layout.working_dtype == torch.float32)
@@ -303,7 +304,7 @@ def _gives_same_bits(arithmetic: _Arithmetic, kind: Any, fused: bool, decoupled:
     from .traits import raw_step
 
     exact, numel = FORMATS["exact"], _SAMPLE
-    layout = exact.layout(numel, dict.fromkeys(_STATES, torch.float32), torch.float32)
+    layout = exact.layout(numel, dict.fromkeys(STATES, torch.float32), torch.float32)
     choices = itertools.product(((0.9, 0.999), (0.4, 0.95)), (0.0, 0.1), (False, True))
     for betas, decay, maximize in choices:
         options: dict[str, Any] = (

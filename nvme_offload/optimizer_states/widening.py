@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
+from .on_gpu import kernels
 from .rounding import BLOCK, CHUNK, block_names
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 _LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
 _LEAST_EPS = 1e-12
 _CHECK_INTERVAL = 64  # steps; steps that are powers of two are checked, too
-_RANGE = 2.0**-30  # ratio of the least code of an unsigned state to its block's maximum
-# exp_avg below 1/64 of the denominator moves a weight by less than 1/64 of the learning rate
-_NEGLIGIBLE_RATIO = 64.0
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ def far_blocks(
         dtype=torch.bool,
         device=next(iter(states.values())).device if states else None,
     )
-    mark = _mark_far if far.is_cpu else mark_far_by_torch
+    mark = _mark_far if far.is_cpu else kernels(far.device).mark_far
     for key, slot in layout.states.items():
         if slot.rounded and not slot.signed:
             mark(states[key], first, far, eps)
@@ -106,30 +104,11 @@ def far_blocks(
 def _mark_far(
     values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
 ) -> None:
-    """`mark_far_by_torch`, on the CPU."""
+    """`by_torch.mark_far`, on the CPU."""
     import torch
 
     pointers = values.data_ptr(), 0 if first is None else first.data_ptr(), far.data_ptr()
     _aio.mark_far(*pointers, values.numel(), eps, torch.get_num_threads())
-
-
-def mark_far_by_torch(
-    values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
-) -> None:
-    """Set *far* for each block of the second moments *values* in which too many values matter.
-    *first*: the first moments of the same elements.
-    """
-    for start in range(0, values.numel(), CHUNK):
-        part = _in_blocks(values[start : start + CHUNK])
-        least = part.amax(dim=1, keepdim=True) * _RANGE
-        roots = part.sqrt()
-        updates = (
-            roots * 8
-            if first is None
-            else _in_blocks(first[start : start + CHUNK]).abs() * _NEGLIGIBLE_RATIO
-        )
-        matter = (part > 0) & (part < least) & (least.sqrt() > eps / 8) & (updates >= roots + eps)
-        far[start // BLOCK :][: len(part)] |= matter.sum(dim=1) > BLOCK // 16
 
 
 def round_near(
@@ -180,9 +159,3 @@ def _chunk_elements(values: torch.Tensor) -> int:
     host_memory.
     """
     return 1 << 18 if values.is_cpu else CHUNK
-
-
-def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)

@@ -22,6 +22,7 @@ from bit_patterns import SPECIAL, numbers, patterns
 from nvme_offload import optimizer_states
 from nvme_offload.commands import checks
 from nvme_offload.optimizer_states import block_names, by_torch, on_gpu
+from nvme_offload.optimizer_states.packed import Packed, Unpacked
 from nvme_offload.optimizer_states.rounding import BLOCK, random_keys, random_table
 
 # of numpy, with which the interpreter computes
@@ -268,3 +269,45 @@ def test_a_full_gpu_is_no_fault_of_triton(monkeypatch, not_loaded):
         on_gpu.kernels(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert checks.packing().status == "note"
+
+
+@pytest.mark.parametrize("numel", SIZES[1:])
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("low", [torch.int16, torch.int8, None])
+def test_all_pieces_in_one_kernel(by_triton, numel, gradients, low):
+    """As `StateFormat` packs and unpacks them one after another, of any bits."""
+    found = []
+    for by in (by_triton, by_torch):
+        master, first, second = (patterns(numel).view(torch.float32).to(DEVICE) for _ in range(3))
+        codes = [
+            (empty(master, torch.uint8), empty(master, torch.uint8, -(-numel // BLOCK)))
+            for _ in range(2)
+        ]
+        working = empty(master, torch.bfloat16)
+        lows = None if low is None else empty(master, low)
+        packed = Packed(
+            working[:-1],
+            None if lows is None else lows[:-1],
+            [(one[:-1], other[:-1]) for one, other in codes],
+        )
+        by.pack(Unpacked(master, [first, second], None), packed, 3, numel)
+        back = [empty(master, torch.float32) for _ in range(4)]
+        gradient = patterns(numel).to(DEVICE).view(torch.float32).to(gradients)
+        wide = None if gradients == torch.float32 else back[3][:-1]
+        by.unpack(packed, Unpacked(back[0][:-1], [back[1][:-1], back[2][:-1]], wide), gradient)
+        found.append([working, *[one for pair in codes for one in pair], *back])
+        found[-1] += [] if lows is None else [lows]
+    assert all(map(same, *found))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("octaves", [1, 40, 254])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_far_blocks(by_triton, numel, octaves, eps):
+    values = numbers(numel, octaves).abs().to(DEVICE)
+    for first in (None, values.sqrt()):
+        marks = [empty(values, torch.bool, -(-numel // BLOCK)) for _ in range(2)]
+        for by, far in zip((by_triton, by_torch), marks, strict=True):
+            far[:-1] = False
+            by.mark_far(values, first, far[:-1], eps)
+        assert torch.equal(*marks)

@@ -14,8 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from bit_patterns import SPECIAL, patterns
 
-from nvme_offload.optimizer_states import BLOCK, far_blocks, state_format
-from nvme_offload.optimizer_states.widening import mark_far_by_torch
+from nvme_offload.optimizer_states import BLOCK, by_torch, far_blocks, state_format
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -32,7 +31,7 @@ def check(second: torch.Tensor, first: torch.Tensor | None, eps: float) -> int:
     )
     found = far_blocks(layout, states, eps)
     reference = torch.zeros(-(-second.numel() // BLOCK), dtype=torch.bool)
-    mark_far_by_torch(second, first, reference, eps)
+    by_torch.mark_far(second, first, reference, eps)
     assert (found is None) == (not reference.any())
     assert found is None or torch.equal(found, reference)
     return int(reference.sum())

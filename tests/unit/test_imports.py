@@ -103,7 +103,8 @@ ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     for path in (PACKAGE / room).glob("*.py")
 }
 ON_FIRST_USE |= {
-    f"optimizer_states/{name}.py" for name in ("by_torch", "by_triton", "traits", "tree")
+    f"optimizer_states/{name}.py"
+    for name in ("adam_by_kernels", "by_torch", "by_triton", "traits", "tree")
 }
 ON_FIRST_USE |= {"device/room.py", "device/staging.py"}
 ON_FIRST_USE |= {"activations/checkpointing.py", "activations/context.py", "io/archive.py"}

@@ -1,0 +1,53 @@
+"""`Packed` and `Unpacked`: consecutive elements of a bucket that one parameter has, as the state
+formats keep them and as Adam updates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
+
+
+class Packed(NamedTuple):
+    """What a format packs. ``unpack(packed, unpacked, gradient)`` of `by_triton` and `by_torch` fills
+    what *unpacked* has, the wide gradient from *gradient*. ``pack(unpacked, packed, first_block,
+    seed)`` does the reverse, as `StateFormat.pack` does.
+
+    Attributes
+    ----------
+    working
+        The weight, flat.
+    low
+        int16 or int8: the lower bits of the master, whose upper bits are the weight. None if the
+        format does not split masters.
+    moments
+        Codes and exponents of Adam's first and second moments, both uint8. Empty if the format
+        keeps moments as they are.
+    """
+
+    working: torch.Tensor
+    low: torch.Tensor | None
+    moments: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Unpacked(NamedTuple):
+    """Flat float32 tensors.
+
+    Attributes
+    ----------
+    master
+        The fp32 weight.
+    moments
+        Adam's first and second moments.
+    gradient
+        Memory for the gradient in float32; None if it is in float32 already.
+    """
+
+    master: torch.Tensor
+    moments: Sequence[torch.Tensor]
+    gradient: torch.Tensor | None
