@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -61,6 +62,9 @@ def stream(
     streamer = Streamer(
         model, tier, device, division.buckets, slots, load, grows=grows, poison=POISON
     )
+    if device.type == "cuda" and any(isinstance(one, torch.nn.RNNBase) for one in model.modules()):
+        # The user cannot follow the advice: cuDNN copies weights that stream at every call.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
     for parameter in division.stays:
         put_data(parameter, values_of(parameter).to(device, parameter.dtype))
     moved: dict[torch.Tensor, torch.Tensor] = {}
