@@ -123,6 +123,12 @@ class Slots:
             if len(self._slots) > self.count:
                 self._drop(chosen)
 
+    def next_to_leave(self, when_used: Callable[[Bucket], float]) -> Slot | None:
+        """The slot that `take` would empty now; None if it would empty none."""
+        if len(self._slots) < self.count or any(slot.bucket is None for slot in self._slots):
+            return None
+        return self._used_last(when_used)
+
     def trim(self, when_used: Callable[[Bucket], float], empty: Callable[[Slot], None]) -> None:
         """Return to the number of slots that was asked for, as far as no tensor refers to the others.
         Raises: as *empty*.

@@ -193,12 +193,21 @@ class Streamer:
         slot = self.slots.take(self._next_use, self._empty, before=-math.inf)
         slot = slot or self.slots.exceed()
         self._fill(slot, bucket)
+        with contextlib.suppress(OffloadError):  # it is stored, or the error raised, as it leaves
+            self._store_next()
         return slot
 
     def _fetch_ahead(self, bucket: Bucket) -> None:
         slot = self.slots.take(self._next_use, self._empty, before=self._next_use(bucket))
         if slot is not None:
             self._fill(slot, bucket)
+            self._store_next()
+
+    def _store_next(self) -> None:
+        """Copy back the values of the slot that is to be filled next, which then need not wait."""
+        slot = self.slots.next_to_leave(self._next_use)
+        if slot is not None and slot.bucket is not None:
+            self._store_changes(slot, slot.bucket)
 
     def _fill(self, slot: Slot, bucket: Bucket) -> None:
         with torch.inference_mode(False):
@@ -256,14 +265,10 @@ class Streamer:
         bucket.last_use = self._clock
         if bucket is self._last:
             return
-        previous, self._last = self._last, bucket
+        self._last = bucket
         self._order.use(bucket.name, bucket.nbytes, created=False)
         # A transfer that fails here fails again, and raises, where its bucket is used or leaves.
         with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
-            slot = None if previous is None else previous.slot
-            # Written back now, the slot can be filled again without a wait.
-            if previous is not None and slot is not None and slot.is_free:
-                self._store_changes(slot, previous)
             if self._order.followed:
                 for distance in range(AHEAD):
                     following = self._buckets[self._order.at(self._order.now + distance).name]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
+from nvme_offload.parameters.home import Home
 
 Make = Callable[..., Offload]
 WIDTH = 48
@@ -108,6 +109,31 @@ def test_adamw_of_torch_in_memory_gives_the_same_weights(make: Make) -> None:
     losses = _train(model, offload.optimizer(model.parameters(), lr=1e-2))
     other = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, foreach=False)
     assert _train(in_memory, other) == losses
+    _assert_equal(model, in_memory)
+
+
+@pytest.mark.parametrize(("slots", "most"), [(8, 40), (20, 40), (38, 6), (40, 0)])
+def test_weights_that_stay_on_the_device_are_not_copied_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch, slots: int, most: int
+) -> None:
+    """*most*: the copies of a settled step, in which all of 40 buckets change."""
+    model = _Blocks()
+    in_memory = copy.deepcopy(model)
+    offload = make("3MB")
+    of_bucket = sum(one.nbytes for one in model.blocks[0].parameters())
+    division = Division(bucket_bytes=of_bucket, small_bytes=0, trainable_share=0)
+    monkeypatch.setattr(setup, "DIVISION", division)
+    offload.parameters(model, "cpu", gpu_memory=slots * (of_bucket + 320))
+    optimizer = offload.optimizer(model.parameters(), lr=1e-2, step_in_backward=True)
+    _train(model, optimizer)
+    stored = []
+    store = Home.store
+    monkeypatch.setattr(Home, "store", lambda *args: (stored.append(args), store(*args)))
+    _train(model, optimizer, steps=range(4, 8))
+    assert len(stored) <= 4 * most
+    assert (len(stored) > 0) == (most > 0)
+    other = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, foreach=False)
+    _train(in_memory, other, steps=range(8))
     _assert_equal(model, in_memory)
 
 
