@@ -50,7 +50,9 @@ def test_from_half_of_the_states_to_twice_them(tmp_path, state_format, accumulat
     for share in (0.5, 0.8, 1.0, 1.1, 1.25, 1.5, 2.0):
         found, whole = moved(tmp_path, share, state_format, accumulate, in_backward)
         assert share < 1.25 or found == [0] * STEPS, (share, found)
-        room = whole // 8  # a few of the values, each about a fortieth of all
+        # A few of the values, each about a fortieth of all: how many depends on when writes end. If
+        # the second step moved everything, it would be twice the whole.
+        room = whole // 4
         assert found[1] <= 2 * found[-1] + room, (share, found)
         assert before is None or found[-1] <= before + room, (share, found, before)
         before = found[-1]
