@@ -50,20 +50,11 @@ def environment_of_pages() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(
-        size=wording.size,
-        decimal=wording.decimal_bytes,
-        speed=wording.speed,
-        ratio=wording.ratio,
-        interval=wording.interval,
-        inverse_interval=wording.inverse_interval,
-        duration=wording.duration,
-        percent=wording.percent,
-        shown=wording.shown,
-        label=wording.label,
-        plural=wording.plural,
-        code_spans=wording.code_spans,
+    named = (
+        "size speed ratio interval inverse_interval duration percent shown label plural code_spans"
     )
+    environment.filters |= {name: getattr(wording, name) for name in named.split()}
+    environment.filters["decimal"] = wording.decimal_bytes
     return environment
 
 
@@ -86,6 +77,11 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
     path = str(drive["path"])
     speeds, life = traffic.chosen_speeds(profile), tables.LIFE_BYTES / traffic.STATES.step_write
     sweep = f"nvme-sweep {shlex.quote(path)}"
+    performance = profile.performance
+    versions = [
+        other.version.removeprefix("fio-") for other in profile.beside if other.name == "fio"
+    ]
+    facts = {key: value for key, value in drive.items() if value not in (None, "", [], ())}
     return {
         "profile": profile,
         "chosen": chosen,
@@ -93,29 +89,16 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "lead": _lead(profile),
         "ranks": profile.workload.get("ranks", 1),
         "by_deepspeed": profile.engine.get("name") == "deepspeed",
-        "phases": [phase for phase in PHASES if phase in profile.performance],
+        "phases": [phase for phase in PHASES if phase in performance],
         "phase_names": wording.PHASE_NAMES,
-        "control_gb_per_s": {
-            phase: summary.control_gb_per_s(profile, phase) or 0.0 for phase in PHASES
-        },
-        "judgements": {
-            phase: _judgement(best, chosen) for phase, best in profile.performance.items()
-        },
+        "control_gb_per_s": {p: summary.control_gb_per_s(profile, p) or 0.0 for p in PHASES},
+        "judgements": {phase: _judgement(best, chosen) for phase, best in performance.items()},
         "fio": summary.beside(profile, "fio"),
-        "fio_version": next(
-            (
-                f"fio {other.version.removeprefix('fio-')}".strip()
-                for other in profile.beside
-                if other.name == "fio"
-            ),
-            "",
-        ),
+        "fio_version": f"fio {versions[0]}".strip() if versions else "",
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
         "ds_config": zero_infinity(profile, path).rstrip("\n"),
         "drive_facts": [
-            (wording.label(key), _drive_fact(drive, key))
-            for key, value in drive.items()
-            if key not in _NOT_SHOWN and value not in (None, "", [], ())
+            (wording.label(key), _drive_fact(drive, key)) for key in facts if key not in _NOT_SHOWN
         ],
         "grade": grade(profile),
         "charts": _absent_are_none(drawn),

@@ -161,7 +161,7 @@ def beside(profile: Profile, name: str) -> dict[str, Beside]:
         for other in profile.beside
         if other.name == name and 0 < other.relative_low <= other.relative_high
     ]
-    return {other.phase: other for phase in PHASES for other in moved if other.phase == phase}
+    return {other.phase: other for other in sorted(moved, key=_order)}
 
 
 def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
@@ -171,7 +171,11 @@ def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
         for each in profile.latencies
         if each.setting == setting and 0 < each.p50_ms <= each.p99_ms <= each.max_ms
     ]
-    return {each.phase: each for phase in PHASES for each in timed if each.phase == phase}
+    return {each.phase: each for each in sorted(timed, key=_order)}
+
+
+def _order(measured: Beside | Latency) -> int:
+    return PHASES.index(measured.phase)
 
 
 class Finalist(NamedTuple):
@@ -187,27 +191,16 @@ def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
     """
     trials = decisive(profile)
     by_phase = {phase: reached(profile, phase, trials) for phase in PHASES}
-    controls = {trial.setting for trial in trials if trial.control}
-    settings = dict.fromkeys(trial.setting for trial in trials)
-    found = [
-        Finalist(
-            setting,
-            {phase: found[setting] for phase, found in by_phase.items() if setting in found},
-        )
-        for setting in settings
-    ]
+    kept = {trial.setting for trial in trials if trial.control} | {profile.chosen}
+    found = []
+    for setting in dict.fromkeys(trial.setting for trial in trials):
+        phases = {phase: speeds[setting] for phase, speeds in by_phase.items() if setting in speeds}
+        found.append(Finalist(setting, phases))
 
-    def speed(finalist: Finalist) -> tuple[int, float]:
+    def speed(finalist: Finalist) -> tuple[bool, float]:
         mixed = finalist.phases.get("mixed")
-        return (
-            (1, mixed.relative)
-            if mixed
-            else (0, max(each.relative for each in finalist.phases.values()))
-        )
+        best = max(each.relative for each in finalist.phases.values())
+        return mixed is not None, mixed.relative if mixed else best
 
     found.sort(key=speed, reverse=True)
-    return found[:most] + [
-        finalist
-        for finalist in found[most:]
-        if finalist.setting == profile.chosen or finalist.setting in controls
-    ]
+    return found[:most] + [finalist for finalist in found[most:] if finalist.setting in kept]

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
-from nvme_offload.hardware.profile import (
-    DEEPSPEED_DEFAULTS,
-    PHASES,
-    Health,
-    Profile,
-    Setting,
-)
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Health, Profile, Setting
 from nvme_offload.planning import traffic
 
 from . import summary, wording
@@ -52,29 +47,18 @@ def training(profile: Profile) -> Table:
     life_bytes = traffic.rated_bytes(profile) or LIFE_BYTES
     rows = []
     for parameters in MODELS if chosen and defaults else ():
-        seconds = [
-            traffic.floor(traffic.STATES, parameters, speeds).seconds
-            for speeds in filter(None, (chosen, defaults, together))
-        ]
-        seconds.append(seconds[0] / 8)
+        speeds = filter(None, (chosen, defaults, together))
+        seconds = [traffic.floor(traffic.STATES, parameters, each).seconds for each in speeds]
         written_bytes = traffic.STATES.step_write * parameters
-        rows.append(
-            (
-                wording.model(parameters),
-                wording.decimal_bytes(traffic.STATES.step_read * parameters + written_bytes),
-                *map(wording.duration, seconds),
-                wording.decimal_bytes(written_bytes),
-                f"{life_bytes / written_bytes:,.0f}",
-            )
-        )
+        moved_bytes = traffic.STATES.step_read * parameters + written_bytes
+        cells = [wording.model(parameters), wording.decimal_bytes(moved_bytes)]
+        cells += map(wording.duration, (*seconds, seconds[0] / 8))
+        cells += [wording.decimal_bytes(written_bytes), f"{life_bytes / written_bytes:,.0f}"]
+        rows.append(tuple(cells))
     columns = (
-        "Parameters",
-        "Read and written\na step",
-        "With this\nsetting",
-        "With the\ndefaults",
+        *("Parameters", "Read and written\na step", "With this\nsetting", "With the\ndefaults"),
         *([f"On these\n{len(profile.stripe)} paths"] if together else []),
-        "On 8 such\ndrives",
-        "Written\na step",
+        *("On 8 such\ndrives", "Written\na step"),
         f"Steps in\n{wording.decimal_bytes(life_bytes)}",
     )
     return Table("training", "The drive's time in one optimizer step", columns, tuple(rows))
@@ -90,35 +74,23 @@ def limits(profile: Profile) -> Table:
         reached = profile.performance.get(phase)
         if reached is None:
             continue
-        row = [PHASE_NAMES[phase]]
-        if fio:
-            other = fio.get(phase)
-            row += (
-                [
-                    *map(wording.speed, (reached.gb_per_s, profile.beside_gb_per_s(other))),
-                    wording.percent(1 / other.relative),
-                    wording.inverse_interval(other),
-                ]
-                if other
-                else [NONE] * 4
-            )
-        else:
-            row.append(wording.speed(reached.gb_per_s))
+        row = [PHASE_NAMES[phase], wording.speed(reached.gb_per_s)]
+        if fio and (other := fio.get(phase)):
+            share = wording.percent(1 / other.relative)
+            row += [wording.speed(profile.beside_gb_per_s(other)), share]
+            row.append(wording.inverse_interval(other))
+        elif fio:
+            row = [PHASE_NAMES[phase], *[NONE] * 4]
         if link:
             # the lanes of the two directions are separate
             busiest = 1.0
             if phase == "mixed":
-                busiest = (
-                    max(directions) / sum(directions) if directions and sum(directions) else 0.5
-                )
+                both = directions if directions and sum(directions) else (1, 1)
+                busiest = max(both) / sum(both)
             row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]
-    columns = (
-        ["Load", "This setting,\nGB/s", "fio,\nGB/s", "Of fio,\ninterleaved", "Range"]
-        if fio
-        else columns
-    )
+    columns += ["fio,\nGB/s", "Of fio,\ninterleaved", "Range"] if fio else []
     columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
     return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
 
@@ -156,40 +128,23 @@ def _setting_cells(setting: Setting) -> tuple[str, ...]:
 def finalists(profile: Profile) -> Table:
     """The settings of the deciding stage with their medians."""
     controls = {trial.setting for trial in profile.trials if trial.control} or {DEEPSPEED_DEFAULTS}
-    found = summary.finalists(profile)
     rows, strong = [], set()
-    for index, finalist in enumerate(found):
-        roles = [
-            name
-            for name, holds in (
-                ("chosen", finalist.setting == profile.chosen),
-                ("defaults", finalist.setting in controls),
-            )
-            if holds
-        ]
+    for index, finalist in enumerate(summary.finalists(profile)):
+        setting, phases = finalist
+        roles = ["chosen"] * (setting == profile.chosen) + ["defaults"] * (setting in controls)
         cells = [
-            f"{wording.speed(reached.gb_per_s)} ({wording.ratio(reached.relative)})"
-            if (reached := finalist.phases.get(phase))
+            f"{wording.speed(phases[phase].gb_per_s)} ({wording.ratio(phases[phase].relative)})"
+            if phase in phases
             else NONE
             for phase in PHASES
         ]
-        rows.append(
-            (
-                *_setting_cells(finalist.setting),
-                *cells,
-                str(sum(reached.trials for reached in finalist.phases.values())),
-                ", ".join(roles),
-            )
-        )
+        trials = sum(reached.trials for reached in phases.values())
+        rows.append((*_setting_cells(setting), *cells, str(trials), ", ".join(roles)))
         if "chosen" in roles:
             strong.add(index)
     stage = summary.last_stage(profile.trials)
-    columns = (
-        *_SETTING_COLUMNS,
-        *(PHASE_NAMES[phase].capitalize() for phase in PHASES),
-        "Trials",
-        "Role",
-    )
+    names = (PHASE_NAMES[phase].capitalize() for phase in PHASES)
+    columns = (*_SETTING_COLUMNS, *names, "Trials", "Role")
     caption = (
         f"The last stage ({stage}): GB/s, and the ratio to the defaults; the fastest at both first"
     )
@@ -200,40 +155,22 @@ def stripe(profile: Profile) -> Table:
     """Several paths: each alone, all together, and the share of the bytes for each."""
     rows: list[tuple[str, ...]] = []
     for path in profile.stripe:
+        named = path.path, path.model or path.device, wording.setting(path.setting)
         share = f"{100 * path.weight:.1f}{SPACE}%"
-        rows.append(
-            (
-                path.path,
-                path.model or path.device,
-                wording.setting(path.setting),
-                share,
-                *_by_phase(path.alone),
-                *_by_phase(path.together),
-            )
-        )
+        rows.append((*named, share, *_by_phase(path.alone), *_by_phase(path.together)))
     strong = frozenset[int]()
     if together := traffic.stripe_speeds(profile):
-        rows.append(
-            ("All together", "", "", f"100{SPACE}%", NONE, NONE, NONE, *_by_phase(together))
-        )
+        named = "All together", "", ""
+        rows.append((*named, f"100{SPACE}%", *[NONE] * 3, *_by_phase(together)))
         strong = frozenset({len(rows) - 1})
-    names = [f"{PHASE_NAMES[phase].capitalize()}" for phase in PHASES]
+    names = [PHASE_NAMES[phase].capitalize() for phase in PHASES]
     columns = (
-        "Path",
-        "Drive",
-        f"Block {TIMES} depth\n{TIMES} threads",
-        "Weight",
-        *(f"{n},\nalone" for n in names),
-        *(f"{n},\ntogether" for n in names),
+        *("Path", "Drive", f"Block {TIMES} depth\n{TIMES} threads", "Weight"),
+        *(f"{name},\nalone" for name in names),
+        *(f"{name},\ntogether" for name in names),
     )
-    return Table(
-        "stripe",
-        "Each path alone and with all paths together, GB/s",
-        columns,
-        tuple(rows),
-        strong,
-        frozenset({0, 1, 2}),
-    )
+    caption = "Each path alone and with all paths together, GB/s"
+    return Table("stripe", caption, columns, tuple(rows), strong, frozenset({0, 1, 2}))
 
 
 def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
@@ -243,28 +180,9 @@ def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
 def health(profile: Profile) -> Table:
     """The health that the drive reports before and after the sweep."""
     both = [profile.health_before, profile.health_after]
-
-    def celsius(value: float | None) -> str | None:
-        return None if value is None else wording.shown(value, "temperature_celsius")
-
-    def facts(one: Health) -> dict[str, str | None]:
-        return {
-            "Temperature": celsius(one.temperature_celsius),
-            "Highest seen in the sweep": celsius(one.highest_celsius),
-            "Warns from": celsius(one.limit_celsius),
-            "Slowed by heat in its life": None
-            if one.throttled_seconds is None
-            else wording.duration(one.throttled_seconds),
-            "Rated life used": None if one.wear is None else wording.percent(one.wear),
-            "Written in its life": None
-            if one.written_bytes is None
-            else wording.decimal_bytes(one.written_bytes),
-        }
-
-    found = [facts(one) if one else {} for one in both]
-    names = tuple(facts(Health("")))
+    found = [_health_facts(one) if one else {} for one in both]
     rows: list[tuple[str, ...]] = []
-    for name in names if any(map(any, (each.values() for each in found))) else ():
+    for name in _health_facts(Health("")) if any(map(any, map(dict.values, found))) else ():
         values = [each.get(name) or NONE for each in found]
         rows.append((name, *(values if set(values) != {NONE} else (NOT_REPORTED, ""))))
     if not rows:
@@ -272,10 +190,21 @@ def health(profile: Profile) -> Table:
     if any(one and one.critical for one in both):
         rows.append(("Its warnings", *((one and one.critical) or NONE for one in both)))
     sources = ", ".join(dict.fromkeys(one.source for one in both if one))
-    return Table(
-        "health",
-        "Health reported by the drive" + (f" ({sources})" if sources else ""),
-        ("", "Before", "After"),
-        tuple(rows),
-        words=frozenset({0, 1, 2}),
-    )
+    caption = "Health reported by the drive" + (f" ({sources})" if sources else "")
+    columns = ("", "Before", "After")
+    return Table("health", caption, columns, tuple(rows), words=frozenset({0, 1, 2}))
+
+
+def _health_facts(one: Health) -> dict[str, str | None]:
+    def said(value: float | None, how: Callable[[float], str]) -> str | None:
+        return None if value is None else how(value)
+
+    celsius = functools.partial(wording.shown, key="temperature_celsius")
+    return {
+        "Temperature": said(one.temperature_celsius, celsius),
+        "Highest seen in the sweep": said(one.highest_celsius, celsius),
+        "Warns from": said(one.limit_celsius, celsius),
+        "Slowed by heat in its life": said(one.throttled_seconds, wording.duration),
+        "Rated life used": said(one.wear, wording.percent),
+        "Written in its life": said(one.written_bytes, wording.decimal_bytes),
+    }

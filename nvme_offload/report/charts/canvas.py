@@ -102,14 +102,13 @@ def note(
     **looks: Any,
 ) -> None:
     """A small text *offset* points from *place*, in data coordinates unless `xycoords` is given."""
-    axes.annotate(
-        text,
-        place,
-        offset,
-        textcoords="offset points",
-        color=colour,
-        **{"fontsize": SMALL, **looks},
-    )
+    looks = {"fontsize": SMALL, "textcoords": "offset points", "color": colour, **looks}
+    axes.annotate(text, place, offset, **looks)
+
+
+def title(axes: Axes, text: str, colour: str) -> None:
+    """A small title at the left above the axes."""
+    axes.set_title(text, loc="left", fontsize=SMALL, color=colour, pad=3)
 
 
 def few_ticks(axes: Axes) -> None:
