@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import importlib.metadata
@@ -62,11 +63,8 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
     """Every check, and then the checks of *paths*; *config* is the DeepSpeed configuration to train
     with.
     """
-    yield Finding(
-        "nvme_offload",
-        "ok",
-        f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}",
-    )
+    versions = f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}"
+    yield Finding("nvme_offload", "ok", versions)
     missing = extension()
     if missing is not None:
         yield missing
@@ -83,43 +81,31 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
     yield torch_version(_version("torch"))
     if missing is None:
         yield packing()
-    yield processor(
-        precisions(),
-        gpu_count() > 0,
-        "" if config is None else precision_of(ds_config.read(config)),
-    )
+    wanted = "" if config is None else precision_of(ds_config.read(config))
+    yield processor(precisions(), gpu_count() > 0, wanted)
     yield deepspeed_version(_version("deepspeed"))
     yield compilers(gpu_count() > 0)
     for path in paths:
         yield from drive(path, opens_files=missing is None)
     if not paths:
-        yield Finding(
-            "drive",
-            "note",
-            "not checked",
-            "give --path DIR, a directory on the drive to offload to",
-        )
+        remedy = "give --path DIR, a directory on the drive to offload to"
+        yield Finding("drive", "note", "not checked", remedy)
 
 
 def text(found: Sequence[Finding]) -> str:
     """A line for each finding, and one for its remedy."""
     width = max(len(each.name) for each in found)
+    first, rest = " " * (width + 11) + "-> ", " " * (width + 14)
     lines = []
     for each in found:
         lines.append(f"{_MARKS[each.status]}  {each.name.ljust(width)}  {each.found}")
-        lines += textwrap.wrap(
-            each.remedy,
-            140,
-            initial_indent=" " * (width + 11) + "-> ",
-            subsequent_indent=" " * (width + 14),
-        )
-    problems, warnings = (
-        sum(each.status == status for each in found) for status in ("problem", "warning")
-    )
-    if problems:
+        lines += textwrap.wrap(each.remedy, 140, initial_indent=first, subsequent_indent=rest)
+    count = collections.Counter(each.status for each in found)
+    if problems := count["problem"]:
         lines += ["", f"{problems} of these must be put right before anything can be offloaded."]
     else:
-        lines += ["", "It works." + (f" {warnings} of these could be better." if warnings else "")]
+        better = f" {count['warning']} of these could be better." if count["warning"] else ""
+        lines += ["", f"It works.{better}"]
     return "\n".join(lines)
 
 
@@ -140,13 +126,10 @@ def backend(name: str) -> Finding:
     try:
         Engine(AioConfig(backend=name)).close()
     except UnsupportedError as error:
-        needed = name == "libaio"
-        otherwise = (
-            "nothing works without it, but for the slow posix backend"
-            if needed
-            else 'libaio does as well; leave "backend" as it is'
-        )
-        return Finding(name, "problem" if needed else "note", str(error), otherwise)
+        if name == "libaio":
+            remedy = "nothing works without it, but for the slow posix backend"
+            return Finding(name, "problem", str(error), remedy)
+        return Finding(name, "note", str(error), 'libaio does as well; leave "backend" as it is')
     return Finding(name, "ok", "works")
 
 
@@ -159,13 +142,9 @@ def aio_requests(most: int | None, in_use: int | None) -> Finding:
     free = most - in_use
     found = f"{free} of {most} requests are free"
     remedy = "sudo sysctl fs.aio-max-nr=1048576, and the same line in /etc/sysctl.d to keep it"
-    if free < 256:
-        return Finding("aio-max-nr", "problem", found, remedy)
-    return (
-        Finding("aio-max-nr", "warning", found, remedy)
-        if free < 16384
-        else Finding("aio-max-nr", "ok", found)
-    )
+    if free >= 16384:
+        return Finding("aio-max-nr", "ok", found)
+    return Finding("aio-max-nr", "problem" if free < 256 else "warning", found, remedy)
 
 
 def locked_memory(locked_bytes: int, limit: int) -> Finding:
@@ -175,12 +154,9 @@ def locked_memory(locked_bytes: int, limit: int) -> Finding:
         small = limit != resource.RLIM_INFINITY and limit < 1 << 30 and os.geteuid() != 0
         if not small:
             return Finding("memlock", "ok", f"memory can be locked, {allowed}")
-    return Finding(
-        "memlock",
-        "warning",
-        f"{format_bytes(locked_bytes)} could be locked, {allowed}; without a GPU unlocked memory may be swapped out, and DeepSpeed's buffers must be locked",
-        "ulimit -l unlimited (in /etc/security/limits.conf: memlock unlimited); in a container --ulimit memlock=-1",
-    )
+    found = f"{format_bytes(locked_bytes)} could be locked, {allowed}; without a GPU unlocked memory may be swapped out, and DeepSpeed's buffers must be locked"
+    remedy = "ulimit -l unlimited (in /etc/security/limits.conf: memlock unlimited); in a container --ulimit memlock=-1"
+    return Finding("memlock", "warning", found, remedy)
 
 
 def huge_pages(enabled: str | None) -> Finding:
@@ -188,11 +164,9 @@ def huge_pages(enabled: str | None) -> Finding:
     if enabled is None:
         return Finding("huge pages", "note", "this kernel has no transparent huge pages")
     if "[never]" in enabled:
+        remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         return Finding(
-            "huge pages",
-            "warning",
-            "off: pinning and every transfer take longer",
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+            "huge pages", "warning", "off: pinning and every transfer take longer", remedy
         )
     return Finding("huge pages", "ok", f"granted ({enabled.partition('[')[2].partition(']')[0]})")
 
@@ -201,10 +175,10 @@ def gpu_registration() -> Finding:
     """Whether host memory can be registered with CUDA: copies of other memory are five times slower."""
     count = gpu_count()
     if not count:
-        return Finding(
-            "GPU", "note", "none, or its driver does not show it here", "in a container: --gpus all"
-        )
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus())) or "NVIDIA"
+        remedy = "in a container: --gpus all"
+        return Finding("GPU", "note", "none, or its driver does not show it here", remedy)
+    found = f"{count}x {', '.join(dict.fromkeys(gpu.name for gpu in gpus())) or 'NVIDIA'}"
+    remedy = "install a CUDA build of torch that matches the driver"
     try:
         from nvme_offload.io.pool import PinnedPool
 
@@ -212,20 +186,11 @@ def gpu_registration() -> Finding:
         pinned = pool.pinned
         pool.close()
     except (OffloadError, ImportError, MemoryError) as error:
-        return Finding(
-            "GPU",
-            "warning",
-            f"{count}x {names}; memory cannot be registered with it: {error}",
-            "install a CUDA build of torch that matches the driver",
-        )
+        found = f"{found}; memory cannot be registered with it: {error}"
+        return Finding("GPU", "warning", found, remedy)
     if pinned != "cuda":
-        return Finding(
-            "GPU",
-            "warning",
-            f"{count}x {names}, which torch does not see",
-            "install a CUDA build of torch that matches the driver",
-        )
-    return Finding("GPU", "ok", f"{count}x {names}; host memory registers with it")
+        return Finding("GPU", "warning", f"{found}, which torch does not see", remedy)
+    return Finding("GPU", "ok", f"{found}; host memory registers with it")
 
 
 def packing() -> Finding:
@@ -244,24 +209,18 @@ def packing() -> Finding:
     except torch.cuda.OutOfMemoryError:
         return Finding("packing", "note", "not checked: a GPU has no memory left for a trial")
     if faults:
-        return Finding(
-            "packing",
-            "warning",
-            f"several times as slow as it could be on the GPU: {'; '.join(faults)}",
-            "install gcc and Python's headers (python3-dev), or the Triton that belongs to this torch",
-        )
+        found = f"several times as slow as it could be on the GPU: {'; '.join(faults)}"
+        remedy = "install gcc and Python's headers (python3-dev), or the Triton that belongs to this torch"
+        return Finding("packing", "warning", found, remedy)
     return Finding("packing", "ok", "on the GPU, by Triton")
 
 
 def torch_version(version: str | None) -> Finding:
     """Whether torch is installed."""
-    return (
-        Finding("torch", "ok", version)
-        if version
-        else Finding(
-            "torch", "warning", "not installed; nvme-sweep works without", "pip install torch"
-        )
-    )
+    if version:
+        return Finding("torch", "ok", version)
+    found = "not installed; nvme-sweep works without"
+    return Finding("torch", "warning", found, "pip install torch")
 
 
 def precisions() -> Precisions | None:
@@ -294,17 +253,11 @@ def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
     costs = [meant[name] for name in lacking if wanted in ("", name)]
     if has_gpu or not costs:
         return Finding("processor", "ok", found)
-    remedy = (
-        'enable "bf16" in place of "fp16", or train on a GPU'
-        if wanted == "fp16"
-        else "train on a GPU, or in fp32"
-    )
-    return Finding(
-        "processor",
-        "problem" if wanted == "fp16" else "warning",
-        f"{found}: without a GPU {', and '.join(costs)}",
-        remedy,
-    )
+    found += f": without a GPU {', and '.join(costs)}"
+    if wanted == "fp16":
+        remedy = 'enable "bf16" in place of "fp16", or train on a GPU'
+        return Finding("processor", "problem", found, remedy)
+    return Finding("processor", "warning", found, "train on a GPU, or in fp32")
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
@@ -323,52 +276,33 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def deepspeed_version(version: str | None) -> Finding:
     """Whether this release of DeepSpeed is supported by `zero3`."""
     if version is None:
-        return Finding(
-            "DeepSpeed",
-            "note",
-            "not installed; everything but zero3 works without",
-            'pip install "nvme-offload[deepspeed]"',
-        )
+        found = "not installed; everything but zero3 works without"
+        return Finding("DeepSpeed", "note", found, 'pip install "nvme-offload[deepspeed]"')
     remedy = f"pip install deepspeed=={NEWEST_DEEPSPEED}"
     if is_too_old(version):
-        return Finding(
-            "DeepSpeed", "warning", f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer", remedy
-        )
+        found = f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer"
+        return Finding("DeepSpeed", "warning", found, remedy)
     if is_too_new(version):
-        return Finding(
-            "DeepSpeed",
-            "warning",
-            f"{version}; zero3 was tried up to {NEWEST_DEEPSPEED}, and says at enable() what another lacks",
-            remedy,
-        )
+        found = f"{version}; zero3 was tried up to {NEWEST_DEEPSPEED}, and says at enable() what another lacks"
+        return Finding("DeepSpeed", "warning", found, remedy)
     return Finding("DeepSpeed", "ok", version)
 
 
 def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) -> Finding:
     """Whether DeepSpeed can compile its ops at their first use; offloading needs CPU Adam."""
-    wanted = {
-        "c++": "g++ (Debian: build-essential)",
-        "ninja": "ninja (pip install ninja, on the PATH)",
-    } | ({"nvcc": "the CUDA toolkit"} if has_gpu else {})
+    wanted = {"c++": "g++ (Debian: build-essential)"}
+    wanted["ninja"] = "ninja (pip install ninja, on the PATH)"
+    if has_gpu:
+        wanted["nvcc"] = "the CUDA toolkit"
     lacking = {name: remedy for name, remedy in wanted.items() if which(name) is None}
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
         lacking["Python.h"] = "Python's headers (Debian: python3-dev)"
-    if lacking:
-        found = (
-            f"{', '.join(lacking)} not found: DeepSpeed cannot build its CPU Adam at the first step"
-        )
-        return Finding(
-            "compilers",
-            "warning",
-            found,
-            f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)",
-        )
-    return Finding(
-        "compilers",
-        "ok",
-        f"{', '.join(wanted)} for the ops that DeepSpeed builds at their first use",
-    )
+    if not lacking:
+        found = f"{', '.join(wanted)} for the ops that DeepSpeed builds at their first use"
+        return Finding("compilers", "ok", found)
+    found = f"{', '.join(lacking)} not found: DeepSpeed cannot build its CPU Adam at the first step"
+    remedy = f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)"
+    return Finding("compilers", "warning", found, remedy)
 
 
 def drive(path: str, *, opens_files: bool = True) -> Iterator[Finding]:
@@ -377,17 +311,12 @@ def drive(path: str, *, opens_files: bool = True) -> Iterator[Finding]:
     try:
         seen = describe(path)
     except OSError as error:
-        yield Finding(
-            name,
-            "problem",
-            f"cannot be examined: {error.strerror}",
-            "give a directory on the drive",
-        )
+        found = f"cannot be examined: {error.strerror}"
+        yield Finding(name, "problem", found, "give a directory on the drive")
         return
     what = ", ".join(filter(None, (seen.filesystem, seen.device, seen.model, *seen.layers)))
-    yield Finding(
-        name, "problem" if seen.is_memory else "ok", f"{what}; {format_bytes(seen.free_bytes)} free"
-    )
+    free = format_bytes(seen.free_bytes)
+    yield Finding(name, "problem" if seen.is_memory else "ok", f"{what}; {free} free")
     if opens_files:
         yield direct_io(path, name)
     for warning in drive_warnings(seen):
@@ -411,12 +340,8 @@ def of_profile(profile: Profile, path: str, name: str) -> Finding:
     found = f"swept {profile.created[:10]}: {speeds} GB/s; the evidence is {evidence}"
     if evidence.name == "good":
         return Finding(name, "ok", found)
-    return Finding(
-        name,
-        "warning",
-        found,
-        f"nvme-sweep {shlex.quote(path)}, while no other process uses the drive",
-    )
+    remedy = f"nvme-sweep {shlex.quote(path)}, while no other process uses the drive"
+    return Finding(name, "warning", found, remedy)
 
 
 def direct_io(path: str, name: str) -> Finding:
@@ -429,19 +354,11 @@ def direct_io(path: str, name: str) -> Finding:
             direct, alignment = file.direct, file.offset_alignment
             file.close()
     except (OffloadError, OSError) as error:
-        return Finding(
-            name,
-            "problem",
-            f"no file can be made: {error}",
-            "make a directory there that you own, and give that",
-        )
+        remedy = "make a directory there that you own, and give that"
+        return Finding(name, "problem", f"no file can be made: {error}", remedy)
     if not direct:
-        return Finding(
-            name,
-            "warning",
-            "no O_DIRECT: everything passes the page cache",
-            "use ext4, XFS or btrfs on a local drive",
-        )
+        found = "no O_DIRECT: everything passes the page cache"
+        return Finding(name, "warning", found, "use ext4, XFS or btrfs on a local drive")
     return Finding(name, "ok", f"O_DIRECT, aligned to {alignment} bytes")
 
 
