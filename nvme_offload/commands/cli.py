@@ -246,11 +246,8 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     found = list(checks.all_of(paths, config and ds_config.locate(config)))
     works = not any(each.status == "problem" for each in found)
     if as_json:
-        _print(
-            json.dumps(
-                {"works": works, "checks": [dataclasses.asdict(each) for each in found]}, indent=2
-            )
-        )
+        reported = {"works": works, "checks": [dataclasses.asdict(each) for each in found]}
+        _print(json.dumps(reported, indent=2))
     else:
         _print(checks.text(found))
     return 0 if works else EXIT_NEGATIVE

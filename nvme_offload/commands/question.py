@@ -67,16 +67,8 @@ def asked(given: Mapping[str, Any]) -> Question:
         gpus = 1 if given["gpu_name"] or given["gpu_memory"] else ranks_here
     world = World(given["ranks"] or max(gpus, 1), given["nodes"], not given["no_zero_init"])
     work = Work(given["seq"], given["micro_batch"], given["accumulate"], given["activations"])
-    return Question(
-        model,
-        machine,
-        world,
-        work,
-        given["budget"],
-        given["state_format"],
-        given["way"],
-        given["inference"],
-    )
+    asked = (given[name] for name in ("budget", "state_format", "way", "inference"))
+    return Question(model, machine, world, work, *asked)
 
 
 def _model(given: Mapping[str, Any]) -> Model:
@@ -99,9 +91,8 @@ def _drives(given: Mapping[str, Any], here: Machine) -> tuple[Drive, ...]:
     if not (read and write):
         raise click.UsageError("a drive is described by both --drive-read and --drive-write")
     mixed, free = others
-    return (
-        planning.drive_described(read / 1e9, write / 1e9, mixed / 1e9 if mixed else None, free),
-    )
+    speeds = read / 1e9, write / 1e9, mixed / 1e9 if mixed else None
+    return (planning.drive_described(*speeds, free),)
 
 
 def _gpu(given: Mapping[str, Any], here: Machine) -> Gpu | None:

@@ -13,13 +13,7 @@ from nvme_offload.hardware import gpu_models
 from nvme_offload.planning import paste
 from nvme_offload.planning.advice import Change, Question, faster, hiding, shown
 from nvme_offload.planning.paste import weights
-from nvme_offload.planning.plan import (
-    DESCRIBED_PATH,
-    UNLIMITED_BYTES,
-    Drive,
-    Machine,
-    Plan,
-)
+from nvme_offload.planning.plan import DESCRIBED_PATH, UNLIMITED_BYTES, Drive, Machine, Plan
 from nvme_offload.units import format_gb
 
 SCHEMA = 2  # of the JSON; docs/planning.md describes it
@@ -27,6 +21,18 @@ _HEAD = ("", "way to train", "GPU GB", "host GB", "drive GB", "s/step", "tokens/
 _TITLES = 1  # the column of titles, which is to the left
 _ROWS = 6  # of the table, unless all are asked for
 _USUAL_RATING = 1200e12  # bytes that a consumer drive of 2 TB is rated to write
+_ROUNDS = {  # a state format in the answer, and as the condition of another plan
+    "exact": ("", ""),
+    "split": (
+        'states are in "split", which rounds last bits another way',
+        "last bits may be rounded another way",
+    ),
+    "compact": ('states are rounded to 8 bits ("compact")', "states may be rounded to 8 bits"),
+    "compact24": (
+        'states are rounded to 8 bits and masters to 24 ("compact24")',
+        "states may be rounded to 8 bits and masters to 24",
+    ),
+}
 _EXCLUDES = {  # by `Strategy.updates`
     "in forward": "After a use of torch.compile, updates no longer run under the forward pass.",
     "host gradients": "It excludes FSDP2, tensor parallelism and operations on several gradients together.",
@@ -73,16 +79,14 @@ def as_json(
         }
         for drive in machine.drives
     ]
+    gpu = machine.gpu._asdict() if machine.gpu else None
+    described = dataclasses.asdict(dataclasses.replace(machine, drives=()))
     has_config = chosen is not None and chosen.strategy.door != "plain"
     return {
         "schema": SCHEMA,
         "answer": _answer(question, found, chosen, change),
         "model": dataclasses.asdict(question.model),
-        "machine": {
-            **dataclasses.asdict(dataclasses.replace(machine, drives=())),
-            "gpu": machine.gpu._asdict() if machine.gpu else None,
-            "drives": drives,
-        },
+        "machine": {**described, "gpu": gpu, "drives": drives},
         "world": dataclasses.asdict(question.world),
         "work": question.work._asdict(),
         "plans": [_plain(plan) for plan in found],
@@ -104,18 +108,13 @@ def _plain(plan: Plan) -> dict[str, Any]:
         }
         for phase in plan.phases
     ]
+    shown = "gpu_bytes host_bytes drive_bytes budget_bytes seconds tokens_per_second free_tokens"
     return {
         "name": plan.strategy.name,
         "title": plan.strategy.title,
         "fits": plan.fits,
         "problems": list(plan.problems),
-        **{
-            name: getattr(plan, name)
-            for name in (
-                *("gpu_bytes", "host_bytes", "drive_bytes", "budget_bytes", "seconds"),
-                *("tokens_per_second", "free_tokens"),
-            )
-        },
+        **{name: getattr(plan, name) for name in shown.split()},
         "phases": phases,
         "written_bytes_a_step": plan.written_bytes,
         "written_bytes_a_day": plan.written_bytes_a_day,
@@ -126,15 +125,12 @@ def _lines(texts: Iterator[str] | Sequence[str], width: int) -> list[str]:
     """Wrap each of *texts*, keeping its indentation."""
     found: list[str] = []
     for each in texts:
-        indent = " " * (len(each) - len(each.lstrip()))
-        found += textwrap.wrap(
-            each.strip(),
-            max(width, 40),
-            initial_indent=indent,
-            subsequent_indent=indent + ("  " if indent else ""),
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
+        first = " " * (len(each) - len(each.lstrip()))
+        rest = first + "  " * bool(first)
+        wrapper = textwrap.TextWrapper(
+            max(width, 40), first, rest, break_long_words=False, break_on_hyphens=False
+        )
+        found += wrapper.wrap(each.strip()) or [""]
     return found
 
 
@@ -162,12 +158,7 @@ def _conceded(
     """The concessions of the plan that the options did not ask for, and the features that it excludes.
     *roomy*: a plan that concedes less and needs more space on the drive.
     """
-    said = {
-        "exact": "",
-        "split": 'states are in "split", which rounds last bits another way',
-        "compact": 'states are rounded to 8 bits ("compact")',
-        "compact24": 'states are rounded to 8 bits and masters to 24 ("compact24")',
-    }[plan.strategy.state_format]
+    said = _ROUNDS[plan.strategy.state_format][0]
     text = ""
     if said and not question.state_format and question.way != plan.strategy.title:
         finer = [other for other in found if other.fits and other.rounding < plan.rounding]
@@ -238,12 +229,7 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
 
 
 def _price(plan: Plan) -> str:
-    rounding = {
-        "exact": "",
-        "split": "last bits may be rounded another way",
-        "compact": "states may be rounded to 8 bits",
-        "compact24": "states may be rounded to 8 bits and masters to 24",
-    }[plan.strategy.state_format]
+    rounding = _ROUNDS[plan.strategy.state_format][1]
     clipping = ("", "gradients are clipped in few steps", "gradients are not clipped by a norm")
     said = filter(None, (rounding, clipping[plan.clipping]))
     return f"if {' and '.join(said)}"
@@ -313,31 +299,28 @@ def _given(question: Question) -> Iterator[str]:
     model, machine, world, work = question.model, question.machine, question.world, question.work
     idle = f", {model.active / 1e9:.4g} of them for a token" if model.idle else ""
     source = "" if model.assumed else f"{model.source}, "
+    usual = ", if the model has the usual shape" if model.assumed else ""
     yield (
         f"Model: {source}{model.parameters / 1e9:.4g} billion parameters{idle}; the largest layer has "
-        f"{model.largest_layer / 1e6:.4g} million{', if the model has the usual shape' if model.assumed else ''}."
+        f"{model.largest_layer / 1e6:.4g} million{usual}."
     )
     if work.tokens:
-        shape = (
-            ""
-            if model.hidden
-            else "; activations are not counted, since the model's shape is not known"
-        )
+        unknown = "; activations are not counted, since the model's shape is not known"
         yield (
             f"Batch: {work.micro_batch} x {work.sequence} tokens per rank, {work.accumulation} "
-            f"time{'s' if work.accumulation > 1 else ''} a step; activations: {work.activations}{shape}."
+            f"time{_s(work.accumulation)} a step; activations: {work.activations}{'' if model.hidden else unknown}."
         )
     gpu = "no GPU"
     if machine.gpu:
         known = gpu_models.find(machine.gpu.name)
-        speed = (
-            f"{known.flops / 1e12:.4g} Tflop/s" if known else "speed unknown: compute is left out"
-        )
+        speed = "speed unknown: compute is left out"
+        speed = f"{known.flops / 1e12:.4g} Tflop/s" if known else speed
         gpu = f"GPU {machine.gpu.name} with {machine.gpu.memory_bytes / 1e9:.4g} GB ({speed})"
-    ranks = f"{world.ranks} rank{'s' if world.ranks > 1 else ''}" + (
-        f" on each of {world.nodes} machines" if world.nodes > 1 else ""
+    each = f" on each of {world.nodes} machines" if world.nodes > 1 else ""
+    yield (
+        f"Machine: {world.ranks} rank{_s(world.ranks)}{each}, {gpu}, {machine.host_bytes / 1e9:.4g} GB of host "
+        f"memory at {machine.host_bytes_per_second / 1e9:.3g} GB/s."
     )
-    yield f"Machine: {ranks}, {gpu}, {machine.host_bytes / 1e9:.4g} GB of host memory at {machine.host_bytes_per_second / 1e9:.3g} GB/s."
     for drive in machine.drives:
         yield f"Drive: {_described(drive)}."
     yield (
@@ -345,6 +328,11 @@ def _given(question: Question) -> Iterator[str]:
         "that a way needs includes CUDA's context and DeepSpeed's buckets. "
         f"Seconds are per {'pass' if question.inference else 'step'}, without {', '.join(_not_modelled(question))}."
     )
+
+
+def _s(count: int) -> str:
+    """The ending of a plural."""
+    return "s" if count > 1 else ""
 
 
 def _name(drive: Drive) -> str:
