@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import errno
 import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,9 +114,8 @@ class Drive:
     @property
     def is_memory(self) -> bool:
         """Whether the files live in memory (tmpfs, a RAM disk)."""
-        in_memory = [
-            re.match(r"/dev/(ram|zram)\d", device) is not None for device in self.physical_devices
-        ]
+        devices = self.physical_devices
+        in_memory = [re.match(r"/dev/(ram|zram)\d", device) is not None for device in devices]
         return self.filesystem in _MEMORY_FILESYSTEMS or (bool(in_memory) and all(in_memory))
 
     @property
@@ -216,19 +216,19 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         lineages = [sysfs.lineage_of(disk, sys) for disk in disks]
     except OSError:  # a container hides a part of /sys, or refuses to list or follow its links
         blocks, disks, lineages = [], [], []
-    links = [sysfs.pcie_link(lineage) for lineage in lineages]
     whole = [block.parent if (block / "partition").exists() else block for block in blocks]
-    disk_queues, top_queues = (
-        [disk / "queue" for disk in disks],
-        [block / "queue" for block in whole],
-    )
-    temperatures = [
-        value for lineage in lineages if (value := sysfs.temperature(lineage)) is not None
-    ]
+    below, top = ([place / "queue" for place in places] for places in (disks, whole))
+    links = [sysfs.pcie_link(lineage) for lineage in lineages]
+    rates = [link.bytes_per_second for link in links if link]
+    warmth = [each for each in map(sysfs.temperature, lineages) if each is not None]
     nodes = {sysfs.number(sysfs.first(lineage, "numa_node")) for lineage in lineages}
     node = nodes.pop() if len(nodes) == 1 else None
-    rotational = _numbers(disk_queues, "rotational")
+    rotational = _numbers(below, "rotational")
     device = _device_name(blocks[0]) if blocks else mount.source or mount.filesystem
+
+    def of_disks(*names: str) -> str | None:
+        return _alternatives([sysfs.first(lineage, *names) for lineage in lineages])
+
     return Drive(
         path=str(absolute),
         mount_point=mount.point,
@@ -237,29 +237,22 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         mount_options=mount.options,
         layers=tuple(dict.fromkeys(layers)),
         physical_devices=tuple(dict.fromkeys(map(_device_name, disks))),
-        model=_joined([sysfs.model(lineage) for lineage in lineages]),
-        firmware=_alternatives(
-            [sysfs.first(lineage, "firmware_rev", "rev") for lineage in lineages]
-        ),
-        transport=_alternatives([sysfs.first(lineage, "transport") for lineage in lineages]),
+        model=_joined(map(sysfs.model, lineages)),
+        firmware=of_disks("firmware_rev", "rev"),
+        transport=of_disks("transport"),
         rotational=any(rotational) if rotational else None,
-        logical_block_bytes=max(_numbers(top_queues, "logical_block_size"), default=None),
-        physical_block_bytes=max(_numbers(top_queues, "physical_block_size"), default=None),
-        max_block_kib=min(_numbers(top_queues, "max_sectors_kb"), default=None),
-        scheduler=_alternatives([sysfs.scheduler(queue) for queue in disk_queues]),
-        queue_requests=min(_numbers(disk_queues, "nr_requests"), default=None),
+        logical_block_bytes=max(_numbers(top, "logical_block_size"), default=None),
+        physical_block_bytes=max(_numbers(top, "physical_block_size"), default=None),
+        max_block_kib=min(_numbers(top, "max_sectors_kb"), default=None),
+        scheduler=_alternatives(map(sysfs.scheduler, below)),
+        queue_requests=min(_numbers(below, "nr_requests"), default=None),
         size_bytes=status.f_blocks * status.f_frsize,
         free_bytes=status.f_bavail * status.f_frsize,
-        pcie_link=_joined([link.text for link in links if link]) or None,
-        link_bytes_per_second=sum(link.bytes_per_second for link in links if link)
-        if links and all(links)
-        else None,
+        pcie_link=_joined(link and link.text for link in links) or None,
+        link_bytes_per_second=sum(rates) if rates and all(links) else None,
         numa_node=node if node is not None and node >= 0 else None,
-        temperature_celsius=max(temperatures, default=None),
-        pcie_link_most=_joined(
-            [most for lineage in lineages if (most := sysfs.most_of_link(lineage))]
-        )
-        or None,
+        temperature_celsius=max(warmth, default=None),
+        pcie_link_most=_joined(map(sysfs.most_of_link, lineages)) or None,
         cpu_numa_nodes=sysfs.cpu_nodes(sys),
         gpu_numa_nodes=sysfs.gpu_nodes(sys),
         identity=_identity(absolute, device, mount, layers, lineages),
@@ -288,13 +281,9 @@ def _mount_of(path: Path, proc: Path) -> _Mount:
     exact = [mount for mount in mounts if mount.identity == identity]
     around = [mount for mount in mounts if path.is_relative_to(mount.point)]
     if exact or around:
-        # Of several mounts on one mount point the last listed is on top; max() returns the first of
-        # equals.
-        return (
-            exact[-1]
-            if exact
-            else max(reversed(around), key=lambda mount: len(Path(mount.point).parts))
-        )
+        # Of several mounts on one mount point the last listed is on top; sorting keeps their order.
+        deepest = exact or sorted(around, key=lambda mount: len(Path(mount.point).parts))
+        return deepest[-1]
     device = path.stat().st_dev if path.exists() else 0
     return _Mount("", f"{os.major(device)}:{os.minor(device)}", "", (), "unknown", "")
 
@@ -307,14 +296,9 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
         if not hyphen or len(fields) < 6 or len(rest) < 3:
             continue
         options = [_unescape(option) for option in f"{fields[5]},{rest[2]}".split(",")]
-        yield _Mount(
-            fields[0],
-            fields[2],
-            _unescape(fields[4]),
-            tuple(dict.fromkeys(options)),
-            rest[0],
-            _unescape(rest[1]),
-        )
+        point, source = _unescape(fields[4]), _unescape(rest[1])
+        kept = tuple(dict.fromkeys(options))
+        yield _Mount(fields[0], fields[2], point, kept, rest[0], source)
 
 
 def _mount_identity(path: Path, proc: Path) -> str | None:
@@ -349,11 +333,8 @@ def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
     if not mount.source.startswith("/dev/"):
         return []
     name = Path(mount.source).resolve().name
-    mapped = [
-        entry
-        for entry in (sys / "class/block").glob("dm-*")
-        if sysfs.read(entry / "dm/name") == name
-    ]
+    mapped = (sys / "class/block").glob("dm-*")
+    mapped = (entry for entry in mapped if sysfs.read(entry / "dm/name") == name)
     for candidate in (sys / "class/block" / name, *mapped):
         if candidate.exists():
             members = [
@@ -415,13 +396,8 @@ def _identity(
         known = ["disks", *sorted(map(str, serials)), *between, mount.filesystem]
     else:
         machine = sysfs.read(Path("/etc/machine-id")) or ""
-        known = [
-            "filesystem",
-            _filesystem_uuid(path) or f"{device} at {mount.point}",
-            *between,
-            mount.filesystem,
-            machine,
-        ]
+        uuid = _filesystem_uuid(path) or f"{device} at {mount.point}"
+        known = ["filesystem", uuid, *between, mount.filesystem, machine]
     return hashlib.sha256("\0".join(known).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
@@ -439,18 +415,17 @@ def _filesystem_uuid(path: Path) -> str | None:
         os.close(descriptor)
 
 
-def _joined(texts: list[str]) -> str:
+def _joined(texts: Iterable[str | None]) -> str:
     """The distinct texts with their counts: "2x 16.0 GT/s x4"."""
-    counts = {text: texts.count(text) for text in texts if text}
+    counts = collections.Counter(filter(None, texts))
     return " + ".join(text if count == 1 else f"{count}x {text}" for text, count in counts.items())
 
 
-def _alternatives(texts: list[str | None]) -> str | None:
-    return ", ".join(dict.fromkeys(text for text in texts if text)) or None
+def _alternatives(texts: Iterable[str | None]) -> str | None:
+    return ", ".join(dict.fromkeys(filter(None, texts))) or None
 
 
 def _numbers(queues: list[Path], name: str) -> list[int]:
     """The attribute *name* of the queues that have it as a number."""
-    return [
-        value for queue in queues if (value := sysfs.number(sysfs.read(queue / name))) is not None
-    ]
+    found = (sysfs.number(sysfs.read(queue / name)) for queue in queues)
+    return [value for value in found if value is not None]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .gpu_models import LANE_BYTES_PER_SECOND, LINK_SHARE
 
@@ -39,15 +39,9 @@ def gpus() -> list[Gpu]:
         "--query-gpu=name,memory.total,pcie.link.gen.max,pcie.link.width.max",
         "--format=csv,noheader,nounits",
     ]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 20}
     try:
-        output = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            stdin=subprocess.DEVNULL,
-            check=True,
-        ).stdout
+        output = subprocess.run(command, stdin=subprocess.DEVNULL, **options).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return parse_gpus(output)[: gpu_count()]
@@ -80,9 +74,8 @@ def gpu_count(root: Path = Path("/")) -> int:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not present:
         return present
-    return len(
-        list(itertools.takewhile(lambda name: name.strip() not in ("", "-1"), named.split(",")))
-    )
+    names = (name.strip() for name in named.split(","))
+    return len(list(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
 
 
 def physical_bytes() -> int:
@@ -139,16 +132,12 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         lines = ["0::/", "1:memory:/"]
     for line in lines:
         number, controllers, inside = line.split(":", 2)
+        top = root / "sys/fs/cgroup"
         if number == "0":  # v2, alone or in hybrid mode
-            top, names = (
-                root / "sys/fs/cgroup",
-                ("memory.max", "memory.current", "inactive_file"),
-            )
+            names = "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            top, names = (
-                root / "sys/fs/cgroup" / controllers,
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
+            top /= controllers
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         group = Path(inside.strip("/"))
@@ -157,16 +146,9 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         for around in (group, *group.parents):
             # ValueError: "max" is no limit
             with contextlib.suppress(OSError, ValueError, KeyError):
-                limit, used = (
-                    int((top / around / name).read_text(encoding="ascii")) for name in names[:2]
-                )
-                stat = dict(
-                    line.split()
-                    for line in (top / around / "memory.stat")
-                    .read_text(encoding="ascii")
-                    .splitlines()
-                )
-                yield limit - used + int(stat[names[2]])
+                text = [(top / around / n).read_text("ascii") for n in (*names[:2], "memory.stat")]
+                stat = dict(line.split() for line in text[2].splitlines())
+                yield int(text[0]) - int(text[1]) + int(stat[names[2]])
 
 
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:

@@ -7,10 +7,11 @@ Source: the kernel's include/uapi/linux/nvme_ioctl.h; NVM Express base specifica
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import fcntl
 import os
 import struct
+
+from .profile import Health
 
 _ADMIN_COMMAND = 0xC0484E41  # _IOWR('N', 0x41, struct nvme_passthru_cmd)
 _GET_LOG_PAGE, _SMART, _ALL_NAMESPACES = 0x02, 0x02, 0xFFFFFFFF
@@ -19,24 +20,16 @@ UNIT_BYTES = 512_000  # drives count written data in these units
 _TIMEOUT_MILLISECONDS = 2000
 
 
-@dataclasses.dataclass(frozen=True)
-class SmartLog:
-    """The values of the log.
-
-    critical_warning: a bit for each warning. temperature_celsius: None if not reported. wear: used share
-    of the rated life. written_bytes: in its life. warm_seconds: time in its life above its warning
-    temperatures. throttled_seconds: time in its life for which heat slowed it down.
-    """
-
-    critical_warning: int
-    temperature_celsius: float | None
-    wear: float
-    written_bytes: int
-    warm_seconds: int
-    throttled_seconds: int
+_CRITICAL = (  # by bit
+    "its spare area is low",
+    "its temperature is out of range",
+    "it is no longer reliable",
+    "it is read-only",
+    "its backup of memory failed",
+)
 
 
-def read(device: str) -> SmartLog | None:
+def read(device: str) -> Health | None:
     """The log of *device*, such as "/dev/nvme0n1"; None if it is not an NVMe drive, or this user may not
     read it.
     """
@@ -62,16 +55,18 @@ def read(device: str) -> SmartLog | None:
     return parse(page.raw) if status == 0 else None
 
 
-def parse(page: bytes) -> SmartLog:
-    """Parse the 512 bytes of the log page."""
+def parse(page: bytes) -> Health:
+    """Parse the 512 bytes of the log page. A drive that does not count the seconds for which heat slowed
+    it down has the seconds above its warning temperatures.
+    """
     (kelvin,) = struct.unpack_from("<H", page, 1)
-    warm, hot = struct.unpack_from("<II", page, 192)
-    throttled = struct.unpack_from("<II", page, 224)
-    return SmartLog(
-        critical_warning=page[0],
+    warm_minutes = sum(struct.unpack_from("<II", page, 192))
+    throttled = sum(struct.unpack_from("<II", page, 224))
+    return Health(
+        source="SMART log",
         temperature_celsius=kelvin - 273.0 if kelvin else None,
         wear=page[5] / 100,
         written_bytes=int.from_bytes(page[48:64], "little") * UNIT_BYTES,
-        warm_seconds=60 * (warm + hot),
-        throttled_seconds=sum(throttled),
+        throttled_seconds=throttled or 60 * warm_minutes,
+        critical="; ".join(text for bit, text in enumerate(_CRITICAL) if page[0] & 1 << bit),
     )

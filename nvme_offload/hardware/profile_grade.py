@@ -56,23 +56,17 @@ def grade(profile: Profile) -> Grade:
         runs = final_trials(profile, phase)
         counted = sum(trial.seconds >= LEAST_TRIAL_SECONDS for trial in runs)
         if counted < GOOD_TRIALS[phase]:
-            lacking = (
-                f"{phase}: {counted} of {GOOD_TRIALS[phase]} final trials of at least "
-                f"{LEAST_TRIAL_SECONDS:g} s"
-            )
+            lacking = f"{phase}: {counted} of {GOOD_TRIALS[phase]} final trials of at least {LEAST_TRIAL_SECONDS:g} s"
             if runs and not counted:
                 lacking += f", the longest took {max(trial.seconds for trial in runs):.2g} s"
             (weak if counted >= LEAST_TRIALS[phase] else poor).append(lacking)
         found = spread(profile, phase)
         if found > GOOD_SPREAD and counted >= LEAST_TRIALS[phase]:
             # rounded up, so that 25.2 % does not read as 25 %
-            within = (
-                f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%" if found < 10 else "tenfold or more"
-            )
-            (weak if found <= MOST_SPREAD else poor).append(
-                f"{phase}: the speed is known within {within} instead of "
-                f"\N{PLUS-MINUS SIGN}{GOOD_SPREAD:.0%}"
-            )
+            within = f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%"
+            within = within if found < 10 else "tenfold or more"
+            reason = f"{phase}: the speed is known within {within} instead of \N{PLUS-MINUS SIGN}{GOOD_SPREAD:.0%}"
+            (weak if found <= MOST_SPREAD else poor).append(reason)
     name = "poor" if poor else "weak" if weak else "good"
     return Grade(name, (*poor, *weak))
 
@@ -87,20 +81,13 @@ def inconsistencies(profile: Profile) -> list[str]:
         most = speeds["read"] + speeds["write"]
         if speeds["mixed"] > EXCESS * most:
             found.append(
-                f"mixed: {speeds['mixed']:.3g} GB/s is more than read and write together, "
-                f"{most:.3g} GB/s"
+                f"mixed: {speeds['mixed']:.3g} GB/s is more than read and write together, {most:.3g} GB/s"
             )
     nominal = profile.drive.get("link_bytes_per_second")
     link = nominal / 1e9 if isinstance(nominal, int | float) else 0.0
     for phase in PHASES if link else ():
-        reached = max(
-            (
-                group[phase].gb_per_s
-                for group in (profile.performance, profile.best)
-                if phase in group
-            ),
-            default=0.0,
-        )
+        groups = (profile.performance, profile.best)
+        reached = max((each[phase].gb_per_s for each in groups if phase in each), default=0.0)
         # the directions have separate lanes
         carried = link * (2 if phase == "mixed" else 1)
         if reached > LINK_EXCESS * carried:

@@ -23,11 +23,8 @@ _EMULATED_PCI_VENDORS = {"0x1af4", "0x1b36"}
 # Payload share of a PCIe lane after line coding (8b/10b, 128b/130b) or, at 64 GT/s, framing (236 of
 # a flit's 256 bytes).
 _LANE_EFFICIENCY = {
-    2.5: 8 / 10,
-    5.0: 8 / 10,
-    8.0: 128 / 130,
-    16.0: 128 / 130,
-    32.0: 128 / 130,
+    **dict.fromkeys((2.5, 5.0), 8 / 10),
+    **dict.fromkeys((8.0, 16.0, 32.0), 128 / 130),
     64.0: 236 / 256,
 }
 
@@ -45,14 +42,9 @@ def lineage_of(disk: Path, sys: Path) -> list[Path]:
     # With native NVMe multipath the parent of a disk is a virtual subsystem; the controllers, with
     # their PCI slots, are siblings.
     if disk.parent.name.startswith("nvme-subsys"):
-        controllers = sorted(
-            entry.resolve() for entry in disk.parent.glob("nvme*") if (entry / "transport").exists()
-        )
-        lineage += [
-            ancestor
-            for controller in controllers[:1]
-            for ancestor in (controller, *controller.parents)
-        ]
+        entries = (entry.resolve() for entry in disk.parent.glob("nvme*"))
+        for controller in sorted(entry for entry in entries if (entry / "transport").exists())[:1]:
+            lineage += [controller, *controller.parents]
     return [ancestor for ancestor in lineage if ancestor.is_relative_to(sys / "devices")]
 
 
@@ -115,23 +107,14 @@ def pcie_link(lineage: list[Path]) -> Link | None:
     if not (lineage and lineage[0].name.startswith("nvme")):
         return None  # Other disks share their controller's link.
     for device in lineage:
-        speed_text, width = (
-            read(device / "current_link_speed"),
-            number(read(device / "current_link_width")),
-        )
-        if speed_text is None or width is None:
+        speed, width = _speed(device / "current_link_speed"), _width(device / "current_link_width")
+        if speed is None or width is None:
             continue
-        match = re.match(r"(\d+(?:\.\d+)?) GT/s", speed_text)
-        speed = float(match[1]) if match else 0.0
-        if (
-            speed not in _LANE_EFFICIENCY
-            or not 1 <= width <= 32
-            or read(device / "vendor") in _EMULATED_PCI_VENDORS
-        ):
+        emulated = read(device / "vendor") in _EMULATED_PCI_VENDORS
+        if emulated or speed not in _LANE_EFFICIENCY or not 1 <= width <= 32:
             return None
-        return Link(
-            f"{speed} GT/s x{width}", int(speed * 1e9 * width * _LANE_EFFICIENCY[speed] / 8)
-        )
+        rate = int(speed * 1e9 * width * _LANE_EFFICIENCY[speed] / 8)
+        return Link(f"{speed} GT/s x{width}", rate)
     return None
 
 
@@ -141,16 +124,21 @@ def most_of_link(lineage: list[Path]) -> str | None:
     if pcie_link(lineage) is None or not slots:
         return None
     # the drive, and the port above it
-    ends = [
-        device for device in (slots[0], slots[0].parent) if (device / "max_link_speed").exists()
-    ]
-    speeds = [
-        float(match[1])
-        for device in ends
-        if (match := re.match(r"(\d+(?:\.\d+)?) GT/s", read(device / "max_link_speed") or ""))
-    ]
-    widths = [width for device in ends if (width := number(read(device / "max_link_width")))]
+    ends = [place for place in (slots[0], slots[0].parent) if (place / "max_link_speed").exists()]
+    speeds = list(filter(None, (_speed(place / "max_link_speed") for place in ends)))
+    widths = list(filter(None, (_width(place / "max_link_width") for place in ends)))
     return f"{min(speeds)} GT/s x{min(widths)}" if speeds and widths else None
+
+
+def _speed(file: Path) -> float | None:
+    """GT/s of a PCIe link; 0 where the kernel does not know it, None without the file."""
+    text = read(file)
+    match = re.match(r"(\d+(?:\.\d+)?) GT/s", text or "")
+    return float(match[1]) if match else None if text is None else 0.0
+
+
+def _width(file: Path) -> int | None:
+    return number(read(file))
 
 
 def blocks_for_ext4_itself(device: int, sys: Path = Path("/sys")) -> int:
@@ -171,11 +159,8 @@ def cpu_nodes(sys: Path) -> tuple[int, ...]:
         for place in _below(sys / "devices/system/node", "node[0-9]*")
     }
     usable = usable_cpus()
-    return (
-        tuple(sorted(node for node, cpus in nodes.items() if cpus & usable))
-        if len(nodes) > 1
-        else ()
-    )
+    own = sorted(node for node, cpus in nodes.items() if cpus & usable)
+    return tuple(own) if len(nodes) > 1 else ()
 
 
 def gpu_nodes(sys: Path) -> tuple[int, ...]:
@@ -186,15 +171,8 @@ def gpu_nodes(sys: Path) -> tuple[int, ...]:
         if read(device / "vendor") == _NVIDIA
         and (read(device / "class") or "").startswith(_DISPLAY)
     ]
-    return tuple(
-        sorted(
-            {
-                node
-                for gpu in gpus
-                if (node := number(read(gpu / "numa_node"))) is not None and node >= 0
-            }
-        )
-    )
+    nodes = {number(read(gpu / "numa_node")) for gpu in gpus}
+    return tuple(sorted(node for node in nodes if node is not None and node >= 0))
 
 
 def _below(directory: Path, pattern: str) -> list[Path]:

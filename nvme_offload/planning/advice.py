@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import known
 from .model import Model
@@ -52,17 +52,14 @@ class Question:
 def faster(found: Sequence[Plan], chosen: Plan) -> list[Plan]:
     """The plans that are faster than *chosen*, and than every plan with fewer concessions."""
     better = [chosen]
-    seconds = [plan for plan in found if plan.fits and plan.seconds is not None]
-    for plan in sorted(seconds, key=lambda plan: (plan.concession, plan.seconds or 0.0)):
+    timed = [(plan.seconds, plan) for plan in found if plan.fits and plan.seconds is not None]
+    for seconds, plan in sorted(timed, key=lambda each: (each[1].concession, each[0])):
         compared = [
             other
             for other in better[1:]
             if plan.rounding >= other.rounding and plan.clipping >= other.clipping
         ]
-        if all(
-            (plan.seconds or 0.0) * AS_FAST < (other.seconds or 0.0)
-            for other in (chosen, *compared)
-        ):
+        if all(seconds * AS_FAST < (other.seconds or 0.0) for other in (chosen, *compared)):
             better.append(plan)
     return better[1:]
 
@@ -71,13 +68,7 @@ def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
     """At most *count* of the plans, in their order: the way of *chosen*, the best of each other `door`, and
     the plans that are faster. The best of a door fits, or lacks the least.
     """
-    ranked = sorted(
-        found,
-        key=lambda plan: (
-            *(plan.shortage, len(plan.problems), plan.concession),
-            plan.seconds or math.inf,
-        ),
-    )
+    ranked = sorted(found, key=_rank)
     doors = {plan.strategy.door: plan.strategy.name for plan in reversed(ranked)}
     others = ranked
     if chosen is not None:
@@ -86,6 +77,11 @@ def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
     names = [*doors.values(), *(plan.strategy.name for plan in others)]
     wanted = list(dict.fromkeys(names))[:count]
     return [plan for plan in found if plan.strategy.name in wanted]
+
+
+def _rank(plan: Plan) -> tuple[object, ...]:
+    lacking = plan.shortage, len(plan.problems)
+    return (*lacking, plan.concession, plan.seconds or math.inf)
 
 
 def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None:
@@ -130,13 +126,8 @@ def cheapest_change(question: Question) -> Change | None:
     to twice the host memory, more space on the drive, any amount of host memory. Of memory and drive
     space the least amount that suffices is named.
     """
-    levers = list(_levers(question))
-    tries = [
-        each
-        for count in range(1, len(levers) + 1)
-        for each in itertools.combinations(levers, count)
-        if count <= 4
-    ]
+    levers = _levers(question)
+    tries = [each for count in range(1, 5) for each in itertools.combinations(levers, count)]
     for each in sorted(tries, key=lambda each: sum(lever.cost for lever in each)):
         changed = question
         for lever in each:
@@ -161,50 +152,55 @@ def cheapest_change(question: Question) -> Change | None:
 
 def _levers(question: Question) -> list[_Lever]:
     work = question.work
-    found = []
-    if question.state_format is not None:
-        found.append(
-            _Lever(1, "another state format", lambda q: dataclasses.replace(q, state_format=None))
-        )
-    if question.way is not None:
-        found.append(_Lever(2, "another way to train", lambda q: dataclasses.replace(q, way=None)))
-    for cost, activations, words in (
-        (4, "checkpoint", "activation checkpointing"),
-        (8, "checkpoint-drive", "checkpointed activations on the drive"),
-    ):
-        if work.tokens and not question.inference and _saves_more(work, activations):
-            words = f"{words} (--activations {activations})"
-            found.append(_Lever(cost, words, partial(_working, activations=activations)))
-    if question.budget is not None:
-        found.append(_Lever(16, "no --budget", lambda q: dataclasses.replace(q, budget=None)))
-    if work.tokens and work.micro_batch > 1:
-        count = work.accumulation * work.micro_batch
-        smaller = partial(_working, micro_batch=1, accumulation=count)
-        found.append(_Lever(32, f"--micro-batch 1 --accumulate {count}", smaller))
+    count = work.accumulation * work.micro_batch
+    small = partial(_working, micro_batch=1, accumulation=count)
     twice = 2 * question.machine.host_bytes
-    found.append(_Lever(64, "", lambda q: _machine(q, host_bytes=twice)))
-    found.append(_Lever(128, "", lambda q: _machine(q, drives=_roomy(q.machine))))
-    found.append(_Lever(256, "", lambda q: _machine(q, host_bytes=UNLIMITED_BYTES)))
-    return found
+    levers = [
+        (
+            question.state_format,
+            _Lever(1, "another state format", partial(_with, state_format=None)),
+        ),
+        (question.way, _Lever(2, "another way to train", partial(_with, way=None))),
+        *(
+            (
+                work.tokens and not question.inference and _saves_more(work, name),
+                _Lever(
+                    cost, f"{words} (--activations {name})", partial(_working, activations=name)
+                ),
+            )
+            for cost, name, words in (
+                (4, "checkpoint", "activation checkpointing"),
+                (8, "checkpoint-drive", "checkpointed activations on the drive"),
+            )
+        ),
+        (question.budget is not None, _Lever(16, "no --budget", partial(_with, budget=None))),
+        (
+            work.tokens and work.micro_batch > 1,
+            _Lever(32, f"--micro-batch 1 --accumulate {count}", small),
+        ),
+        (True, _Lever(64, "", partial(_machine, host_bytes=twice))),
+        (True, _Lever(128, "", lambda asked: _machine(asked, drives=_roomy(asked.machine)))),
+        (True, _Lever(256, "", partial(_machine, host_bytes=UNLIMITED_BYTES))),
+    ]
+    return [lever for applies, lever in levers if applies]
 
 
 def _saves_more(work: Work, activations: str) -> bool:
     """Whether *activations* would take less GPU memory than the way of *work*."""
-    return not work.recomputes or (work.activations, activations) == (
-        "checkpoint",
-        "checkpoint-drive",
-    )
+    lower = work.activations, activations
+    return not work.recomputes or lower == ("checkpoint", "checkpoint-drive")
 
 
-def _working(question: Question, **changes: object) -> Question:
-    return dataclasses.replace(question, work=question.work._replace(**changes))  # type: ignore[arg-type]
+def _with(question: Question, **changes: Any) -> Question:
+    return dataclasses.replace(question, **changes)
 
 
-def _machine(question: Question, **changes: object) -> Question:
-    return dataclasses.replace(
-        question,
-        machine=dataclasses.replace(question.machine, **changes),  # type: ignore[arg-type]
-    )
+def _working(question: Question, **changes: Any) -> Question:
+    return _with(question, work=question.work._replace(**changes))
+
+
+def _machine(question: Question, **changes: Any) -> Question:
+    return _with(question, machine=dataclasses.replace(question.machine, **changes))
 
 
 def _roomy(machine: Machine) -> tuple[Drive, ...]:
@@ -229,10 +225,8 @@ def _least_drive(before: Question, question: Question) -> tuple[Question, str]:
     least = min(plan.drive_bytes for plan in fitting) * question.world.ranks
     size = max(-(-least // 10**9), 1)
     count = len({drive.identity or drive.path for drive in question.machine.drives})
-    drives = tuple(
-        dataclasses.replace(drive, free_bytes=-(-size * 10**9 // count))
-        for drive in question.machine.drives
-    )
+    each = -(-size * 10**9 // count)
+    drives = tuple(dataclasses.replace(drive, free_bytes=each) for drive in question.machine.drives)
     said = f"{size} GB free on the drive"
     if not before.machine.drives:
         said = f"a drive with {size} GB free (--path DIR)"

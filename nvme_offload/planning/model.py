@@ -113,16 +113,8 @@ def of_count(text: str | int) -> Model:
     hidden = max(round((count * _USUAL_RATIO / 12) ** (1 / 3)), 1)  # layers of 12 hidden**2
     largest = min(count, max(4 * hidden**2, _USUAL_VOCABULARY * hidden))
     layers = max(hidden // _USUAL_RATIO, 1)
-    return Model(
-        count,
-        largest,
-        largest,
-        layers,
-        hidden,
-        _USUAL_VOCABULARY,
-        f"{text} parameters",
-        assumed=True,
-    )
+    shape = layers, hidden, _USUAL_VOCABULARY
+    return Model(count, largest, largest, *shape, f"{text} parameters", assumed=True)
 
 
 def of_module(module: Any) -> Model:
@@ -144,29 +136,23 @@ def of_module(module: Any) -> Model:
         *module* has no parameters.
     """
     sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
-    trained = sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
     if not sizes:
         raise UsageError(f"{type(module).__name__} has no parameters")
-    layers = [
-        sum(_numel(parameter) for parameter in each.parameters(recurse=False))
-        for each in module.modules()
-    ]
+    trained = sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
     config: Any = getattr(module, "config", None)
     described = config.to_dict() if hasattr(config, "to_dict") else {}
     described = described if isinstance(described, dict) else {}
-    experts = {
-        id(parameter): _numel(parameter)
-        for name, parameter in module.named_parameters()
-        if "experts" in name.split(".")
-    }
+    named = module.named_parameters()
+    experts = [sizes[id(parameter)] for name, parameter in named if "experts" in name.split(".")]
+    total = sum(sizes.values())
     return Model(
-        sum(sizes.values()),
-        max(layers),
+        total,
+        max(sum(map(_numel, each.parameters(recurse=False))) for each in module.modules()),
         max(sizes.values()),
         *_shape(described),
         source=type(module).__name__,
-        idle=_idle(described, sum(experts.values())),
-        trainable=trained if trained < sum(sizes.values()) else None,
+        idle=_idle(described, sum(experts)),
+        trainable=trained if trained < total else None,
     )
 
 
@@ -346,16 +332,13 @@ def _gpt(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
     """
     kind = config["model_type"]
     hidden, layers, vocabulary = (_get(config, key) for key in ("hidden", "layers", "vocabulary"))
-    inner = (
-        config.get("n_inner")
-        or config.get("ffn_dim")
-        or config.get("intermediate_size")
-        or 4 * hidden
-    )
-    positions = {
-        "gpt2": config.get("n_positions", 1024),
-        "opt": config.get("max_position_embeddings", 2048) + 2,
-    }.get(kind, 0)
+    inner = config.get("n_inner") or config.get("ffn_dim") or config.get("intermediate_size")
+    inner = inner or 4 * hidden
+    positions = 0
+    if kind == "gpt2":
+        positions = config.get("n_positions", 1024)
+    elif kind == "opt":
+        positions = config.get("max_position_embeddings", 2048) + 2
     if kind == "opt" and config.get("word_embed_proj_dim", hidden) != hidden:
         raise KeyError("word_embed_proj_dim other than hidden_size, which is not known here")
     tied = config.get("tie_word_embeddings", kind != "gpt_neox")

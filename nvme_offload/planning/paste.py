@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..hardware import gpu_models
 from .advice import Question
 from .placement import parameters_budget
-from .plan import DESCRIBED_PATH, Machine, Plan
+from .plan import DESCRIBED_PATH, Machine, Plan, measured_together
 from .traffic import WEIGHT_BYTES
 
 # Usual ones for training all weights of a pretrained model, and for adapters next to frozen weights.
@@ -248,13 +248,9 @@ def _precision(machine: Machine) -> str:
 
 def weights(machine: Machine) -> list[float]:
     """The share of the bytes for each drive, with which all drives finish at the same time."""
-    for drive in machine.drives:
-        if drive.profile and {path.path for path in drive.profile.stripe} == {
-            each.path for each in machine.drives
-        }:
-            by_path = {path.path: path.weight for path in drive.profile.stripe}
-            return [round(by_path[each.path], 4) for each in machine.drives]
-    if not machine.speeds:
-        return [round(1 / len(machine.drives), 4)] * len(machine.drives)
-    total = sum(drive.speeds["mixed"] for drive in machine.drives)
-    return [round(drive.speeds["mixed"] / total, 4) for drive in machine.drives]
+    drives = machine.drives
+    if together := measured_together(drives):
+        by_path = {path.path: path.weight for path in together.stripe}
+        return [round(by_path[each.path], 4) for each in drives]
+    mixed = [drive.speeds["mixed"] if machine.speeds else 1.0 for drive in drives]
+    return [round(each / sum(mixed), 4) for each in mixed]

@@ -12,7 +12,9 @@ DeepSpeed 0.19.8; `sizes.py` for the buckets of `NVMeOptimizer`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from ..sizes import (
@@ -154,41 +156,22 @@ class Strategy(NamedTuple):
         return "drive" in (self.optimizer, self.parameters)
 
 
-def _ours() -> tuple[Strategy, ...]:
-    found: list[Strategy] = []
-    for state_format in traffic.STATE_BYTES:
-        name = "" if state_format == "exact" else f"-{state_format}"
-        title = "" if state_format == "exact" else f", {state_format}"
-        for updates in UPDATES:
-            called, when = ("", "") if updates == "after" else (f"-{updates}", f", {updates}")
-            found.append(
-                Strategy(
-                    f"plain{called.replace(' ', '-')}{name}",
-                    f"NVMeOptimizer{title}{when}",
-                    *(3, "drive", "gpu", "plain", state_format, updates),
-                )
-            )
-        for updates in ("host gradients", "in backward"):
-            found.append(
-                Strategy(
-                    f"streamed-{updates.replace(' ', '-')}{name}",
-                    f"Offload{title}, {updates}",
-                    *(3, "drive", "drive", "plain", state_format, updates),
-                )
-            )
-        found += [
-            Strategy(
-                f"nvme-optimizer{name}",
-                f"ZeRO-3, states on NVMe{title}",
-                *(3, "drive", "gpu", "zero3", state_format),
-            ),
-            Strategy(
-                f"nvme-both{name}",
-                f"ZeRO-3, all on NVMe{title}",
-                *(3, "drive", "drive", "zero3", state_format),
-            ),
-        ]
-    return tuple(found)
+def _ours(state_format: str) -> Iterator[Strategy]:
+    """The strategies of this package with states in *state_format*."""
+    exact = state_format == "exact"
+    name, title = ("", "") if exact else (f"-{state_format}", f", {state_format}")
+
+    def made(key: str, said: str, parameters: Place, door: Door, updates: Updates) -> Strategy:
+        key = f"{key.replace(' ', '-')}{name}"
+        return Strategy(key, said, 3, "drive", parameters, door, state_format, updates)
+
+    for updates in UPDATES:
+        key, when = ("", "") if updates == "after" else (f"-{updates}", f", {updates}")
+        yield made(f"plain{key}", f"NVMeOptimizer{title}{when}", "gpu", "plain", updates)
+    for updates in ("host gradients", "in backward"):
+        yield made(f"streamed-{updates}", f"Offload{title}, {updates}", "drive", "plain", updates)
+    yield made("nvme-optimizer", f"ZeRO-3, states on NVMe{title}", "gpu", "zero3", "after")
+    yield made("nvme-both", f"ZeRO-3, all on NVMe{title}", "drive", "zero3", "after")
 
 
 # The simplest first: of equally fast ones the first is recommended.
@@ -199,7 +182,7 @@ STRATEGIES = (
     Strategy("zero2-cpu", "ZeRO-2, states on CPU", 2, "host"),
     Strategy("zero3-cpu-optimizer", "ZeRO-3, states on CPU", 3, "host"),
     Strategy("zero3-cpu", "ZeRO-3, all on CPU", 3, "host", "host"),
-    *_ours(),
+    *itertools.chain.from_iterable(map(_ours, traffic.STATE_BYTES)),
     Strategy(
         "deepspeed-nvme-optimizer", "DeepSpeed's states on NVMe", 3, "drive", "gpu", "deepspeed"
     ),

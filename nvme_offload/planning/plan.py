@@ -37,7 +37,7 @@ from ..errors import OffloadError
 from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
-from ..hardware.profile import Profile
+from ..hardware.profile import PHASES, Profile
 from ..sizes import AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
 from ..units import format_gb
 from .model import Model
@@ -169,26 +169,40 @@ class Machine:
         """GB/s of all drives together by phase, measured together if possible; {} if one has no
         profile.
         """
-        for drive in self.drives:
-            if drive.profile and {path.path for path in drive.profile.stripe} == {
-                each.path for each in self.drives
-            }:
-                return stripe_speeds(drive.profile)
+        together = measured_together(self.drives)
+        if together:
+            return stripe_speeds(together)
         # two directories of one drive count once
         alone = {drive.identity or drive.path: drive.speeds for drive in self.drives}
         if not alone or not all(alone.values()):
             return {}
-        return {
-            phase: sum(speeds[phase] for speeds in alone.values())
-            for phase in ("read", "write", "mixed")
-        }
+        return {phase: sum(each[phase] for each in alone.values()) for phase in PHASES}
 
     @property
     def free_bytes(self) -> int:
         """Free bytes of all drives."""
-        return sum(
-            {drive.identity or drive.path: drive.free_bytes for drive in self.drives}.values()
-        )
+        free = {drive.identity or drive.path: drive.free_bytes for drive in self.drives}
+        return sum(free.values())
+
+
+def measured_together(drives: Sequence[Drive]) -> Profile | None:
+    """Find the profile of a sweep of several paths.
+
+    Parameters
+    ----------
+    drives : sequence of Drive
+        The paths.
+
+    Returns
+    -------
+    Profile or None
+        None unless exactly these paths were swept together.
+    """
+    paths = {drive.path for drive in drives}
+    for drive in drives:
+        if drive.profile and {path.path for path in drive.profile.stripe} == paths:
+            return drive.profile
+    return None
 
 
 class Term(NamedTuple):
@@ -372,9 +386,8 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     fewest = min((plan.seconds for plan in fitting if plan.seconds is not None), default=None)
     if fewest is None:
         return next(iter(fitting), None)
-    return next(
-        plan for plan in fitting if plan.seconds is not None and plan.seconds <= fewest * AS_FAST
-    )
+    known = ((plan, plan.seconds) for plan in fitting if plan.seconds is not None)
+    return next(plan for plan, seconds in known if seconds <= fewest * AS_FAST)
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
@@ -398,9 +411,8 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
     smallest = min(found, key=lambda gpu: gpu.memory_bytes, default=None)
-    return Machine(smallest, available_bytes(), speed, tuple(map(drive_at, paths))), max(
-        len(found), gpu_count(), 1
-    )
+    machine = Machine(smallest, available_bytes(), speed, tuple(map(drive_at, paths)))
+    return machine, max(len(found), gpu_count(), 1)
 
 
 def drive_at(path: str) -> Drive:
@@ -423,13 +435,8 @@ def drive_at(path: str) -> Drive:
         profile = profile_shelf.find(path)
     except (OffloadError, OSError):
         profile = None
-    return Drive(
-        seen.path,
-        seen.free_bytes,
-        chosen_speeds(profile) if profile else {},
-        seen.identity,
-        profile,
-    )
+    speeds = chosen_speeds(profile) if profile else {}
+    return Drive(seen.path, seen.free_bytes, speeds, seen.identity, profile)
 
 
 def drive_described(

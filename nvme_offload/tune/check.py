@@ -82,20 +82,15 @@ def judged(config: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
     worse = gap > math.log1p(MOST_LOSS) and gap - reach > math.log1p(ALIKE)
     # the interval must exclude a loss of twice the limit
     unclear = any(sum(each) > math.log1p(2 * MOST_LOSS) for each in gaps.values())
-    return Checked(
-        holds=False if worse else None if unclear else True,
-        loss=math.expm1(gap),
-        loss_low=math.expm1(gap - reach),
-        loss_high=math.expm1(gap + reach),
-        better=best if worse else None,
-        speeds={
-            setting: {
-                phase: statistics.median(each[setting, phase] for each in measured)
-                for phase in PHASES
-            }
-            for setting in settings
-        },
-    )
+    speeds = {
+        setting: {
+            phase: statistics.median(each[setting, phase] for each in measured) for phase in PHASES
+        }
+        for setting in settings
+    }
+    holds = False if worse else None if unclear else True
+    loss, low, high = (math.expm1(each) for each in (gap, gap - reach, gap + reach))
+    return Checked(holds, loss, low, high, best if worse else None, speeds)
 
 
 def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:

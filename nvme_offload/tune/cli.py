@@ -237,9 +237,8 @@ def command(
 
 def _of_host(profile: Profile, host: str) -> Profile:
     """*profile* with the name of its host, where there are several."""
-    return (
-        dataclasses.replace(profile, engine={**profile.engine, "host": host}) if host else profile
-    )
+    engine = {**profile.engine, "host": host} if host else profile.engine
+    return dataclasses.replace(profile, engine=engine)
 
 
 def _sustained_bytes(text: str | None) -> int:
@@ -283,18 +282,13 @@ def _report(
     printed: list[str] = []
     for host, profiles in nodes:
         for profile in profiles:
-            if host:
-                profile = _of_host(profile, host)
-                said += [f"{host}:", ""]
-            name = "-".join(
-                filter(
-                    None,
-                    (host.lower(), short_name(profile.drive["model"], profile.drive["device"])),
-                )
-            )
+            profile = _of_host(profile, host)
+            said += [f"{host}:", ""] if host else []
+            drive = short_name(profile.drive["model"], profile.drive["device"])
+            name = f"{host.lower()}-{drive}" if host else drive
             report = results.write_report(profile, name, report_dir, _progress)
             said += [*results.summary(profile), "", f"Report: {report / 'report.html'}", ""]
-            printed.append(results.without_samples(profile).to_json())
+            printed.append(results.without_samples(profile).to_json().rstrip("\n"))
             if as_json:
                 _progress.say(f"report: {report}")
         if profiles[0].stripe:
@@ -303,21 +297,21 @@ def _report(
     if configs:
         slowest = min(mine, key=lambda profile: profile.performance["mixed"].gb_per_s)
         if len({profile.chosen for profile in mine}) > 1:
-            notes.append(
-                f"The configs get the setting of the slowest path, {slowest.drive['path']}."
-            )
+            path = slowest.drive["path"]
+            notes.append(f"The configs get the setting of the slowest path, {path}.")
         notes += [results.apply(config, slowest) for config in configs]
     _progress.clear()
     if as_json:
-        results.print_out(
-            printed[0]
-            if len(printed) == 1
-            else "[\n" + ",\n".join(text.rstrip("\n") for text in printed) + "\n]\n"
-        )
+        many = "[\n" + ",\n".join(printed) + "\n]"
+        results.print_out((printed[0] if len(printed) == 1 else many) + "\n")
         for line in notes:
             _progress.say(line)
     else:
-        results.print_out("\n".join([*said[:-1], *notes]) + "\n")
+        _print_lines([*said[:-1], *notes])
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    results.print_out("\n".join(lines) + "\n")
 
 
 @click.command(context_settings=_SETTINGS)
@@ -329,27 +323,14 @@ def show(path: str | None) -> None:
     from .compare import load
 
     preflight.require_named(path)
-    if path is not None:
-        profile = load(Path(path))
-        said = [
-            f"Swept {profile.created}, kernel {profile.engine.get('kernel', 'not known')}, {profile.command}",
-            "",
-            *results.summary(profile),
-        ]
-        results.print_out(
-            "\n".join(
-                [*said, *(["", *results.stripe_lines(profile.stripe)] if profile.stripe else [])]
-            )
-            + "\n"
-        )
-        return
-    lines = results.shelf_lines()
-    results.print_out(
-        "\n".join(
-            lines or ["No drive was swept by this user: run nvme-sweep with a directory on one."]
-        )
-        + "\n"
-    )
+    if path is None:
+        nothing = "No drive was swept by this user: run nvme-sweep with a directory on one."
+        return _print_lines(results.shelf_lines() or [nothing])
+    profile = load(Path(path))
+    kernel = profile.engine.get("kernel", "not known")
+    said = [f"Swept {profile.created}, kernel {kernel}, {profile.command}", ""]
+    stripe = ["", *results.stripe_lines(profile.stripe)] if profile.stripe else []
+    return _print_lines([*said, *results.summary(profile), *stripe])
 
 
 @click.command(context_settings=_SETTINGS)
@@ -363,7 +344,7 @@ def compare(first: str, second: str) -> None:
 
     preflight.require_named(first, second)
     one, other = load(Path(first)), load(Path(second))
-    results.print_out("\n".join(lines(one, other, (first, second))) + "\n")
+    _print_lines(lines(one, other, (first, second)))
 
 
 @click.command(context_settings=_SETTINGS)
@@ -402,9 +383,8 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         AioConfig.of(setting)
     except UnsupportedError as error:  # there is no profile
         raise UsageError(str(error)) from None
-    options = Options(
-        seconds, None, "native", setting.backend, ranks or profile.workload.get("ranks") or 1, force
-    )
+    ranks = ranks or profile.workload.get("ranks") or 1
+    options = Options(seconds, None, "native", setting.backend, ranks, force)
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=setting.backend)
     settings = list(dict.fromkeys([setting, profile.chosen, control]))
     deepest = max(each.bytes_in_flight for each in settings)
@@ -424,7 +404,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
 
         checked = checking.judged(setting, checking.rounds(settings, run, 0.8 * seconds))
     _progress.clear()
-    results.print_out("\n".join(checking.lines(checked, setting, profile)) + "\n")
+    _print_lines(checking.lines(checked, setting, profile))
     return EXIT_NEGATIVE if checked.better else 0
 
 

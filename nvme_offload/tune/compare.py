@@ -66,17 +66,8 @@ def changes(first: Profile, second: Profile) -> list[Change]:
         before, after = (each.performance[phase].gb_per_s for each in (first, second))
         gap = math.log(after / before)
         reach = quantile(len(one) + len(other) - 2) * math.hypot(_error(one), _error(other))
-        found.append(
-            Change(
-                phase,
-                before,
-                after,
-                math.exp(gap),
-                math.exp(gap - reach),
-                math.exp(gap + reach),
-                trusted,
-            )
-        )
+        interval = math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)
+        found.append(Change(phase, before, after, *interval, trusted))
     return found
 
 
@@ -87,12 +78,10 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     width = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
     said = [f"{label:{width}}  {left:{middle}}  {right}".rstrip() for label, left, right in rows]
-    said.append("")
-    said += map(line, changes(first, second))
-    said += [
-        "",
-        "The intervals cover the scatter of the runs, but not a drive that is faster on one day than on another.",
-    ]
+    said += ["", *map(line, changes(first, second)), ""]
+    said.append(
+        "The intervals cover the scatter of the runs, but not a drive that is faster on one day than on another."
+    )
     if first.drive.get("identity") != second.drive.get("identity"):
         said.append("These are different drives.")
     return said
@@ -100,15 +89,12 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
 
 def line(found: Change) -> str:
     """A line for one load: speeds, the change with its interval, and a verdict."""
-    sure = (
-        "too little evidence"
-        if not found.trusted
-        else "no significant difference"
-        if found.low <= 1 <= found.high
-        else "faster"
-        if found.ratio > 1
-        else "slower"
-    )
+    if not found.trusted:
+        sure = "too little evidence"
+    elif found.low <= 1 <= found.high:
+        sure = "no significant difference"
+    else:
+        sure = "faster" if found.ratio > 1 else "slower"
     speeds = f"{format_speed(found.first_gb_per_s)} -> {format_speed(found.second_gb_per_s)} GB/s"
     return f"{found.phase:6}  {speeds}, {change(found.ratio, found.low, found.high)}: {sure}"
 

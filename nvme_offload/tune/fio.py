@@ -16,16 +16,12 @@ _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 # fio leaves the memory that it reads into untouched until the drive needs it, on small pages. The C
 # library fills it at allocation, before fio's clock starts, and takes huge pages where ours does.
 # Source: glibc's manual, Memory Allocation Tunables.
-_TUNABLES = "glibc.malloc.perturb=165:glibc.malloc.hugetlb=1"
+PREFAULT, HUGE_PAGES = "glibc.malloc.perturb=165", "glibc.malloc.hugetlb=1"
 _RAMP = "100ms"  # before it counts: the queues fill
 # Work of fio other than transfers, switched off: stamping buffers, timing every block, keeping a map
 # of the blocks that it touched.
 _PLAIN = (
-    "--gtod_reduce=1",
-    "--scramble_buffers=0",
-    "--norandommap=1",
-    "--fallocate=none",
-    "--allow_file_create=0",
+    "--gtod_reduce=1 --scramble_buffers=0 --norandommap=1 --fallocate=none --allow_file_create=0"
 )
 
 
@@ -42,36 +38,25 @@ def command(
     paths: Mapping[str, Sequence[str]],
     file_bytes: int,
     setting: Setting,
-    seconds: float,
+    seconds: float | None,
     direct: bool,
 ) -> list[str]:
     """fio's command line: *paths* by direction, a file of *file_bytes* for each rank, all moved at
-    once as *setting* has it.
+    once as *setting* has it, for *seconds*, or once and synced.
     """
     each = max(1, setting.thread_count // len(paths))
     depth = max(1, setting.queue_depth * setting.thread_count // (each * len(paths)))
     part = file_bytes // each // setting.block_size * setting.block_size
     words = [
-        "fio",
-        "--output-format=json",
-        f"--ioengine={_ENGINES[setting.backend]}",
-        f"--iodepth={depth}",
-        f"--bs={setting.block_size}",
+        *("fio", "--output-format=json", f"--ioengine={_ENGINES[setting.backend]}"),
+        *(f"--iodepth={depth}", f"--bs={setting.block_size}", f"--direct={int(direct)}"),
+        *(f"--size={part}", f"--numjobs={each}", f"--offset_increment={part}", "--thread"),
+        *("--iomem_align=2m", *_PLAIN.split()),
     ]
-    words += [
-        f"--direct={int(direct)}",
-        f"--size={part}",
-        f"--numjobs={each}",
-        f"--offset_increment={part}",
-        "--thread",
-        "--iomem_align=2m",
-    ]
-    words += [
-        "--time_based",
-        f"--runtime={round(1000 * seconds)}ms",
-        f"--ramp_time={_RAMP}",
-        *_PLAIN,
-    ]
+    if seconds is None:
+        words.append("--end_fsync=1")
+    else:
+        words += ["--time_based", f"--runtime={round(1000 * seconds)}ms", f"--ramp_time={_RAMP}"]
     for direction, files in paths.items():
         for path in files:
             words += [f"--name={direction}", f"--filename={path}", f"--rw={direction}"]
@@ -94,7 +79,7 @@ def bytes_per_second(
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "GLIBC_TUNABLES": _TUNABLES},
+        env={**os.environ, "GLIBC_TUNABLES": f"{PREFAULT}:{HUGE_PAGES}"},
     )
     if ran.returncode != 0:
         raise UnsupportedError(f"fio failed: {' '.join((ran.stderr or ran.stdout).split())[:300]}")

@@ -9,37 +9,27 @@ from pathlib import Path
 
 from nvme_offload.hardware import nvme_log, sysfs
 from nvme_offload.hardware.drive import Drive
-from nvme_offload.hardware.nvme_log import SmartLog
 from nvme_offload.hardware.profile import Health
 from nvme_offload.planning.traffic import STEP_BYTES_7B
 
 WORN = 0.8
 LEAST_WEAR = 0.03  # drives count whole per cents: below, the rated life cannot be estimated
 
-_CRITICAL = (
-    "its spare area is low",
-    "its temperature is out of range",
-    "it is no longer reliable",
-    "it is read-only",
-    "its backup of memory failed",
-)
-
 
 def measure(drive: Drive) -> Health | None:
     """The worst values of the drive's disks; None without any source."""
-    logs = [log for device in drive.physical_devices if (log := nvme_log.read(device)) is not None]
+    found = [log for device in drive.physical_devices if (log := nvme_log.read(device)) is not None]
     warmest, limit = temperature(drive), _limit(drive)
     if warmest is None:
         warmest = drive.temperature_celsius
-    if not logs:
+    if not found:
         return None if warmest is None else Health("sysfs", warmest, limit_celsius=limit)
-    found = [smart_log(log) for log in logs]
     reported = [each.temperature_celsius for each in found if each.temperature_celsius is not None]
     return Health(
-        source="SMART log",
+        source=found[0].source,
         temperature_celsius=max(reported, default=warmest),
-        wear=max(log.wear for log in logs),
-        written_bytes=max(log.written_bytes for log in logs),
+        wear=max(each.wear or 0.0 for each in found),
+        written_bytes=max(each.written_bytes or 0 for each in found),
         throttled_seconds=max(each.throttled_seconds or 0 for each in found),
         critical="; ".join(dict.fromkeys(each.critical for each in found if each.critical)),
         limit_celsius=limit,
@@ -79,34 +69,28 @@ class Thermometer:
 
 def warnings(before: Health | None, after: Health | None) -> list[str]:
     """Sentences on the consequences for training."""
-    said = []
-    if after and after.critical:
+    said: list[str] = []
+    if after is None:
+        return said
+    if after.critical:
         said.append(f"The drive warns that {after.critical}: move what matters off it.")
-    if before and after and (after.throttled_seconds or 0) > (before.throttled_seconds or 0):
-        seconds = (after.throttled_seconds or 0) - (before.throttled_seconds or 0)
-        at = (
-            f" at {after.temperature_celsius:.0f} \N{DEGREE SIGN}C"
-            if after.temperature_celsius is not None
-            else ""
-        )
+    seconds = (after.throttled_seconds or 0) - ((before and before.throttled_seconds) or 0)
+    now, highest, limit = after.temperature_celsius, after.highest_celsius, after.limit_celsius
+    if before and seconds > 0:
+        at = "" if now is None else f" at {now:.0f} \N{DEGREE SIGN}C"
         said.append(
             f"The drive slowed itself down for {seconds} s of the sweep, because of heat{at}: improve its cooling, and sweep again."
         )
-    if (
-        after
-        and after.highest_celsius is not None
-        and after.limit_celsius is not None
-        and after.highest_celsius >= after.limit_celsius
-    ):
+    if highest is not None and limit is not None and highest >= limit:
         said.append(
-            f"The drive became {after.highest_celsius:.0f} \N{DEGREE SIGN}C warm during the sweep, and warns from "
-            f"{after.limit_celsius:.0f} \N{DEGREE SIGN}C on: it may have slowed down; improve its cooling, and sweep again."
+            f"The drive became {highest:.0f} \N{DEGREE SIGN}C warm during the sweep, and warns from "
+            f"{limit:.0f} \N{DEGREE SIGN}C on: it may have slowed down; improve its cooling, and sweep again."
         )
-    if after and after.wear is not None and after.wear >= WORN:
+    if after.wear is not None and after.wear >= WORN:
         said.append(
             f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest."
         )
-    if after and after.wear is not None and after.written_bytes and LEAST_WEAR <= after.wear < 1:
+    if after.wear is not None and after.written_bytes and LEAST_WEAR <= after.wear < 1:
         left = after.written_bytes * (1 / after.wear - 1)
         said.append(
             f"The drive has worn {after.wear:.0%} by {after.written_bytes / 1e12:.3g} TB: the rest lasts for about {left / 1e12:.3g} TB, "
@@ -123,17 +107,3 @@ def link_warnings(before: str | None, after: str | None) -> list[str]:
         f"The drive's PCIe link ran at {before} when the sweep began, and at {after} when it ended: heat or power saving slowed its clock. "
         "Look at the power settings of the firmware, and sweep again."
     ]
-
-
-def smart_log(log: SmartLog) -> Health:
-    """The values of the drive's log."""
-    return Health(
-        source="SMART log",
-        temperature_celsius=log.temperature_celsius,
-        wear=log.wear,
-        written_bytes=log.written_bytes,
-        throttled_seconds=log.throttled_seconds or log.warm_seconds,
-        critical="; ".join(
-            text for place, text in enumerate(_CRITICAL) if log.critical_warning & 1 << place
-        ),
-    )

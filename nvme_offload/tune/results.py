@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
 from nvme_offload.files import commit
 from nvme_offload.hardware import profile_shelf
-from nvme_offload.hardware.profile import PHASES, Beside, Profile, StripePath
+from nvme_offload.hardware.profile import PHASES, Latency, Profile, StripePath
 from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.units import format_bytes, format_milliseconds, format_speed
 
@@ -81,11 +81,11 @@ def keep(profile: Profile, force: bool) -> Kept:
     except (OffloadError, OSError) as error:
         return Kept(f"Not kept for AioConfig.for_path: {error}.")
     if better is not None:
-        return Kept(
+        note = (
             f"Not kept for AioConfig.for_path: the evidence of this sweep is {found}, and the profile of {better.created[:10]} has "
-            f"{grade(better).name} evidence. Sweep longer (--seconds), or replace it nevertheless (--force).",
-            refused=True,
+            f"{grade(better).name} evidence. Sweep longer (--seconds), or replace it nevertheless (--force)."
         )
+        return Kept(note, refused=True)
     if found.name != "good":
         return Kept(f"Kept for AioConfig.for_path, with {found.name} evidence. {LONGER}")
     return Kept("")
@@ -110,19 +110,14 @@ def apply(config: Path, profile: Profile) -> str:
     read_back, proven = prove(config, profile.chosen)
     if not applied.changed:
         return f"{config}: says so already; {read_back}"
+    was = {key: f" (was {json.dumps(value)})" for key, value in applied.before.items()}
     new = [
-        (key, value)
+        f"{key} {json.dumps(value)}{was.get(key, '')}"
         for key, value in applied.settings.items()
         if applied.before.get(key) is not value
     ]
-    old = {key: f" (was {json.dumps(value)})" for key, value in applied.before.items()}
-    line = f"{config}: set " + ", ".join(
-        f"{key} {json.dumps(value)}{old.get(key, '')}" for key, value in new
-    )
-    line += f"; {read_back}" if proven else f"; BUT {read_back}"
-    return line + (
-        f"; DeepSpeed does not read {', '.join(applied.ignored)}" if applied.ignored else ""
-    )
+    ignored = f"; DeepSpeed does not read {', '.join(applied.ignored)}" if applied.ignored else ""
+    return f"{config}: set {', '.join(new)}; {'' if proven else 'BUT '}{read_back}{ignored}"
 
 
 @contextlib.contextmanager
@@ -144,58 +139,51 @@ def _uninterrupted() -> Iterator[None]:
 
 def summary(profile: Profile) -> list[str]:
     """The printed summary of *profile*."""
-    chosen, ranks = profile.chosen, profile.workload["ranks"]
+    chosen, ranks, drive = profile.chosen, profile.workload["ranks"], profile.drive
     together = f"; {ranks} ranks at the same time; speeds are sums" if ranks > 1 else ""
     by = "; DeepSpeed's own op" if profile.engine.get("name") == "deepspeed" else ""
+    size = format_bytes(chosen.block_size)
     lines = [
-        f"{profile.drive['path']}: {profile.drive['model'] or profile.drive['device']}, {profile.drive['filesystem']}{by}{together}",
+        f"{drive['path']}: {drive['model'] or drive['device']}, {drive['filesystem']}{by}{together}",
         "",
-        f"  block_size {chosen.block_size} ({format_bytes(chosen.block_size)}), queue_depth {chosen.queue_depth}, thread_count {chosen.thread_count}",
+        f"  block_size {chosen.block_size} ({size}), queue_depth {chosen.queue_depth}, thread_count {chosen.thread_count}",
         "",
         "           GB/s   over DeepSpeed's defaults (90 % interval)   the best of the finals",
     ]
     for phase in PHASES:
         reached, best = profile.performance[phase], profile.best[phase]
         gain = change(reached.relative, reached.relative_low, reached.relative_high)
-        other = (
-            "the same"
-            if best.setting == chosen
-            else f"{format_speed(best.gb_per_s)} with {describe(best.setting)}"
-        )
+        other = f"{format_speed(best.gb_per_s)} with {describe(best.setting)}"
+        other = "the same" if best.setting == chosen else other
         lines.append(f"  {phase:6}  {format_speed(reached.gb_per_s):>5}   {gain:40}   {other}")
     lines += ["", f"Evidence: {grade(profile)}."]
-    fio = {one.phase: one for one in profile.beside if one.name == "fio"}
-    if fio:
-        speeds = ", ".join(
-            f"{phase} {format_speed(profile.beside_gb_per_s(one))}" for phase, one in fio.items()
+    if fio := [one for one in profile.beside if one.name == "fio"]:
+        speeds = (f"{one.phase} {format_speed(profile.beside_gb_per_s(one))}" for one in fio)
+        shares = (
+            f"{one.phase} {1 / one.relative:.0%} ({1 / one.relative_high:.0%} to {1 / one.relative_low:.0%})"
+            for one in fio
         )
         lines += [
             "",
-            f"fio ({next(iter(fio.values())).version}) at the same setting, GB/s: {speeds}; the engine compared with it "
-            + _shares(fio),
+            f"fio ({fio[0].version}) at the same setting, GB/s: {', '.join(speeds)}; the engine compared with it {', '.join(shares)}",
         ]
     if profile.latencies:
-        timed = [one for one in profile.latencies if one.setting == chosen]
-        lines.append(
-            "Block latency, ms (p50, p99, p99.9): "
-            + "; ".join(
-                f"{one.phase} {format_milliseconds(one.p50_ms)}, {format_milliseconds(one.p99_ms)}, "
-                + (
-                    format_milliseconds(one.p999_ms)
-                    if one.p999_ms is not None
-                    else "too few blocks"
-                )
-                for one in timed
-            )
-        )
+        timed = (_latency(one) for one in profile.latencies if one.setting == chosen)
+        lines.append(f"Block latency, ms (p50, p99, p99.9): {'; '.join(timed)}")
     rates = (
         f"{phase} {1e9 * profile.performance[phase].gb_per_s / chosen.block_size:,.0f}"
         for phase in PHASES
     )
-    lines.append(f"IOPS, blocks of {format_bytes(chosen.block_size)}: {', '.join(rates)}")
+    lines.append(f"IOPS, blocks of {size}: {', '.join(rates)}")
     lines += ["", *profile.reasons]
-    lines += [f"Warning: {warning}" for warning in profile.warnings]
-    return lines
+    return lines + [f"Warning: {warning}" for warning in profile.warnings]
+
+
+def _latency(one: Latency) -> str:
+    times = [format_milliseconds(one.p50_ms), format_milliseconds(one.p99_ms), "too few blocks"]
+    if one.p999_ms is not None:
+        times[2] = format_milliseconds(one.p999_ms)
+    return f"{one.phase} {', '.join(times)}"
 
 
 def shelf_lines() -> list[str]:
@@ -222,27 +210,18 @@ def as_json(profiles: Sequence[Profile]) -> dict[str, Any]:
     for profile in profiles:
         evidence = grade(profile)
         passed = evidence.name != "poor"
-        found = {"name": "evidence", "passed": passed, "found": f"the evidence is {evidence}"}
         bare = json.loads(without_samples(profile).to_json())
-        drives.append(
-            {
-                "path": profile.drive["path"],
-                "host": profile.engine.get("host"),
-                "passed": passed,
-                "grade": bare["grade"],
-                "checks": [found],
-                "profile": bare,
-            }
-        )
+        check = {"name": "evidence", "passed": passed, "found": f"the evidence is {evidence}"}
+        place = {"path": profile.drive["path"], "host": profile.engine.get("host")}
+        outcome = {"passed": passed, "grade": bare["grade"], "checks": [check], "profile": bare}
+        drives.append({**place, **outcome})
     return {"passed": all(each["passed"] for each in drives), "drives": drives}
 
 
 def without_samples(profile: Profile) -> Profile:
     """*profile* without the throughput over time of its trials, which is most of its bytes."""
-    return dataclasses.replace(
-        profile,
-        trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
-    )
+    trials = tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials)
+    return dataclasses.replace(profile, trials=trials)
 
 
 def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
@@ -255,9 +234,8 @@ def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
             for phase in PHASES
         )
         lines.append(f"  {one.path}: {speeds}; weight {one.weight:.3f}")
-    total = ", ".join(
-        f"{phase} {format_speed(sum(one.together[phase] for one in stripe))}" for phase in PHASES
-    )
+    sums = {phase: sum(one.together[phase] for one in stripe) for phase in PHASES}
+    total = ", ".join(f"{phase} {format_speed(speed)}" for phase, speed in sums.items())
     return [
         *lines,
         f"  together: {total}",
@@ -265,13 +243,6 @@ def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
         "The weight of a path is the share of the bytes with which all paths finish at the same time. In the config:",
         f'  "nvme_offload": {json.dumps({"paths": paths, "weights": weights})}',
     ]
-
-
-def _shares(fio: Mapping[str, Beside]) -> str:
-    return ", ".join(
-        f"{phase} {1 / one.relative:.0%} ({1 / one.relative_high:.0%} to {1 / one.relative_low:.0%})"
-        for phase, one in fio.items()
-    )
 
 
 def print_out(text: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nvme_offload.errors import UsageError
@@ -56,29 +57,18 @@ def stripe(
     with contextlib.ExitStack() as stack:
         rigs = []
         for drive in drives:
-            rigs.append(
-                stack.enter_context(
-                    Ranks(
-                        options.ranks,
-                        Path(drive.path),
-                        min(file_bytes, MOST_BYTES),
-                        options.direct,
-                        options.engine,
-                    )
-                )
-            )
+            given = Path(drive.path), min(file_bytes, MOST_BYTES), options.direct, options.engine
+            rigs.append(stack.enter_context(Ranks(options.ranks, *given)))
             fill(rigs[-1], drive, None, options.backend, progress)
-        for round_number in range(ROUNDS):
-            for phase in PHASES:
-                progress.show(
-                    "together",
-                    f"{phase} on {len(rigs)} paths, round {round_number + 1} of {ROUNDS}, {format_bytes(rigs[0].file_bytes)} each",
-                )
-                for index, (rig, profile) in enumerate(zip(rigs, profiles, strict=True)):
-                    speed = rig.run(profile.chosen, phase, seconds / len(rigs)).bytes_per_second
-                    alone.setdefault((index, phase), []).append(speed)
-                for index, speed in enumerate(_run_together(rigs, profiles, phase, seconds)):
-                    together.setdefault((index, phase), []).append(speed)
+        each = f"{format_bytes(rigs[0].file_bytes)} each"
+        for number, phase in itertools.product(range(1, ROUNDS + 1), PHASES):
+            what = f"{phase} on {len(rigs)} paths, round {number} of {ROUNDS}, {each}"
+            progress.show("together", what)
+            for index, (rig, profile) in enumerate(zip(rigs, profiles, strict=True)):
+                speed = rig.run(profile.chosen, phase, seconds / len(rigs)).bytes_per_second
+                alone.setdefault((index, phase), []).append(speed)
+            for index, speed in enumerate(_run_together(rigs, profiles, phase, seconds)):
+                together.setdefault((index, phase), []).append(speed)
     return judged(profiles, alone, together)
 
 
@@ -107,21 +97,10 @@ def _run_together(
     rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float
 ) -> list[float]:
     """Bytes per second of each path in a common window, up to some milliseconds."""
-    speeds: dict[int, float] = {}
-    failures: list[BaseException] = []
 
-    def run(index: int) -> None:
-        try:
-            speeds[index] = rigs[index].run(profiles[index].chosen, phase, seconds).bytes_per_second
-        except BaseException as error:
-            failures.append(error)
+    def run(rig: Ranks, profile: Profile) -> float:
+        return rig.run(profile.chosen, phase, seconds).bytes_per_second
 
     # The threads only wait for their ranks, which are processes.
-    threads = [threading.Thread(target=run, args=[index]) for index in range(len(rigs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [speeds[index] for index in range(len(rigs))]
+    with ThreadPoolExecutor(len(rigs)) as threads:
+        return list(threads.map(run, rigs, profiles))

@@ -105,18 +105,14 @@ class Evidence:
         """
         found: dict[Setting, list[tuple[float, float]]] = {}
         series = self.control_series(phase)
-        for seen in self.observations:
-            if (
-                seen.planned.phase == phase
-                and not seen.planned.control
-                and not seen.flaw
-                and series
-                and stage in (None, seen.planned.stage)
-            ):
+        for seen in self.observations if series else ():
+            planned = seen.planned
+            if planned.phase != phase or planned.control or seen.flaw:
+                continue
+            if stage in (None, planned.stage):
                 ratio = seen.result.bytes_per_second / steady.control_at(seen.at_seconds, series)
-                found.setdefault(seen.planned.setting, []).append(
-                    (math.log(ratio), seen.result.seconds)
-                )
+                value = math.log(ratio), seen.result.seconds
+                found.setdefault(planned.setting, []).append(value)
         return found
 
     def gains(self, phase: str) -> dict[Setting, float]:
@@ -199,27 +195,15 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         raise UnsupportedError(
             "the transfers were faster than the drive's link or memory allows, so a cache answers them: sweep the drive without that cache"
         )
-    costs = {
-        setting: _step_cost({phase: gains[phase][setting] for phase in PHASES}, speeds)
-        for setting in candidates
-    }
+    of = {setting: {phase: gains[phase][setting] for phase in PHASES} for setting in candidates}
+    costs = {setting: _step_cost(found, speeds) for setting, found in of.items()}
     # the time of a step as in the report, which a single slow load can determine
-    steps = {
-        setting: floor(
-            STATES,
-            1.0,
-            {
-                phase: speeds[phase] * math.exp(gains[phase][setting].value) / 1e9
-                for phase in PHASES
-            },
-        ).seconds
-        for setting in candidates
-    }
-    gaining = [
-        setting
-        for setting in candidates
-        if steps[setting] <= steps.get(evidence.control, math.inf) * (1 + ALIKE)
-    ]
+    steps: dict[Setting, float] = {}
+    for setting, found in of.items():
+        reached = {phase: speeds[phase] * math.exp(found[phase].value) / 1e9 for phase in PHASES}
+        steps[setting] = floor(STATES, 1.0, reached).seconds
+    most = steps.get(evidence.control, math.inf) * (1 + ALIKE)
+    gaining = [setting for setting in candidates if steps[setting] <= most]
     chosen, why = _choose(gaining, costs, gains, evidence.control)
     series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
     steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
@@ -231,14 +215,14 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         }
         for phase in PHASES
     }
+    best = {
+        phase: max(each.values(), key=lambda one: one.relative) for phase, each in finals.items()
+    }
     return Verdict(
         chosen=chosen,
-        best={
-            phase: max(found.values(), key=lambda best: best.relative)
-            for phase, found in finals.items()
-        },
-        performance={phase: found[chosen] for phase, found in finals.items()},
-        finals={phase: tuple(found.values()) for phase, found in finals.items()},
+        best=best,
+        performance={phase: each[chosen] for phase, each in finals.items()},
+        finals={phase: tuple(each.values()) for phase, each in finals.items()},
         reasons=tuple(_reasons(evidence, chosen, why, len(costs), ranks)),
         steady=all(state.steady for state in steadiness.values()),
         warnings=tuple(_warnings(evidence, steadiness)),
@@ -288,20 +272,12 @@ def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
     scatter = math.sqrt(squares / freedom) if freedom else noise
     # 1.253: standard errors, median over mean
     median_error = (1.253 if rounds > 2 else 1.0) / math.sqrt(rounds)
-    gains = {
-        evidence.control: _Estimate(
-            0.0,
-            median_error * (statistics.stdev(common) if rounds > 1 else noise),
-            max(1, rounds - 1),
-        )
+    common_error = statistics.stdev(common) if rounds > 1 else noise
+    control = _Estimate(0.0, median_error * common_error, max(1, rounds - 1))
+    return {evidence.control: control} | {
+        setting: _Estimate(level + statistics.median(values), median_error * scatter, freedom)
+        for setting, values in own.items()
     }
-    gains.update(
-        {
-            setting: _Estimate(level + statistics.median(values), median_error * scatter, freedom)
-            for setting, values in own.items()
-        }
-    )
-    return gains
 
 
 def _step_cost(gains: dict[str, _Estimate], speeds: dict[str, float]) -> _Estimate:

@@ -5,33 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from nvme_offload.errors import UnsupportedError
+from nvme_offload.hardware.profile import Setting
+from nvme_offload.tune import fio
 
 from .buffers import Place
 from .job import Job
 from .stopwatch import Measurement
 
-_ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
-# By default fio's read buffers are on small pages that the first read faults in. These tunables make
-# the C library fill them at allocation, before fio's clock starts, and use huge pages as the engine
-# does. Source: glibc's manual, Memory Allocation Tunables.
-_PREFAULT = "glibc.malloc.perturb=165"
-_HUGE = "glibc.malloc.hugetlb=1"
-# Switch off work that other sides do not do: stamping buffers, timing every block.
 _POLL_SECONDS = 0.02
-_PLAIN = (
-    "--gtod_reduce=1",
-    "--scramble_buffers=0",
-    "--norandommap=1",
-    "--fallocate=none",
-    "--allow_file_create=0",
-)
 
 
 class Fio:
@@ -43,22 +30,21 @@ class Fio:
     """
 
     def __init__(self) -> None:
-        if shutil.which("fio") is None:
+        version = fio.version()
+        if version is None:
             raise UnsupportedError("fio is not installed: apt-get install fio")
-        self.version = subprocess.run(
-            ["fio", "--version"], check=True, capture_output=True, text=True
-        ).stdout.strip()
+        self.version = version
 
     def run(self, place: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError with fio's message."""
-        tunables = f"{_PREFAULT}:{_HUGE}" if job.memory == "huge" else _PREFAULT
+        tunables = [fio.PREFAULT, *([fio.HUGE_PAGES] if job.memory == "huge" else [])]
         with tempfile.TemporaryFile("w+") as output:
             errors = subprocess.STDOUT
             with subprocess.Popen(
-                self.command(place, job),
+                command(place, job),
                 stdout=output,
                 stderr=errors,
-                env={**os.environ, "GLIBC_TUNABLES": tunables},
+                env={**os.environ, "GLIBC_TUNABLES": ":".join(tunables)},
             ) as process:
                 resident_bytes = _watch(process)
             output.seek(0)
@@ -69,34 +55,12 @@ class Fio:
             extra_bytes=resident_bytes
         )
 
-    def command(self, place: Place, job: Job) -> list[str]:
-        """fio's command line for *job*: a fio job for each direction."""
-        each = max(1, job.thread_count // len(job.directions))
-        depth = max(1, job.queue_depth * job.thread_count // (each * len(job.directions)))
-        part = job.file_bytes // each
-        settings = [
-            f"--ioengine={_ENGINES[job.backend]}",
-            f"--iodepth={depth}",
-            f"--bs={job.block_size}",
-            f"--direct={int(place.direct)}",
-            "--end_fsync=1",
-        ]
-        places = [
-            f"--size={part}",
-            f"--numjobs={each}",
-            f"--offset_increment={part}",
-            "--iomem_align=2m",
-            "--thread",
-        ]
-        # Options before the first --name apply to all jobs.
-        command = ["fio", "--output-format=json", *settings, *places, *_PLAIN]
-        for direction in job.directions:
-            command += [
-                f"--name={direction}",
-                f"--filename={place.path(direction)}",
-                f"--rw={direction}",
-            ]
-        return command
+
+def command(place: Place, job: Job) -> list[str]:
+    """fio's command line for *job*: a fio job for each direction."""
+    setting = Setting(job.block_size, job.queue_depth, job.thread_count, backend=job.backend)
+    paths = {direction: [str(place.path(direction))] for direction in job.directions}
+    return fio.command(paths, job.file_bytes, setting, None, place.direct)
 
 
 def _watch(process: subprocess.Popen[Any]) -> int:

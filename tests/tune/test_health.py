@@ -63,9 +63,7 @@ def log_page() -> bytes:
 
 
 def test_the_drives_own_log_is_taken_apart() -> None:
-    log = nvme_log.parse(log_page())
-    assert log == nvme_log.SmartLog(9, 45.0, 0.04, 30_720_000_000_000, 300, 15)
-    assert health.smart_log(log) == Health(
+    assert nvme_log.parse(log_page()) == Health(
         "SMART log",
         temperature_celsius=45,
         wear=0.04,
@@ -73,6 +71,9 @@ def test_the_drives_own_log_is_taken_apart() -> None:
         throttled_seconds=15,
         critical="its spare area is low; it is read-only",
     )
+    page = bytearray(log_page())
+    page[224:232] = bytes(8)
+    assert nvme_log.parse(bytes(page)).throttled_seconds == 300
     assert nvme_log.parse(bytes(nvme_log.LOG_BYTES)).temperature_celsius is None
 
 

@@ -64,7 +64,7 @@ def test_fio_has_as_many_threads_and_blocks_in_flight(
     tmp_path: Path, asked: Job, jobs: int, threads: int, depth: int
 ) -> None:
     place: Any = Shared(tmp_path, direct=True)
-    command = fio.Fio.command(object.__new__(fio.Fio), place, asked)
+    command = fio.command(place, asked)
     assert (f"--numjobs={threads}" in command, f"--iodepth={depth}" in command) == (True, True)
     assert sum(word.startswith("--name=") for word in command) == jobs
     assert f"--size={4 * MIB // threads}" in command
