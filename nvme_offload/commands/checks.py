@@ -253,7 +253,7 @@ def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
     costs = [meant[name] for name in lacking if wanted in ("", name)]
     if has_gpu or not costs:
         return Finding("processor", "ok", found)
-    found += f": without a GPU {', and '.join(costs)}"
+    found = f"{found}: without a GPU {', and '.join(costs)}"
     if wanted == "fp16":
         remedy = 'enable "bf16" in place of "fp16", or train on a GPU'
         return Finding("processor", "problem", found, remedy)
@@ -276,8 +276,8 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def deepspeed_version(version: str | None) -> Finding:
     """Whether this release of DeepSpeed is supported by `zero3`."""
     if version is None:
-        found = "not installed; everything but zero3 works without"
-        return Finding("DeepSpeed", "note", found, 'pip install "nvme-offload[deepspeed]"')
+        without = "not installed; everything but zero3 works without"
+        return Finding("DeepSpeed", "note", without, 'pip install "nvme-offload[deepspeed]"')
     remedy = f"pip install deepspeed=={NEWEST_DEEPSPEED}"
     if is_too_old(version):
         found = f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer"
@@ -298,8 +298,8 @@ def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) 
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         lacking["Python.h"] = "Python's headers (Debian: python3-dev)"
     if not lacking:
-        found = f"{', '.join(wanted)} for the ops that DeepSpeed builds at their first use"
-        return Finding("compilers", "ok", found)
+        there = f"{', '.join(wanted)} for the ops that DeepSpeed builds at their first use"
+        return Finding("compilers", "ok", there)
     found = f"{', '.join(lacking)} not found: DeepSpeed cannot build its CPU Adam at the first step"
     remedy = f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)"
     return Finding("compilers", "warning", found, remedy)

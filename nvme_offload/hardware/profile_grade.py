@@ -63,8 +63,9 @@ def grade(profile: Profile) -> Grade:
         found = spread(profile, phase)
         if found > GOOD_SPREAD and counted >= LEAST_TRIALS[phase]:
             # rounded up, so that 25.2 % does not read as 25 %
-            within = f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%"
-            within = within if found < 10 else "tenfold or more"
+            within = "tenfold or more"
+            if found < 10:
+                within = f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%"
             reason = f"{phase}: the speed is known within {within} instead of \N{PLUS-MINUS SIGN}{GOOD_SPREAD:.0%}"
             (weak if found <= MOST_SPREAD else poor).append(reason)
     name = "poor" if poor else "weak" if weak else "good"

@@ -102,11 +102,8 @@ class Search:
         first = [*spread(first, max(3, self._affordable(end))), preferred]
         first = list(dict.fromkeys(first))
         alone = spread(first, len(first) // 3)
-        yield from self._stage(
-            "screen",
-            [(setting, PHASES if setting in alone else ("mixed",)) for setting in first],
-            end,
-        )
+        entries = [(setting, PHASES if setting in alone else ("mixed",)) for setting in first]
+        yield from self._stage("screen", entries, end)
 
     def _finals(self) -> _Trials:
         """The finalists and the control interleaved, mixed in every round, read and write in every
@@ -117,9 +114,9 @@ class Search:
         each = FINAL_WINDOW_SECONDS + self._overhead_seconds()
         # two more for the control before the first round
         fitting = [
-            plan
-            for plan in _FINAL_PLANS
-            if plan[1] <= most and (2 * plan[0] * (plan[1] + 1) + 2) * each <= left
+            (rounds, count)
+            for rounds, count in _FINAL_PLANS
+            if count <= most and (2 * rounds * (count + 1) + 2) * each <= left
         ]
         rounds, count = fitting[0] if fitting else (LEAST_FINAL_ROUNDS, 2)
         finalists = self._survivors(count)
@@ -193,10 +190,7 @@ class Search:
         for seen in self.evidence.observations[first:]:
             if seen.planned.phase in drifted and not seen.planned.control and not seen.flaw:
                 seen.flaw = "drifted"
-        again = [
-            (setting, tuple(phase for phase in phases if phase in drifted))
-            for setting, phases in entries
-        ]
+        again = [(setting, tuple(p for p in phases if p in drifted)) for setting, phases in entries]
         yield from self._group(stage, again, windows, repeated=True)
 
     def _controls(self, stage: str, phases: Iterable[str], windows: Mapping[str, float]) -> _Trials:
@@ -217,24 +211,15 @@ class Search:
         """*keep* settings: alternately the best, and the preferred whose distance to the best is at most
         *tolerance*, by default the noise.
         """
-        costs = {
-            setting: seconds
-            for setting, seconds in self.evidence.step_seconds().items()
-            if setting != self.evidence.control
-        }
+        costs = self.evidence.step_seconds()
+        costs.pop(self.evidence.control, None)
         by_speed = sorted(costs, key=lambda setting: costs[setting])
         if not by_speed:
             return []
         if tolerance is None:
             tolerance = min(MOST_TOLERANCE, max(0.03, 1.5 * self.evidence.noise("mixed")))
-        by_preference = sorted(
-            (
-                setting
-                for setting in by_speed
-                if costs[setting] <= costs[by_speed[0]] * (1 + tolerance)
-            ),
-            key=preference,
-        )
+        most = costs[by_speed[0]] * (1 + tolerance)
+        by_preference = sorted((one for one in by_speed if costs[one] <= most), key=preference)
         kept: list[Setting] = []
         for pair in zip(by_speed, by_preference + by_speed, strict=False):
             kept += [setting for setting in dict.fromkeys(pair) if setting not in kept]

@@ -21,15 +21,7 @@ from nvme_offload.hardware.drive import Drive, filesystem_space
 from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
 from nvme_offload.hardware.machine import usable_cpus
-from nvme_offload.hardware.profile import (
-    DEEPSPEED_DEFAULTS,
-    PHASES,
-    Beside,
-    Latency,
-    Profile,
-    Setting,
-    Sustained,
-)
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
 from nvme_offload.units import format_bytes
 
 from . import fio, health, space
@@ -39,6 +31,8 @@ from .search import Search, run_trials
 from .verdict import PlannedTrial, Result, Verdict, decide
 
 if TYPE_CHECKING:
+    from nvme_offload.hardware.profile import Beside, Latency, Sustained
+
     from .ranks import Ranks
     from .trial import Rig
 
@@ -156,12 +150,11 @@ def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
     from .ranks import Ranks
     from .trial import Rig
 
+    place = Path(found.path), file_bytes, options.direct
     try:
         if options.ranks > 1:
-            return Ranks(
-                options.ranks, Path(found.path), file_bytes, options.direct, options.engine
-            )
-        return Rig(Path(found.path), file_bytes, options.direct, engine=options.engine)
+            return Ranks(options.ranks, *place, options.engine)
+        return Rig(*place, engine=options.engine)
     except UnsupportedError as error:
         raise UsageError(
             f"{found.path} cannot be measured: {error} (--force measures through the page cache)"
@@ -172,9 +165,8 @@ def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
             raise UsageError(
                 f"{found.path} is too small: {needed} cannot be allocated there (a quota, a limit?); --size takes less"
             ) from None
-        hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(
-            error.errno or 0, str(error)
-        )
+        known = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}
+        hint = known.get(error.errno or 0, str(error))
         raise UsageError(
             f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to"
         ) from None
@@ -187,10 +179,8 @@ def fill(
     most = format_bytes(2 * rig.file_bytes)
 
     def filled(done: int) -> None:
-        progress.show(
-            "filling",
-            f"{format_bytes(done)} of at most {most}, in files without a name in {found.path}",
-        )
+        place = f"in files without a name in {found.path}"
+        progress.show("filling", f"{format_bytes(done)} of at most {most}, {place}")
 
     filled(0)
     return rig.fill(dataclasses.replace(FILL_SETTING, backend=backend), seconds, filled)
@@ -205,35 +195,26 @@ def _search(
     thermometer: health.Thermometer,
 ) -> tuple[Search, Verdict]:
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
-    cpu_count = len(usable_cpus())
-    carried = (
-        LINK_TOLERANCE * found.link_bytes_per_second
-        if found.link_bytes_per_second
-        else start.copy_bytes_per_second * cpu_count
-    )
-    settings = space.grid(
-        options.backend, cpu_count, start.bytes_per_second, rig.file_bytes // 2, options.ranks
-    )
+    cpu_count, speed = len(usable_cpus()), start.bytes_per_second
+    most_in_flight = rig.file_bytes // 2
+    settings = space.grid(options.backend, cpu_count, speed, most_in_flight, options.ranks)
+    ceiling = start.copy_bytes_per_second * cpu_count
+    if found.link_bytes_per_second:
+        ceiling = LINK_TOLERANCE * found.link_bytes_per_second
+    if not rig.direct:
+        ceiling = math.inf
+    by = f" by {options.ranks} ranks" if options.ranks > 1 else ""
 
     def measure(planned: PlannedTrial) -> Result:
-        best = search.best_so_far()
+        best, left = search.best_so_far(), search.seconds_left()
         so_far = f", best so far {describe(best[0])} ({best[1]:+.0%})" if best else ""
-        by = f" by {options.ranks} ranks" if options.ranks > 1 else ""
-        progress.show(
-            planned.stage,
-            f"{planned.phase}{by} with {describe(planned.setting)}{so_far}, {search.seconds_left():.0f} s left",
-        )
+        what = f"{planned.phase}{by} with {describe(planned.setting)}{so_far}, {left:.0f} s left"
+        progress.show(planned.stage, what)
         result = rig.run(planned.setting, planned.phase, planned.seconds)
         thermometer.sample()
         return result
 
-    search = Search(
-        settings,
-        control,
-        start.search_seconds,
-        time.monotonic,
-        carried if rig.direct else math.inf,
-    )
+    search = Search(settings, control, start.search_seconds, time.monotonic, ceiling)
     run_trials(search.planned(), measure)
     return search, decide(search.evidence, options.ranks)
 
@@ -322,13 +303,9 @@ def _compare_others(
 
 def _by_fio(rig: Rig | Ranks, chosen: Setting, phase: str, ranks: int) -> float:
     """Bytes per second of fio on the rig's files."""
-    paths = {
-        direction: rig.paths(direction)
-        for direction in (("read", "write") if phase == "mixed" else (phase,))
-    }
-    return fio.bytes_per_second(
-        paths, rig.file_bytes // ranks, chosen, COMPARISON_WINDOW_SECONDS, rig.direct
-    )
+    ways = ("read", "write") if phase == "mixed" else (phase,)
+    files = {way: rig.paths(way) for way in ways}, rig.file_bytes // ranks
+    return fio.bytes_per_second(*files, chosen, COMPARISON_WINDOW_SECONDS, rig.direct)
 
 
 def _other_backend(options: Options) -> str | None:
@@ -359,10 +336,8 @@ def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
         return [said + f"{options.backend} is as good."]
     if mixed.name == "libaio":
         return [said + "DeepSpeed's own op is built on libaio."]
-    return [
-        said
-        + "This package's engine uses it with AioConfig(backend=\"io_uring\"); DeepSpeed's aio section has no such key."
-    ]
+    uses = 'AioConfig(backend="io_uring"); DeepSpeed\'s aio section has no such key.'
+    return [f"{said}This package's engine uses it with {uses}"]
 
 
 def _sustained(
@@ -372,17 +347,17 @@ def _sustained(
         return None
     from .sustained import write_on
 
+    most = options.sustained_bytes
+
     def report(done: int, speed: float) -> None:
-        progress.show(
-            "sustained",
-            f"{format_bytes(done)} of {format_bytes(options.sustained_bytes)} written, now at {speed / 1e9:.2f} GB/s",
+        what = (
+            f"{format_bytes(done)} of {format_bytes(most)} written, now at {speed / 1e9:.2f} GB/s"
         )
+        progress.show("sustained", what)
 
     free = filesystem_space(found.path)
-    file_bytes = min(options.sustained_bytes, free.f_bavail * free.f_frsize // 2)
-    return write_on(
-        Path(found.path), chosen, options.sustained_bytes, file_bytes, options.direct, report
-    )
+    file_bytes = min(most, free.f_bavail * free.f_frsize // 2)
+    return write_on(Path(found.path), chosen, most, file_bytes, options.direct, report)
 
 
 def _request_bytes(options: Options) -> int:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,16 +95,10 @@ class Rig(Closing):
     ) -> None:
         self.request_bytes = request_bytes
         self._op = _deepspeed_op() if engine == "deepspeed" else None
-        self._page_numbers: NDArray[np.uint64] = np.arange(
-            request_bytes // PAGE_BYTES, dtype=np.uint64
-        )
+        self._page_numbers = np.arange(request_bytes // PAGE_BYTES, dtype=np.uint64)
         self._direct = direct
         # Reads back written data by another path through the kernel than libaio's.
-        self._reader = Engine(
-            AioConfig(
-                block_size=1 << 20, queue_depth=1, thread_count=1, backend="posix", direct=direct
-            )
-        )
+        self._reader = Engine(AioConfig(1 << 20, 1, 1, backend="posix", direct=direct))
         with contextlib.ExitStack() as undo:
             undo.callback(self._reader.close)
             self.requests = file_bytes // request_bytes
@@ -156,22 +150,17 @@ class Rig(Closing):
         done = 0
         with _engine(AioConfig.of(setting, direct=self._direct)) as engine:
             for index in range(self.requests):
-                if (
-                    seconds is not None
-                    and index >= LEAST_REQUESTS
-                    and time.monotonic() - began > seconds
-                ):
+                over = seconds is not None and time.monotonic() - began > seconds
+                if over and index >= LEAST_REQUESTS:
                     self.requests = index
                     break
                 if len(under_way) == 2 * FILLERS:
-                    for ticket in (under_way.pop(0), under_way.pop(0)):
-                        done += _wait(ticket)
+                    done += sum(_wait(under_way.pop(0)) for _ in range(2))
                     report(done)
-                buffer = ring[index % FILLERS]
+                buffer, offset = ring[index % FILLERS], index * self.request_bytes
                 _stamps(buffer)[:] = self._stamp(0, index)
                 under_way += [
-                    engine.write(buffer.data, file, index * self.request_bytes)
-                    for file in (self._source, self._sink)
+                    engine.write(buffer.data, file, offset) for file in (self._source, self._sink)
                 ]
             done += sum(_wait(ticket) for ticket in under_way)
         return done / (time.monotonic() - began)
@@ -225,15 +214,13 @@ class Rig(Closing):
             raise UnsupportedError(
                 f"nvme-sweep finds its files by /proc, which cannot be read here ({error.strerror}): mount it"
             ) from None
+        device = directory.stat().st_dev
         for path in descriptors:
             with contextlib.suppress(OSError):
-                found, place = path.stat(), Path(f"/proc/{os.getpid()}/fd/{path.name}")
-                if (found.st_nlink, found.st_size, found.st_dev) == (
-                    0,
-                    self.file_bytes,
-                    directory.stat().st_dev,
-                ) and found.st_ino not in known:
-                    self._paths[file] = str(place)
+                found = path.stat()
+                unnamed = found.st_nlink == 0 and found.st_ino not in known
+                if unnamed and (found.st_size, found.st_dev) == (self.file_bytes, device):
+                    self._paths[file] = f"/proc/{os.getpid()}/fd/{path.name}"
         return file
 
     def ring(self, direction: str, count: int) -> list[Bytes]:
@@ -244,9 +231,8 @@ class Rig(Closing):
         return ring[:count]
 
     def _buffer(self) -> Bytes:
-        return (
-            self._op.locked(self.request_bytes) if self._op else _native_buffer(self.request_bytes)
-        )
+        locked = self._op.locked if self._op else _native_buffer
+        return locked(self.request_bytes)
 
     def _random_buffer(self) -> Bytes:
         buffer = self._buffer()
@@ -332,12 +318,11 @@ def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) ->
     *pump* keeps requests pending for the given seconds and between its calls, and returns its points.
     """
 
+    ways = _directions(phase)
+
     def counted(window: float) -> list[Point]:
         points = pump(window)
-        while any(
-            points[0].moved(direction) == points[-1].moved(direction)
-            for direction in _directions(phase)
-        ):
+        while any(points[0].moved(way) == points[-1].moved(way) for way in ways):
             points += pump(window)
         return points
 
@@ -348,12 +333,8 @@ def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) ->
         (at - first.seconds, read + written - first.read_bytes - first.write_bytes)
         for at, read, written in points
     )
-    return Result(
-        last.read_bytes - first.read_bytes,
-        last.write_bytes - first.write_bytes,
-        last.seconds - first.seconds,
-        samples,
-    )
+    read_bytes, write_bytes = (last.moved(way) - first.moved(way) for way in ("read", "write"))
+    return Result(read_bytes, write_bytes, last.seconds - first.seconds, samples)
 
 
 class _Lane:
@@ -422,28 +403,25 @@ class _Lane:
                 self._compare(buffer, self._rig._pattern, offset)
 
     def _submit(self, buffer: Bytes) -> None:
-        index = self._rig._positions[self._direction]
-        self._rig._positions[self._direction] = (index + 1) % self._rig.requests
-        if self._direction == "read":
-            ticket = self._engine.read(buffer.data, self._file, index * self._rig.request_bytes)
-        else:
-            self._rig._writes += 1
-            _stamps(buffer)[:] = self._rig._stamp(self._rig._writes, index)
-            ticket = self._engine.write(buffer.data, self._file, index * self._rig.request_bytes)
+        rig = self._rig
+        index, read = rig._positions[self._direction], self._direction == "read"
+        rig._positions[self._direction] = (index + 1) % rig.requests
+        if not read:
+            rig._writes += 1
+            _stamps(buffer)[:] = rig._stamp(rig._writes, index)
+        move = self._engine.read if read else self._engine.write
+        ticket = move(buffer.data, self._file, index * rig.request_bytes)
         self._under_way.append((ticket, buffer, index))
 
     def _finish(self, ticket: _Ticket, buffer: Bytes, index: int) -> None:
         self._moved += ticket.wait()
-        if self._direction == "read" and not np.array_equal(
-            _stamps(buffer), self._rig._stamp(0, index)
-        ):
-            page = int(np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))[0])
-            raise self._corruption(index * self._rig.request_bytes + page * PAGE_BYTES)
-        self._last = {
-            key: moved
-            for key, moved in self._last.items()
-            if key != id(buffer) and moved[1] != index
-        }
+        if self._direction == "read":
+            wrong = np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))
+            if len(wrong):
+                page = int(wrong[0]) * PAGE_BYTES
+                raise self._corruption(index * self._rig.request_bytes + page)
+        others = self._last.items()
+        self._last = {key: of for key, of in others if key != id(buffer) and of[1] != index}
         self._last[id(buffer)] = buffer, index
         self._free.append(buffer)
 
@@ -453,27 +431,16 @@ class _Lane:
 
     def _failure(self) -> IOFailure:
         nbytes = self._rig.request_bytes
+        place = {"path": self._file.path, "offset": self._under_way[0][2] * nbytes}
         reason = f"the drive completed no request for {STUCK_SECONDS:.0f} seconds"
-        offset = self._under_way[0][2] * nbytes
-        return IOFailure(
-            errno.ETIMEDOUT,
-            reason,
-            operation=self._direction,
-            path=self._file.path,
-            offset=offset,
-            nbytes=nbytes,
-            done=0,
-        )
+        what: dict[str, Any] = {"operation": self._direction, "nbytes": nbytes, "done": 0, **place}
+        return IOFailure(errno.ETIMEDOUT, reason, **what)
 
     def _corruption(self, offset: int) -> CorruptionError:
         reason = "the data read differ from the data written: do not keep data on this drive before it is checked"
+        place: dict[str, Any] = {"path": self._file.path, "offset": offset}
         return CorruptionError(
-            reason,
-            operation="read",
-            path=self._file.path,
-            offset=offset,
-            nbytes=PAGE_BYTES,
-            done=PAGE_BYTES,
+            reason, operation="read", nbytes=PAGE_BYTES, done=PAGE_BYTES, **place
         )
 
 
