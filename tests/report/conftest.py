@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
+import profiles
 import pytest
 
 from nvme_offload.hardware.profile import (
@@ -46,13 +47,8 @@ def relative(setting: Setting, phase: str) -> float:
 
 def best(setting: Setting, phase: str) -> Best:
     ratio = relative(setting, phase)
-    return Best(
-        **dataclasses.asdict(setting),
-        gb_per_s=CONTROL_SPEED[phase] * ratio,
-        relative=ratio,
-        relative_low=ratio * 0.96,
-        relative_high=ratio * 1.05,
-    )
+    found = profiles.best(CONTROL_SPEED[phase] * ratio, setting, ratio * 0.96, ratio * 1.05)
+    return dataclasses.replace(found, relative=ratio)
 
 
 @functools.cache
@@ -60,42 +56,18 @@ def _trials() -> list[Trial]:
     chance = random.Random(7)
     trials: list[Trial] = []
 
-    def run(
-        setting: Setting,
-        phase: str,
-        stage: str,
-        seconds: float,
-        control: bool = False,
-        samples: bool = False,
-        flaw: str = "",
-    ) -> None:
+    def run(setting: Setting, phase: str, stage: str, seconds: float, **changes: Any) -> None:
         started = sum(trial.seconds + 0.02 for trial in trials)
         drift = 1 + 0.05 * math.sin(started / 9)
         ratio = relative(setting, phase) * chance.gauss(1, 0.015)
         speed = CONTROL_SPEED[phase] * drift * ratio
-        moments = [seconds * (index + 1) / 20 for index in range(20)] if samples else []
-        phase_of_wobble = 7 * chance.random()
-        wobble = [0.008 * seconds * math.sin(11 * moment + phase_of_wobble) for moment in moments]
-        trials.append(
-            Trial(
-                phase=phase,
-                **dataclasses.asdict(setting),
-                bytes=int(speed * seconds * 1e9),
-                seconds=seconds,
-                gb_per_s=speed,
-                read_gb_per_s=speed * {"read": 1, "write": 0, "mixed": 0.5}[phase],
-                write_gb_per_s=speed * {"read": 0, "write": 1, "mixed": 0.5}[phase],
-                stage=stage,
-                control=control,
-                relative=1.0 if control else ratio,
-                started_seconds=started,
-                samples=tuple(
-                    (moment, int(speed * (moment + late) * 1e9))
-                    for moment, late in zip(moments, wobble, strict=True)
-                ),
-                flaw=flaw,
-            )
-        )
+        moments = [seconds * (index + 1) / 20 for index in range(20 if stage == "final" else 0)]
+        shift = 7 * chance.random()
+        late = [moment + 0.008 * seconds * math.sin(11 * moment + shift) for moment in moments]
+        samples = ((at, int(speed * moved * 1e9)) for at, moved in zip(moments, late, strict=True))
+        changes = {"relative": 1.0 if changes.get("control") else ratio, **changes}
+        more = {"stage": stage, "started_seconds": started, "samples": tuple(samples)}
+        trials.append(profiles.trial(phase, setting, speed, seconds, **more, **changes))
 
     grid = [
         Setting(1 << block, 1 << depth, threads)
@@ -116,9 +88,9 @@ def _trials() -> list[Trial]:
     for _ in range(4):
         for setting in (CHOSEN, FASTEST, Setting(1 << 20, 32, 1), Setting(512 << 10, 32, 2)):
             for phase in PHASES:
-                run(setting, phase, "final", 1.0, samples=True)
+                run(setting, phase, "final", 1.0)
         for phase in PHASES:
-            run(DEEPSPEED_DEFAULTS, phase, "final", 1.0, control=True, samples=True)
+            run(DEEPSPEED_DEFAULTS, phase, "final", 1.0, control=True)
     return trials
 
 
@@ -190,53 +162,25 @@ def brief(**changes: Any) -> Profile:
 
 
 def with_fio() -> Profile:
-    beside = [
-        Beside(
-            "fio",
-            "fio-3.36",
-            phase,
-            1.02 * best(CHOSEN, phase).gb_per_s,
-            best(CHOSEN, phase).gb_per_s,
-            1.02,
-            0.99,
-            1.05,
-        )
-        for phase in PHASES
-    ]
-    beside += [
-        Beside(
-            "io_uring",
-            "",
-            phase,
-            best(CHOSEN, phase).gb_per_s,
-            best(CHOSEN, phase).gb_per_s,
-            1.0,
-            0.97,
-            1.03,
-        )
-        for phase in PHASES
-    ]
-    return brief(beside=tuple(beside))
+    def beside(name: str, version: str, ratio: float) -> Iterator[Beside]:
+        for phase in PHASES:
+            speed = best(CHOSEN, phase).gb_per_s
+            interval = ratio, ratio - 0.03, ratio + 0.03
+            yield Beside(name, version, phase, ratio * speed, speed, *interval)
+
+    return brief(beside=(*beside("fio", "fio-3.36", 1.02), *beside("io_uring", "", 1.0)))
 
 
 def with_latencies() -> Profile:
     settings = {CHOSEN: 4.0, FASTEST: 9.0, DEEPSPEED_DEFAULTS: 1.25}
     shares = {"read": 1.0, "write": 1.2, "mixed": 2.0}
-    return brief(
-        latencies=tuple(
-            Latency(
-                phase,
-                setting,
-                3000,
-                middle * shares[phase],
-                1.3 * middle * shares[phase],
-                2.1 * middle * shares[phase],
-                40.0,
-            )
-            for phase in PHASES
-            for setting, middle in settings.items()
-        )
-    )
+
+    def latency(phase: str, setting: Setting) -> Latency:
+        times = (share * settings[setting] * shares[phase] for share in (1, 1.3, 2.1))
+        return Latency(phase, setting, 3000, *times, 40.0)
+
+    found = (latency(phase, setting) for phase in PHASES for setting in settings)
+    return brief(latencies=tuple(found))
 
 
 def with_sustained(cache_ends: bool = True) -> Profile:
@@ -244,45 +188,25 @@ def with_sustained(cache_ends: bool = True) -> Profile:
     for second in range(1, 61):
         done += int((4.5 if done < 72e9 or not cache_ends else 0.5) * 1e9)
         samples.append((float(second), done))
-    run = Sustained(
-        done,
-        60.0,
-        tuple(samples),
-        4.5,
-        0.5 if cache_ends else 4.5,
-        cache_ends,
-        72_000_000_000 if cache_ends else None,
-    )
+    steady, ends = (0.5, 72_000_000_000) if cache_ends else (4.5, None)
+    run = Sustained(done, 60.0, tuple(samples), 4.5, steady, cache_ends, ends)
     return brief(sustained=run)
 
 
 def with_stripe() -> Profile:
     speeds = {phase: best(CHOSEN, phase).gb_per_s for phase in PHASES}
     half = {phase: speed / 2 for phase, speed in speeds.items()}
-    return brief(
-        stripe=(
-            StripePath(
-                "/local_nvme",
-                "/dev/nvme0n1p1",
-                "Made-Up Drive 2TB",
-                CHOSEN,
-                speeds,
-                {phase: 0.98 * speed for phase, speed in speeds.items()},
-                0.6667,
-            ),
-            StripePath("/mnt/second", "/dev/nvme1n1", "", FASTEST, half, half, 0.3333),
-        )
-    )
+    together = {phase: 0.98 * speed for phase, speed in speeds.items()}
+    first = "/local_nvme", "/dev/nvme0n1p1", "Made-Up Drive 2TB", CHOSEN
+    second = "/mnt/second", "/dev/nvme1n1", "", FASTEST
+    paths = StripePath(*first, speeds, together, 0.6667), StripePath(*second, half, half, 0.3333)
+    return brief(stripe=paths)
 
 
 def with_health(wear: float = 0.05) -> Profile:
     before = Health("nvme-cli", 41.0, wear, 60_000_000_000_000, 0)
-    return brief(
-        health_before=before,
-        health_after=dataclasses.replace(
-            before, temperature_celsius=67.0, throttled_seconds=12, critical="too hot"
-        ),
-    )
+    changes = {"temperature_celsius": 67.0, "throttled_seconds": 12, "critical": "too hot"}
+    return brief(health_before=before, health_after=dataclasses.replace(before, **changes))
 
 
 def by_ranks(ranks: int) -> Profile:
@@ -290,14 +214,8 @@ def by_ranks(ranks: int) -> Profile:
 
 
 def by_deepspeed() -> Profile:
-    return brief(
-        engine={
-            "name": "deepspeed",
-            "backend": "libaio",
-            "deepspeed": "0.19.8",
-            "kernel": "6.8.0-made-up",
-        }
-    )
+    engine = {"backend": "libaio", "deepspeed": "0.19.8", "kernel": "6.8.0-made-up"}
+    return brief(engine={"name": "deepspeed", **engine})
 
 
 def minimal() -> Profile:
@@ -319,25 +237,15 @@ def stalling(standing_still: bool = False) -> Profile:
         flat = tuple((seconds, 0 if seconds < 0.5 else count) for seconds, count in trial.samples)
         trial = dataclasses.replace(trial, samples=flat)
         if index % 3 == 0 or standing_still:
-            nothing = {
-                "bytes": 0,
-                "gb_per_s": 0.0,
-                "read_gb_per_s": 0.0,
-                "write_gb_per_s": 0.0,
-                "relative": 0.0,
-            }
-            trial = dataclasses.replace(
-                trial, **nothing, samples=tuple((seconds, 0) for seconds, _ in flat)
-            )
+            names = "bytes", "gb_per_s", "read_gb_per_s", "write_gb_per_s", "relative"
+            still = tuple((seconds, 0) for seconds, _ in flat)
+            trial = dataclasses.replace(trial, **dict.fromkeys(names, 0), samples=still)
         trials.append(trial)
     reached = {phase: best(CHOSEN, phase) for phase in PHASES}
     if standing_still:
-        reached = {
-            phase: dataclasses.replace(
-                each, gb_per_s=0.0, relative=0.0, relative_low=0.0, relative_high=0.0
-            )
-            for phase, each in reached.items()
-        }
+        names = "gb_per_s", "relative", "relative_low", "relative_high"
+        none = dict.fromkeys(names, 0.0)
+        reached = {phase: dataclasses.replace(each, **none) for phase, each in reached.items()}
     latencies = tuple(Latency(phase, CHOSEN, 0, 0.0, 0.0, 0.0, 0.0) for phase in PHASES)
     return profile(trials=tuple(trials), performance=reached, best=reached, latencies=latencies)
 
