@@ -54,21 +54,18 @@ class Machine:
             (directory / name).write_text(f"{value}\n")
         return directory
 
+    def link(self, directory: Path, name: str, target: Path) -> None:
+        (directory / name).symlink_to(os.path.relpath(target, directory))
+
     def block(
         self, place: str, number: str, slaves: tuple[Path, ...] = (), **files: object
     ) -> Path:
         directory = self.write(place, dev=number, **files)
-        (self.sys / "dev/block" / number).symlink_to(
-            os.path.relpath(directory, self.sys / "dev/block")
-        )
-        (self.sys / "class/block" / directory.name).symlink_to(
-            os.path.relpath(directory, self.sys / "class/block")
-        )
+        self.link(self.sys / "dev/block", number, directory)
+        self.link(self.sys / "class/block", directory.name, directory)
         (directory / "slaves").mkdir()
         for slave in slaves:
-            (directory / "slaves" / slave.name).symlink_to(
-                os.path.relpath(slave, directory / "slaves")
-            )
+            self.link(directory / "slaves", slave.name, slave)
         return directory
 
     def nvme(
@@ -81,55 +78,46 @@ class Machine:
         celsius: int = 41,
     ) -> Path:
         slot = f"{PCI}/0000:0{index + 1}:00.0"
-        self.write(
-            slot,
-            current_link_speed=speed,
-            current_link_width=width,
-            numa_node=node,
-            vendor="0x144d",
-        )
-        self.write(
-            f"{slot}/nvme/nvme{index}",
-            model=f"{model}      ",
-            firmware_rev="4B2QJXD7",
-            transport="pcie",
-        )
-        self.write(f"{slot}/nvme/nvme{index}/hwmon{index}", temp1_input=celsius * 1000 + 850)
-        disk = self.block(
-            f"{slot}/nvme/nvme{index}/nvme{index}n1", f"259:{index * 10}", size=3907029168
-        )
-        self.queue(
-            disk,
-            max_sectors_kb=128,
-            scheduler="[none] mq-deadline kyber",
-            nr_requests=1023,
-            rotational=0,
-        )
+        link = {"current_link_speed": speed, "current_link_width": width}
+        self.write(slot, numa_node=node, vendor="0x144d", **link)
+        controller = f"{slot}/nvme/nvme{index}"
+        described = {"firmware_rev": "4B2QJXD7", "transport": "pcie"}
+        self.write(controller, model=f"{model}      ", **described)
+        self.write(f"{controller}/hwmon{index}", temp1_input=celsius * 1000 + 850)
+        disk = self.block(f"{controller}/nvme{index}n1", f"259:{index * 10}", size=3907029168)
+        schedulers = "[none] mq-deadline kyber"
+        self.queue(disk, max_sectors_kb=128, scheduler=schedulers, nr_requests=1023, rotational=0)
         return disk
 
     def queue(self, block: Path, **changes: object) -> None:
-        values: dict[str, object] = {
-            "logical_block_size": 512,
-            "physical_block_size": 4096,
-            **changes,
-        }
+        values = {"logical_block_size": 512, "physical_block_size": 4096, **changes}
         self.write(str(block.relative_to(self.sys) / "queue"), **values)
 
     def partition(self, disk: Path, index: int) -> Path:
         number = (disk / "dev").read_text().strip()
-        return self.block(
-            str(disk.relative_to(self.sys) / f"{disk.name}p{index}"),
-            f"{number}{index}",
-            partition=index,
-        )
+        place = str(disk.relative_to(self.sys) / f"{disk.name}p{index}")
+        return self.block(place, f"{number}{index}", partition=index)
 
     def describe(self, path: str | Path) -> Drive:
         return describe(path, proc=self.proc, sys=self.sys)
+
+    def on(
+        self, number: str = "259:0", kind: str = "ext4", source: str = "/dev/nvme0n1", **more: str
+    ) -> Drive:
+        """The drive of a directory on a new mount."""
+        return self.describe(
+            self.mount(more.pop("point", "/local_nvme"), number, kind, source, **more)
+        )
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
+
+
+def sound(drive: Drive) -> Drive:
+    """*drive*, with free space."""
+    return dataclasses.replace(drive, size_bytes=100, free_bytes=50)
 
 
 def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
@@ -170,7 +158,7 @@ def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
     assert drive.name == "made-up-drive-2tb"
     assert not drive.is_memory
     assert not drive.is_network
-    assert warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50)) == []
+    assert warnings(sound(drive)) == []
     assert json.loads(json.dumps(drive.as_dict())) == drive.as_dict()
 
 
@@ -223,13 +211,13 @@ def test_other_numa_nodes_are_reported(
     machine.write(
         "bus/pci/devices/0000:42:00.0", vendor="0x10de", numa_node=3, **{"class": "0x040300"}
     )
-    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    drive = machine.on()
     assert (drive.numa_node, drive.cpu_numa_nodes, drive.gpu_numa_nodes) == (
         node,
         (0,),
         (gpu,) if gpu >= 0 else (),
     )
-    said = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    said = warnings(sound(drive))
     assert [warning for warning in said if reported and reported in warning] == said
 
 
@@ -237,9 +225,9 @@ def test_a_link_below_what_drive_and_slot_can_do_is_reported(machine: Machine) -
     machine.nvme(0, width=2)
     machine.write(f"{PCI}/0000:01:00.0", max_link_speed="32.0 GT/s PCIe", max_link_width=4)
     machine.write(PCI, max_link_speed="16.0 GT/s PCIe", max_link_width=16)
-    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    drive = machine.on()
     assert (drive.pcie_link, drive.pcie_link_most) == ("16.0 GT/s x2", "16.0 GT/s x4")
-    (reported,) = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    (reported,) = warnings(sound(drive))
     assert "runs at 16.0 GT/s x2, but drive and slot support 16.0 GT/s x4" in reported
 
 
@@ -276,7 +264,7 @@ def test_raid0_of_two_nvme_adds_the_links(machine: Machine) -> None:
     array = machine.block("devices/virtual/block/md0", "9:0", slaves=(first, second))
     machine.write("devices/virtual/block/md0/md", level="raid0")
     machine.queue(array, max_sectors_kb=1280, logical_block_size=4096)
-    drive = machine.describe(machine.mount("/local_nvme", "9:0", "xfs", "/dev/md0"))
+    drive = machine.on("9:0", "xfs", "/dev/md0")
     assert drive.device == "/dev/md0"
     assert drive.layers == ("raid0",)
     assert drive.physical_devices == ("/dev/nvme0n1", "/dev/nvme1n1")
@@ -299,7 +287,7 @@ def test_dm_crypt_on_an_nvme_partition(machine: Machine) -> None:
         uuid="CRYPT-LUKS2-0123456789abcdef-luks-data",
     )
     machine.queue(mapped, max_sectors_kb=64)
-    drive = machine.describe(machine.mount("/local_nvme", "254:0", "ext4", "/dev/mapper/luks-data"))
+    drive = machine.on("254:0", "ext4", "/dev/mapper/luks-data")
     assert drive.device == "/dev/mapper/luks-data"
     assert drive.layers == ("dm-crypt", "partition")
     assert drive.physical_devices == ("/dev/nvme0n1",)
@@ -326,7 +314,7 @@ def test_loop_file_leads_to_the_disk_of_its_file(machine: Machine) -> None:
     loop = machine.block("devices/virtual/block/loop7", "7:7")
     machine.write("devices/virtual/block/loop7/loop", backing_file=below / "disk.img")
     machine.queue(loop, logical_block_size=4096)
-    drive = machine.describe(machine.mount("/local_nvme", "7:7", "xfs", "/dev/loop7"))
+    drive = machine.on("7:7", "xfs", "/dev/loop7")
     assert drive.device == "/dev/loop7"
     assert drive.layers == ("loop", "partition")
     assert drive.physical_devices == ("/dev/nvme0n1",)
@@ -353,27 +341,26 @@ def test_virtio_disk_has_no_model_and_its_flag_of_rotation_is_not_believed(
         current_link_width=1,
     )
     disk = machine.block("devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "254:0")
-    machine.queue(
-        disk,
-        scheduler="none [mq-deadline] kyber bfq",
-        rotational=1,
-        max_sectors_kb=4096,
-        nr_requests=256,
-    )
+    queue = {
+        "scheduler": "none [mq-deadline] kyber bfq",
+        "max_sectors_kb": 4096,
+        "nr_requests": 256,
+    }
+    machine.queue(disk, rotational=1, **queue)
     drive = machine.describe(
         machine.mount("/", "254:0", "ext4", "/dev/vda", superblock="rw,discard")
     )
     assert (drive.device, drive.model, drive.name) == ("/dev/vda", "", "vda")
     assert (drive.scheduler, drive.rotational, drive.numa_node) == ("mq-deadline", True, None)
     assert (drive.pcie_link, drive.link_bytes_per_second) == (None, None)
-    reported = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    reported = warnings(sound(drive))
     assert [warning for warning in reported if "nodiscard" in warning] == reported
 
 
 def test_emulated_nvme_has_no_link(machine: Machine) -> None:
     machine.nvme(0, model="QEMU NVMe Ctrl", speed="2.5 GT/s PCIe", width=1)
     machine.write(f"{PCI}/0000:01:00.0", vendor="0x1b36")
-    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    drive = machine.on()
     assert (drive.model, drive.pcie_link, drive.link_bytes_per_second) == (
         "QEMU NVMe Ctrl",
         None,
@@ -399,33 +386,20 @@ def test_pcie_link(
     machine: Machine, speed: str, width: object, link: str | None, bytes_per_second: int | None
 ) -> None:
     machine.nvme(0, speed=speed, width=width)
-    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    drive = machine.on()
     assert (drive.pcie_link, drive.link_bytes_per_second) == (link, bytes_per_second)
 
 
 def test_native_multipath_hides_the_controller_next_to_the_disk(machine: Machine) -> None:
-    controller = machine.write(
-        f"{PCI}/0000:01:00.0/nvme/nvme0",
-        transport="pcie",
-        model="Made-Up Enterprise",
-        firmware_rev="GDC5",
-    )
-    machine.write(
-        f"{PCI}/0000:01:00.0",
-        current_link_speed="16.0 GT/s PCIe",
-        current_link_width=4,
-        numa_node=1,
-        vendor="0x144d",
-    )
-    subsystem = machine.write(
-        "devices/virtual/nvme-subsystem/nvme-subsys0",
-        model="Made-Up Enterprise",
-        firmware_rev="GDC5",
-    )
+    slot, described = f"{PCI}/0000:01:00.0", {"model": "Made-Up Enterprise", "firmware_rev": "GDC5"}
+    controller = machine.write(f"{slot}/nvme/nvme0", transport="pcie", **described)
+    link = {"current_link_speed": "16.0 GT/s PCIe", "current_link_width": 4}
+    machine.write(slot, numa_node=1, vendor="0x144d", **link)
+    subsystem = machine.write("devices/virtual/nvme-subsystem/nvme-subsys0", **described)
     (subsystem / "nvme0").symlink_to(os.path.relpath(controller, subsystem))
     disk = machine.block("devices/virtual/nvme-subsystem/nvme-subsys0/nvme0n1", "259:1")
     machine.queue(disk, scheduler="[none]")
-    drive = machine.describe(machine.mount("/local_nvme", "259:1", "xfs", "/dev/nvme0n1"))
+    drive = machine.on("259:1", "xfs", "/dev/nvme0n1")
     assert (drive.model, drive.firmware, drive.transport) == ("Made-Up Enterprise", "GDC5", "pcie")
     assert (drive.pcie_link, drive.numa_node) == ("16.0 GT/s x4", 1)
 
@@ -452,17 +426,11 @@ def test_btrfs_is_found_by_its_source_with_all_its_devices(machine: Machine) -> 
     devices = machine.write("fs/btrfs/1b4e28ba/devices")
     for member in (first, second):
         (devices / member.name).symlink_to(os.path.relpath(member, devices))
-    where = machine.mount(
-        "/local_nvme",
-        "0:43",
-        "btrfs",
-        "/dev/nvme0n1p2",
-        superblock="rw,ssd,discard=async,subvol=/@scratch",
-    )
-    drive = machine.describe(where)
+    options = "rw,ssd,discard=async,subvol=/@scratch"
+    drive = machine.on("0:43", "btrfs", "/dev/nvme0n1p2", superblock=options)
     assert drive.device == "/dev/nvme0n1p2"
     assert drive.physical_devices == ("/dev/nvme0n1", "/dev/nvme1n1")
-    drive = dataclasses.replace(drive, size_bytes=100, free_bytes=50)
+    drive = sound(drive)
     reported = warnings(drive)
     assert [warning for warning in reported if "chattr +C" in warning] == reported
     assert (
@@ -474,9 +442,7 @@ def test_btrfs_is_found_by_its_source_with_all_its_devices(machine: Machine) -> 
 def test_btrfs_on_a_mapped_device_is_found_by_its_mapped_name(machine: Machine) -> None:
     machine.block("devices/virtual/block/dm-4", "254:4", slaves=(machine.nvme(0),))
     machine.write("devices/virtual/block/dm-4/dm", name="made-up-luks-name", uuid="CRYPT-LUKS2-00")
-    drive = machine.describe(
-        machine.mount("/local_nvme", "0:44", "btrfs", "/dev/mapper/made-up-luks-name")
-    )
+    drive = machine.on("0:44", "btrfs", "/dev/mapper/made-up-luks-name")
     assert (drive.device, drive.layers, drive.physical_devices) == (
         "/dev/mapper/made-up-luks-name",
         ("dm-crypt",),
@@ -499,17 +465,17 @@ def test_btrfs_on_a_mapped_device_is_found_by_its_mapped_name(machine: Machine) 
 def test_filesystems_without_a_device(
     machine: Machine, kind: str, source: str, memory: bool, network: bool, said: str
 ) -> None:
-    drive = machine.describe(machine.mount("/local_nvme", "0:60", kind, source))
+    drive = machine.on("0:60", kind, source)
     assert (drive.device, drive.filesystem, drive.model) == (source, kind, "")
     assert (drive.is_memory, drive.is_network) == (memory, network)
     assert drive.physical_devices == ()
-    reported = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    reported = warnings(sound(drive))
     assert [warning for warning in reported if said in warning] == reported
 
 
 def test_compressed_memory_disk_is_memory(machine: Machine) -> None:
     machine.block("devices/virtual/block/zram0", "253:0")
-    assert machine.describe(machine.mount("/local_nvme", "253:0", "ext4", "/dev/zram0")).is_memory
+    assert machine.on("253:0", "ext4", "/dev/zram0").is_memory
 
 
 def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
@@ -552,9 +518,9 @@ def test_each_warning_comes_alone_and_says_what_to_do(
     machine: Machine, change: dict[str, object], said: str
 ) -> None:
     machine.nvme(0)
-    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
-    sound = dataclasses.replace(drive, size_bytes=100 * 10**9, free_bytes=10 * 10**9)
-    assert warnings(sound) == []
-    (reported,) = warnings(dataclasses.replace(sound, **change))  # type: ignore[arg-type]
+    drive = machine.on()
+    roomy = dataclasses.replace(drive, size_bytes=100 * 10**9, free_bytes=10 * 10**9)
+    assert warnings(roomy) == []
+    (reported,) = warnings(dataclasses.replace(roomy, **change))  # type: ignore[arg-type]
     assert said in reported
     assert reported.endswith(".")
