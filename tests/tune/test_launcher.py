@@ -27,59 +27,45 @@ pytestmark = pytest.mark.slow
 SWEEP = ["-m", "nvme_offload.tune"]
 
 
+def variables(text: str) -> dict[str, str]:
+    """Environment variables, as a shell writes them."""
+    return dict(word.split("=") for word in text.split())
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, None),
-        ({"RANK": "0"}, None),
+        ("", None),
+        ("RANK=0", None),
         (
-            {
-                "RANK": "5",
-                "LOCAL_RANK": "1",
-                "WORLD_SIZE": "8",
-                "LOCAL_WORLD_SIZE": "4",
-                "GROUP_RANK": "1",
-                "GROUP_WORLD_SIZE": "2",
-            },
+            "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2",
             Place(5, 1, 4, 1, 2),
         ),
         (
-            {
-                "RANK": "5",
-                "LOCAL_RANK": "1",
-                "WORLD_SIZE": "8",
-                "LOCAL_SIZE": "4",
-                "CROSS_RANK": "1",
-                "CROSS_SIZE": "2",
-            },
+            "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_SIZE=4 CROSS_RANK=1 CROSS_SIZE=2",
             Place(5, 1, 4, 1, 2),
         ),
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, Place(1, 1, 2, 0, 1)),
+        ("RANK=1 LOCAL_RANK=1 WORLD_SIZE=2", Place(1, 1, 2, 0, 1)),
     ],
 )
-def test_launchers_say_where_a_process_stands(
-    environment: dict[str, str], expected: Place | None
-) -> None:
-    assert place(environment) == expected
+def test_launchers_say_where_a_process_stands(environment: str, expected: Place | None) -> None:
+    assert place(variables(environment)) == expected
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"RANK": "two"},
-        {"RANK": "2"},
-        {"LOCAL_RANK": "-1"},
-        {"LOCAL_WORLD_SIZE": "0"},
-        {"LOCAL_WORLD_SIZE": "4"},
-        {"WORLD_SIZE": ""},
+        "RANK=two",
+        "RANK=2",
+        "LOCAL_RANK=-1",
+        "LOCAL_WORLD_SIZE=0",
+        "LOCAL_WORLD_SIZE=4",
+        "WORLD_SIZE=",
     ],
-    ids=str,
 )
-def test_what_makes_no_sense_is_refused_with_what_was_said(change: dict[str, str]) -> None:
+def test_what_makes_no_sense_is_refused_with_what_was_said(change: str) -> None:
     with pytest.raises(UsageError, match=r"make no sense together .*RANK="):
-        place(
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **change}
-        )
+        place(variables(f"RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 {change}"))
 
 
 def test_torchrun_has_the_ranks_of_a_node_contend(disk: Path, tmp_path: Path) -> None:
@@ -115,20 +101,9 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
     drives = [mounted("ext4"), mounted("ext4-4k")]
     started = []
     for rank, drive in enumerate(drives):
-        said = {
-            "RANK": rank,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 2,
-            "LOCAL_SIZE": 1,
-            "CROSS_RANK": rank,
-            "CROSS_SIZE": 2,
-            "MASTER_PORT": port,
-        }
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            **{name: str(value) for name, value in said.items()},
-        }
+        said = f"RANK={rank} LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_SIZE=1 CROSS_RANK={rank} CROSS_SIZE=2"
+        said += f" MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        environment = {**os.environ, **variables(said)}
         # the first word is the launcher's
         command = [
             sys.executable,
@@ -163,13 +138,8 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
 
 
 def test_a_node_that_cannot_be_found_is_one_line(disk: Path, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_SIZE": "1",
-    }
+    said = variables("RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_SIZE=1")
+    environment = {**os.environ, **said}
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     command = [

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -727,19 +725,6 @@ def test_a_backend_that_does_not_run_is_a_problem_where_it_is_needed(monkeypatch
         "note",
     )
     assert checks.backend("libaio").found == "the kernel refuses"
-
-
-def test_the_entry_point_is_installed_next_to_the_sweeps():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'nvme-offload = "nvme_offload.commands.cli:main"' in text
-    if (
-        shutil.which("nvme-offload", path=os.pathsep.join([str(Path(sys.executable).parent)]))
-        is None
-    ):
-        pytest.skip("the package was installed before it had this command")
-    assert subprocess.run(
-        [Path(sys.executable).parent / "nvme-offload", "--version"], capture_output=True, text=True
-    ).stdout.startswith("nvme-offload, version ")
 
 
 def test_a_doctor_without_the_extension_still_says_what_works(tmp_path):

@@ -253,31 +253,3 @@ def test_loading_stays_light(module):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert loaded.split() == []
-
-
-def test_every_way_to_write_an_import_is_seen():
-    source = """
-import torch.nn as nn
-from typing import TYPE_CHECKING
-from . import space
-from ..engine import Engine
-from .. import __version__
-from nvme_offload import drive
-if TYPE_CHECKING:
-    import pandas
-def draw():
-    import matplotlib.pyplot
-"""
-    found = [(item.name, item.when_loaded) for item in imports_of(source, "nvme_offload.tune.cli")]
-    assert found == [
-        ("torch.nn", True),
-        ("typing.TYPE_CHECKING", True),
-        ("nvme_offload.tune.space", True),
-        ("nvme_offload.engine.Engine", True),
-        ("nvme_offload.__version__", True),
-        ("nvme_offload.drive", True),
-        ("matplotlib.pyplot", False),
-    ]
-    assert [
-        Import(name, 1, True).part for name in ("nvme_offload", "nvme_offload.engine.Engine")
-    ] == ["__init__", "engine"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 from nvme_offload.errors import UsageError
 from sweeps.apart import last_error
 from sweeps.floor import Speeds, floor_seconds
-from sweeps.meter import parse_io
 from sweeps.report import spread
-from sweeps.training.plan import Plan, merged, read_plan
-from sweeps.training.report import Figures, Results, as_json, render, unequal
+from sweeps.training.plan import Plan, read_plan
+from sweeps.training.report import Figures, Results, render, unequal
 from sweeps.training.runs import Run, assemble
 
 PLANS = sorted((Path(__file__).parents[2] / "sweeps" / "plans").glob("training*.toml"))
@@ -133,12 +131,6 @@ def test_a_variant_is_the_common_configuration_and_what_it_says_otherwise(tmp_pa
     assert (plan.aio.block_size, plan.aio.queue_depth) == (1 << 20, 4)
 
 
-def test_merged_leaves_both_as_they_were() -> None:
-    common, special = {"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "c": {"z": 5}}
-    assert merged(common, special) == {"a": {"x": 1, "y": 4}, "b": 3, "c": {"z": 5}}
-    assert (common, special) == ({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "c": {"z": 5}})
-
-
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -233,19 +225,6 @@ def test_failures_are_reported_and_the_rest_stands(tmp_path: Path) -> None:
     text = render(shown)
     assert "| DeepSpeed | after 1 step | 9.00 | RuntimeError: a \\| b (exit status 1) |" in text
     assert unequal(shown) == []
-
-
-def test_json_has_every_run(tmp_path: Path) -> None:
-    document = json.loads(
-        json.dumps(as_json(results(tmp_path, [run("stock", 0, 1.0), run("mine", 0, 1.0)])))
-    )
-    assert [entry["variant"] for entry in document["runs"]] == ["stock", "mine"]
-    assert document["runs"][1]["figures"]["optimizer"] == pytest.approx(1.0)
-    assert document["runs"][1]["phases"][0]["name"] == "init"
-
-
-def test_io_of_a_process() -> None:
-    assert parse_io("rchar: 1\nwchar: 2\nread_bytes: 4096\nwrite_bytes: 8192\n") == (4096, 8192)
 
 
 @pytest.mark.parametrize(
