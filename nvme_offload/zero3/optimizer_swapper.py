@@ -54,17 +54,16 @@ _log = logging.getLogger(__name__)
 
 
 class Working(NamedTuple):
-    """The 16-bit parameters of sub-groups.
+    """The 16-bit parameters of sub-groups. Each function is called with a flat master parameter.
 
-    *load* is called with a flat master parameter, and with a function that allocates memory for its
-    weights on the device of updates. It returns the weights on that device: in their own memory, or
-    as a copy in memory from the function. With False as its third argument, the contents of the
-    copy are undefined. *store* is called with the master parameter and the tensor that *load*
-    returned, whose contents become the weights.
+    *present* returns its weights, flat, if they are in one tensor on the device of updates, or
+    None. *copy* copies its weights to a flat tensor of any dtype on any device. *store* makes the
+    contents of a tensor its weights; the tensor may be the one that *present* returned.
     """
 
     dtype: torch.dtype
-    load: Callable[[torch.Tensor, Callable[[], torch.Tensor], bool], torch.Tensor]
+    present: Callable[[torch.Tensor], torch.Tensor | None]
+    copy: Callable[[torch.Tensor, torch.Tensor], None]
     store: Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -88,6 +87,7 @@ class SubGroup:
     )  # while swapped in, if packed
     pack_count: int = 0
     step: int | None = None  # the optimizer's step, if its own count is on a GPU and was read
+    is_stored: bool = False  # whether the tier has the value; until then it is all zeros
 
 
 class OptimizerSwapper:
@@ -183,8 +183,11 @@ class OptimizerSwapper:
     def initialize_parameters(
         self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Make the master weights of *parameters* from *src_tensors*, which are the weights in any
-        dtype or the 16-bit parameters themselves.
+        """Make the master weights of *parameters* from their weights. Of *src_tensors*, which
+        DeepSpeed passes for that, only the sizes are used.
+
+        Only "exact" writes values here. In the other formats a new value is all zeros, and its
+        first use makes it.
         """
         for parameter, source in zip(parameters, src_tensors, strict=True):
             number, numel = len(self._sub_groups), source.numel()
@@ -201,17 +204,8 @@ class OptimizerSwapper:
             )
             self._sub_groups[id(parameter)] = sub_group
             self._names.append(sub_group.name)
-            host = HostStager(self.tier)
-            try:
-                buffer = host.renew(sub_group.name, capacity)
-                if self._in_place:
-                    _views(sub_group.layout, buffer)[_MASTER].copy_(source)
-                else:
-                    buffer.zero_()
-                host.give_back(changed=True, nbytes=sub_group.layout.nbytes)
-            except BaseException:
-                host.cancel()
-                raise
+            if self._in_place:
+                self._make_master(parameter, sub_group)
 
     def swap_in_optimizer_state(
         self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None
@@ -220,7 +214,10 @@ class OptimizerSwapper:
         sub_group = self._take(parameter)
         # Load the weights before the states, so that only one value is in use at a time.
         self._load_weights(parameter, sub_group, fill=True)
-        sub_group.buffer = self._stager.fetch(sub_group.name, sub_group.capacity_bytes)
+        if sub_group.is_stored:
+            sub_group.buffer = self._stager.fetch(sub_group.name, sub_group.capacity_bytes)
+        else:
+            self._renew(sub_group)
         if self.leaves_packed and not self._in_place and self.device.type == "cpu":
             # The parameter needs its shape before a gradient can be assigned to it.
             scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
@@ -295,7 +292,8 @@ class OptimizerSwapper:
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
         """Release the sub-group that `swap_in_optimizer_state` loaded, without writing it back."""
-        self._give_back(parameter, changed=False)
+        is_stored = self._sub_groups[id(parameter)].is_stored
+        self._give_back(parameter, changed=not is_stored)
         self.drain()
 
     def drain(self) -> None:
@@ -335,9 +333,7 @@ class OptimizerSwapper:
         sub_group.step = None
         sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.layout.nbytes)
         self._load_weights(parameter, sub_group, fill=False)
-        buffer = sub_group.buffer = self._stager.renew(sub_group.name, sub_group.capacity_bytes)
-        if not self._in_place:
-            buffer.zero_()
+        self._renew(sub_group)
         if states:
             self._optimizer().state[parameter].update(
                 {
@@ -403,19 +399,44 @@ class OptimizerSwapper:
         sub_group.layout = self._layout(sub_group.parameter, sub_group.numel, states)
         sub_group.states = states
 
+    def _make_master(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
+        """Make the value of a new sub-group in "exact": the master weights."""
+        host = HostStager(self.tier)
+        try:
+            buffer = host.renew(sub_group.name, sub_group.capacity_bytes)
+            self._working.copy(parameter, _views(sub_group.layout, buffer)[_MASTER])
+            host.give_back(changed=True, nbytes=sub_group.layout.nbytes)
+        except BaseException:
+            host.cancel()
+            raise
+        sub_group.is_stored = True
+
+    def _renew(self, sub_group: SubGroup) -> None:
+        """Allocate the value of a sub-group, in place of an earlier one. It is all zeros, which is
+        the state of a new sub-group; in "exact" its contents are undefined.
+        """
+        buffer = self._stager.renew(sub_group.name, sub_group.capacity_bytes)
+        if not self._in_place:
+            buffer[: sub_group.layout.nbytes].zero_()
+        sub_group.buffer = buffer
+
     def _load_weights(self, parameter: torch.Tensor, sub_group: SubGroup, *, fill: bool) -> None:
         """Load the 16-bit parameters that are part of the master weights; none in "exact", which
         keeps whole masters. Without *fill*, a copy has undefined contents.
         """
+        if self._in_place:
+            return
         numel, dtype = sub_group.numel, self._working.dtype
-
-        def allocate() -> torch.Tensor:
-            if self.device.type != "cpu":
-                return torch.empty(numel, dtype=dtype, device=self.device)
-            return self.tier.scratch(self._working_name).view(dtype).narrow(0, 0, numel)
-
-        if not self._in_place:
-            sub_group.weights = [self._working.load(parameter, allocate, fill)]
+        weights = self._working.present(parameter)
+        if weights is None:
+            if self.device.type == "cpu":
+                memory = self.tier.scratch(self._working_name)
+                weights = memory.view(dtype).narrow(0, 0, numel)
+            else:
+                weights = torch.empty(numel, dtype=dtype, device=self.device)
+            if fill:
+                self._working.copy(parameter, weights)
+        sub_group.weights = [weights]
 
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
         """The master weights and the states of a sub-group in use, by key."""
@@ -511,6 +532,7 @@ class OptimizerSwapper:
     def _release(self, sub_group: SubGroup, changed: bool) -> None:
         sub_group.buffer, sub_group.weights = None, []
         self._stager.give_back(changed=changed, nbytes=sub_group.layout.nbytes)
+        sub_group.is_stored = True
         self._taken = None
         self._is_packed = False
 

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -215,26 +215,24 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
     # The 16-bit parameters of a sub-group as one flat tensor. They may be on the accelerator, in
     # memory or on a drive.
 
-    def _load_weights(
-        self, parameter: torch.Tensor, allocate: Callable[[], torch.Tensor], fill: bool
-    ) -> torch.Tensor:
+    def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        flat = self.fp16_partitioned_groups_flat[self._index_of(parameter)]
+        if flat is None or flat.device.type != self.update_device.type:
+            return None
+        weights: torch.Tensor = flat.detach()
+        return weights
+
+    def _copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
         index = self._index_of(parameter)
         flat = self.fp16_partitioned_groups_flat[index]
-        if flat is not None and flat.device.type == self.update_device.type:
-            weights: torch.Tensor = flat.detach()
-            return weights
-        into = allocate()
-        if not fill:
-            return into
         if flat is not None:
             into.copy_(flat)
-            return into
+            return
         for param, place in self._parts(index, into):
             if is_offloaded(param):
                 param.nvme_swapper.swap_into_buffer(param, place)
             else:
                 place.copy_(param.ds_tensor.data)
-        return into
 
     def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
         index = self._index_of(parameter)
@@ -249,6 +247,12 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
                 param.nvme_swapper.swap_out_partitioned_params([param], [part])
             else:
                 param.ds_tensor.data.copy_(part)
+
+    def _swap_in_sub_group_to_flat_buffer(self, flat_buffer: Any, sub_group_id: int) -> None:
+        # The base class makes float32 copies of offloaded parameters, by way of the accelerator, for
+        # `OptimizerSwapper.initialize_parameters`, which does not read them.
+        if not (self.native and self._swappable_optimizer_subgroup(sub_group_id)):
+            super()._swap_in_sub_group_to_flat_buffer(flat_buffer, sub_group_id)
 
     def _parts(self, index: int, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
         numels = [param.partition_numel() for param in self.fp16_groups[index]]

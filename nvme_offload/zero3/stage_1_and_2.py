@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,13 +136,12 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             self._make_first_states(parameter)
         self._clear_fp32_optimizer_param_groups()
 
-    def _load_weights(
-        self, parameter: torch.Tensor, allocate: Callable[[], torch.Tensor], fill: bool
-    ) -> torch.Tensor:
+    def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
         weights = self._weights(self._index_of(parameter))
-        if weights.is_cpu:
-            return weights
-        return allocate().copy_(weights) if fill else allocate()
+        return weights if weights.is_cpu else None
+
+    def _copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(self._weights(self._index_of(parameter)))
 
     def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
         weights = self._weights(self._index_of(parameter))

@@ -455,10 +455,7 @@ def take_masters_from_parameters(owner: Owner) -> None:
         if swapped:
             owner.optimizer_swapper.swap_in_optimizer_state(parameter)
         try:
-            if owner.fp16_partitioned_groups_flat[index] is None:
-                owner._swap_in_sub_group_to_flat_buffer(parameter.data, index)
-            else:
-                parameter.data.copy_(owner.fp16_partitioned_groups_flat[index].data)
+            owner._copy_weights(parameter, parameter.data)
         except BaseException:
             if swapped:
                 owner.optimizer_swapper.give_back()

@@ -173,7 +173,7 @@ class Tiered:
             self.state_format,
             self._expected_states,
             largest,
-            Working(base.dtype, self._load_weights, self._store_weights),
+            Working(base.dtype, self._present_weights, self._copy_weights, self._store_weights),
             self._mark_backward,
             self.update_device,
             self._footprint.holds_in_flight(largest, self.tier.cap_bytes),
@@ -191,10 +191,12 @@ class Tiered:
             }
             self.optimizer_swapper.swap_out_optimizer_state(parameter)
 
-    def _load_weights(
-        self, parameter: torch.Tensor, allocate: Callable[[], torch.Tensor], fill: bool
-    ) -> torch.Tensor:
-        """See `Working.load`."""
+    def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See `Working.present`."""
+        raise NotImplementedError
+
+    def _copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+        """See `Working.copy`."""
         raise NotImplementedError
 
     def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ def swapping(
         working.numel(),
         Working(
             torch.bfloat16,
-            lambda _, allocate, fill: allocate().copy_(working),
-            lambda _, changed: working.copy_(changed),
+            present=lambda _: None,
+            copy=lambda _, into: into.copy_(working),
+            store=lambda _, changed: working.copy_(changed),
         ),
         lambda begins: None,
     )
@@ -131,3 +133,47 @@ def test_steps_of_deepspeeds_adam_have_the_same_bits(tmp_path, state_format, ada
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     if compat.keeps_powers_for_a_step():
         assert any(in_one_pass)
+
+
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
+def test_a_new_sub_group_is_written_once_at_most(tmp_path, state_format):
+    working = normal(1000, 0).bfloat16()
+    parameter = torch.nn.Parameter(torch.empty(0))
+    optimizer = torch.optim.AdamW([parameter])
+    with swapping(tmp_path, optimizer, state_format, working) as swapper:
+        before = set(swapper.tier.swapper.names())
+        swapper.initialize_parameters([parameter], [torch.full((1000,), math.nan)])
+        made = set(swapper.tier.swapper.names()) - before
+        assert made == ({swapper.name(parameter)} if state_format == "exact" else set())
+        # Neither a reader nor an exception counts as the first update.
+        swapper.swap_in_optimizer_state(parameter)
+        assert parameter.equal(working.float())
+        swapper.release_swap_buffers(parameter)
+        swapper.swap_in_optimizer_state(parameter)
+        assert parameter.equal(working.float())
+        swapper.swap_out_optimizer_state(parameter)
+        assert working.equal(normal(1000, 0).bfloat16())
+
+
+@pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
+def test_an_interrupted_first_use_leaves_a_new_sub_group(tmp_path, monkeypatch, state_format):
+    def interrupted(_: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    working = normal(1000, 0).bfloat16()
+    parameter = torch.nn.Parameter(torch.empty(0))
+    optimizer = torch.optim.AdamW([parameter])
+    with swapping(tmp_path, optimizer, state_format, working) as swapper:
+        # What the memory has from an earlier value must not become a state.
+        swapper.tier.swapper.create("earlier", 1 << 18).fill_(255)
+        swapper.tier.forget(["earlier"])
+        swapper.initialize_parameters([parameter], [working])
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "zero_", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                swapper.swap_in_optimizer_state(parameter)
+        swapper.give_back()
+        for _ in range(2):
+            swapper.swap_in_optimizer_state(parameter)
+            assert parameter.equal(working.float())
+            swapper.give_back()
