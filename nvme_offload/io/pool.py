@@ -44,10 +44,7 @@ class _Arena(Memory):
         cuda: Any = torch.cuda  # untyped in torch
         try:
             cudart = cuda.cudart()
-            if self._unregister is not None:  # registered with the size before it grew
-                _synchronize_devices()  # copies in flight use it
-                self._unregister(self.address)
-                self._unregister = None
+            self.unregister()  # it is registered with the size before it grew
             self.populate()  # in parallel, which CUDA does not do
             result = cudart.cudaHostRegister(self.address, nbytes, _CUDA_HOST_REGISTER_DEFAULT)
         # CUDA cannot start: the driver is too old, or a parent process that used it forked this one
@@ -58,6 +55,13 @@ class _Arena(Memory):
             return str(cudart.cudaGetErrorString(result))
         self._unregister = cudart.cudaHostUnregister
         return None
+
+    def unregister(self) -> None:
+        """Undo `register_with_cuda`, after the copies in flight."""
+        if self._unregister is not None:
+            _synchronize_devices()
+            self._unregister(self.address)
+            self._unregister = None
 
     def __del__(self) -> None:
         # At process exit the driver does this itself and may be unloaded already. A forked child
@@ -96,6 +100,8 @@ class PinnedPool(Closing):
         How the arena is pinned.
     pinned_bytes : int
         How much of the arena is pinned, in bytes.
+    is_pin_due : bool
+        Whether the arena has grown without being pinned: see `pin`.
 
     Raises
     ------
@@ -127,9 +133,10 @@ class PinnedPool(Closing):
         self._reserved = max(whole_number("reserve", reserve), self.nbytes)
         self._arena: _Arena | None = _Arena(self.nbytes, self._reserved)
         self._pin_wanted = pin
+        self.is_pin_due = False
         self._pin(self._arena)
         self._process_id = os.getpid()
-        self._lock = threading.Lock()  # guards growth
+        self._lock = threading.Lock()  # guards growth and pinning
         self._user: weakref.ref[object] | None = None
 
     @property
@@ -161,7 +168,7 @@ class PinnedPool(Closing):
         """End the use that began with `take`."""
         self._user = None
 
-    def grow(self, nbytes: int) -> None:
+    def grow(self, nbytes: int, *, pin: bool = True) -> None:
         """Grow the arena to *nbytes* in all, rounded up to 4 KiB; do nothing where it has as many.
         Views and tensors stay where they are. An arena that is registered with CUDA is registered
         anew, which waits for the GPU.
@@ -170,6 +177,9 @@ class PinnedPool(Closing):
         ----------
         nbytes : int
             The new size in bytes.
+        pin : bool
+            False leaves pinning to `pin`, for an arena that soon grows again: CUDA takes seconds to
+            register 10 GB. Until then an arena that was registered is not.
 
         Raises
         ------
@@ -191,7 +201,29 @@ class PinnedPool(Closing):
                 )
             arena.grow(count)
             self.nbytes = count
-            self._pin(arena)
+            if pin or not self._pin_wanted:
+                self._pin(arena)
+                return
+            # Memory that is partly registered cannot be copied in one call.
+            arena.unregister()
+            if _has_gpu():
+                arena.populate()  # a copy from the GPU would do it on one core
+            self.pinned, self.pinned_bytes, self.is_pin_due = "none", 0, True
+
+    def pin(self) -> None:
+        """Pin the whole arena if a call of `grow` has left that out; otherwise do nothing.
+
+        Raises
+        ------
+        UsageError
+            The pool is closed.
+        UnsupportedError
+            *pin* is True and not all of the arena can be pinned.
+        """
+        if self.is_pin_due:
+            with self._lock:
+                if self.is_pin_due:
+                    self._pin(self._live())
 
     def close(self) -> None:
         """Refuse further use. A second call does nothing."""
@@ -207,13 +239,12 @@ class PinnedPool(Closing):
         return f"<PinnedPool {format_bytes(self.nbytes)}, pinned: {pinned}{closed}>"
 
     def _pin(self, arena: _Arena) -> None:
-        import torch
-
+        self.is_pin_due = False
         if not self._pin_wanted:
             return
         wholly = self._pin_wanted is True
         refusal = None
-        if torch.cuda.is_available():
+        if _has_gpu():
             refusal = arena.register_with_cuda(self.nbytes)
             if refusal is None:
                 self.pinned, self.pinned_bytes = "cuda", self.nbytes
@@ -252,6 +283,12 @@ class PinnedPool(Closing):
         if self._arena is None:
             raise UsageError("the pool is closed")
         return self._arena
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _synchronize_devices() -> None:

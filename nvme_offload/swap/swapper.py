@@ -490,13 +490,15 @@ class TensorSwapper(Closing):
         while self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
 
-    def grow(self, nbytes: int) -> None:
+    def grow(self, nbytes: int, *, pin: bool = True) -> None:
         """Grow the pool and the budget. All values stay where they are, even values in use.
 
         Parameters
         ----------
         nbytes : int
             The total budget in bytes.
+        pin : bool
+            See `PinnedPool.grow`.
 
         Raises
         ------
@@ -507,7 +509,7 @@ class TensorSwapper(Closing):
 
         with self._lock:
             self._changing.check()
-            self._pool.grow(nbytes)  # if it raises MemoryError, nothing has changed
+            self._pool.grow(nbytes, pin=pin)  # if it raises MemoryError, nothing has changed
             with self._changing:
                 pool = self._pool
                 if pool.nbytes > self._schedule.nbytes:

@@ -289,7 +289,7 @@ class Tier:
         left = names, announced
         weakref.finalize(owner, self._abandoned.append, left).atexit = False
 
-    def require(self, nbytes: int) -> None:
+    def require(self, nbytes: int, *, pin: bool = True) -> None:
         """Announce that *nbytes* more of host memory are useful: the pool grows as far as the
         budget allows. Undone by `give_back`.
 
@@ -297,6 +297,8 @@ class Tier:
         ----------
         nbytes : int
             Bytes.
+        pin : bool
+            Whether to pin the memory now. False is for calls that others follow; `pin` ends them.
 
         Raises
         ------
@@ -315,8 +317,19 @@ class Tier:
                 self._resources.callback(self._swapper.close)
             elif wanted > self._held_bytes:
                 # Doubled, since every change registers the whole pool with CUDA again.
-                self._swapper.grow(min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes))
-                self._log_memory()
+                grown = min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes)
+                self._swapper.grow(grown, pin=pin)
+                if pin:
+                    self._log_memory()
+        if pin:
+            self.pin()
+
+    def pin(self) -> None:
+        """Pin the memory of calls of `require` that have left it unpinned."""
+        pool = self._pool
+        if pool is not None and pool.is_pin_due:
+            pool.pin()
+            self._log_memory()
 
     def exceed(self, nbytes: int) -> None:
         """Allow the pool to grow to *nbytes* for a value that the budget cannot hold. The caller

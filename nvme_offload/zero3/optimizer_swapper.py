@@ -58,7 +58,7 @@ class Working(NamedTuple):
 
     *present* returns its weights, flat, if they are in one tensor on the device of updates, or
     None. *copy* copies its weights to a flat tensor of any dtype on any device. *store* makes the
-    contents of a tensor its weights; the tensor may be the one that *present* returned.
+    contents of a tensor its weights; the tensor may be the result of *present*.
     """
 
     dtype: torch.dtype

@@ -58,7 +58,7 @@ class _Value:
         # The fingerprint of a copy on the accelerator that the gathered parameter may share: see
         # `_has_changed`.
         self.read: torch.Tensor | None = None
-        tier.require(nbytes)
+        tier.require(nbytes, pin=False)  # one call for each parameter
         tier.abandon_with(self, [name], [nbytes])
 
 
@@ -214,6 +214,7 @@ class ParameterSwapper:
         _drop_copy(param)
 
     def _swap_in(self, param: Any) -> None:
+        self.tier.pin()
         param.ds_tensor.data = self._read(param, get_accelerator().current_device_name())
         if _may_be_shared(param):
             param.nvme_value.read = fingerprint(param.ds_tensor.data)

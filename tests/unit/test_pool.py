@@ -376,6 +376,39 @@ def test_a_gpu_is_reported_anew_of_a_pool_that_grows_once_its_copies_have_ended(
     assert fake.registered == {}
 
 
+def test_growth_that_leaves_pinning_to_a_later_call_registers_nothing(cuda, monkeypatch):
+    fake = cuda(0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with PinnedPool(PAGE, reserve=64 * PAGE) as pool:
+        tensor = whole(pool)
+        for pages in (2, 4, 8, 16, 33):
+            pool.grow(pages * PAGE, pin=False)
+            # Copies of memory that is registered in part are refused by CUDA.
+            assert fake.registered == {}
+            assert (pool.pinned, pool.pinned_bytes) == ("none", 0)
+        for _ in range(2):
+            pool.pin()
+            assert fake.registered == {tensor.data_ptr(): 33 * PAGE}
+            assert (pool.pinned, pool.pinned_bytes) == ("cuda", 33 * PAGE)
+        assert [nbytes for nbytes, _ in fake.calls] == [PAGE, 33 * PAGE]
+    del pool, tensor
+    assert fake.registered == {}
+
+
+def test_memory_that_is_pinned_later_is_locked_without_a_gpu():
+    with PinnedPool(PAGE, reserve=4 * PAGE) as pool:
+        pool.grow(2 * PAGE, pin=False)
+        assert pool.pinned_bytes == 0
+        pool.grow(3 * PAGE)
+        assert pool.pinned_bytes == 3 * PAGE
+        pool.pin()
+        assert (pool.pinned, pool.pinned_bytes) == ("mlock", 3 * PAGE)
+    with PinnedPool(PAGE, pin=False, reserve=4 * PAGE) as pool:
+        pool.grow(2 * PAGE, pin=False)
+        pool.pin()
+        assert pool.pinned == "none"
+
+
 def test_a_gpu_is_not_called_when_nothing_must_be_pinned(cuda):
     fake = cuda(0)
     with PinnedPool(PAGE, pin=False):
