@@ -109,24 +109,19 @@ def aio_section(
         setting = {key: getattr(setting, name) for key, name in _OUR_NAMES.items()}
     for key, value in setting.items():
         if key not in _OUR_NAMES:
-            hint = (
-                "; DeepSpeed calls it intra_op_parallelism"
-                if key in ("thread_count", "num_threads")
-                else ""
-            )
+            called = "; DeepSpeed calls it intra_op_parallelism"
+            hint = called if key in ("thread_count", "num_threads") else ""
             raise UsageError(
                 f"{key!r} cannot be set in the aio section, only {', '.join(_OUR_NAMES)}{hint}"
             )
-        if key in _FLAGS and not isinstance(value, bool):
+        flag, is_flag = key in _FLAGS, isinstance(value, bool)
+        if flag and not is_flag:
             raise UsageError(f"aio.{key} must be true or false, not {value!r}")
-        if key not in _FLAGS and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
+        if not flag and (is_flag or not isinstance(value, int) or value < 1):
             raise UsageError(f"aio.{key} must be a whole number from 1, not {value!r}")
     if not setting:
         raise UsageError(
-            "there is nothing to set in the aio section; give at least one of "
-            + ", ".join(_OUR_NAMES)
+            f"there is nothing to set in the aio section; give at least one of {', '.join(_OUR_NAMES)}"
         )
     return {key: setting[key] for key in _OUR_NAMES if key in setting}
 
@@ -163,6 +158,7 @@ def zero_infinity(
     deepspeed/runtime/zero/offload_config.py.
     """
     offload = {"device": "nvme", "nvme_path": os.fspath(nvme_path), "pin_memory": True}
+    buffers = {"buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 0}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -170,12 +166,7 @@ def zero_infinity(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {
-                **offload,
-                "buffer_count": 5,
-                "buffer_size": 100_000_000,
-                "max_in_cpu": 0,
-            },
+            "offload_param": {**offload, **buffers},
             "offload_optimizer": {**offload, "buffer_count": 4},
         },
         "aio": aio_section(aio),
@@ -320,8 +311,7 @@ def locate(path: str | Path) -> Path:
             "below deepspeed_config"
         )
     name = Path(next(part for part in named.groups() if part is not None)).expanduser()
-    places = [name, path.parent / name]
-    for place in places:
+    for place in (name, path.parent / name):
         if place.exists():
             return place
     raise UsageError(
@@ -343,11 +333,9 @@ def is_writable(path: str | Path) -> bool:
     bool
     """
     target = Path(path).resolve()
-    return (
-        bool(target.stat().st_mode & 0o222)
-        and os.access(target, os.W_OK)
-        and os.access(target.parent, os.W_OK | os.X_OK)
-    )
+    if not target.stat().st_mode & 0o222:
+        return False
+    return os.access(target, os.W_OK) and os.access(target.parent, os.W_OK | os.X_OK)
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -433,47 +421,38 @@ def _edits(reader: Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, int
     """The replacements that set the section to *wanted*, which maps keys to the text of their
     values.
     """
+    end = len(reader.text)
     if reader.root is None:
         style = _Style(lines=True, indent="  ")
         begin = "\n" if reader.text and not reader.text.endswith("\n") else ""
-        yield (
-            len(reader.text),
-            len(reader.text),
-            f"{begin}{{\n  {style.member('aio', _new_section(style, '  ', '  ', wanted))}\n}}\n",
-        )
+        member = style.member("aio", _new_section(style, "  ", "  ", wanted))
+        yield end, end, f"{begin}{{\n  {member}\n}}\n"
         return
     unit = next(_indentations(reader, reader.root), "  ")
     style = _style_of(reader, reader.root, unit, None)
     section = _section(reader)
     if section is None:
-        yield from _additions(
-            reader,
-            reader.root,
-            style,
-            [style.member("aio", _new_section(style, style.indent, unit, wanted))],
-        )
-    elif section.node.value is None:
-        yield (
-            section.node.start,
-            section.node.end,
-            _new_section(style, reader.indentation(section.start), unit, wanted),
-        )
-    else:
-        for member in section.node.members:
-            if member.key in wanted:
-                yield from _replacement(reader, member.node, wanted[member.key])
-        missing = [key for key in wanted if key not in section.node.value]
-        if missing:
-            style = _style_of(reader, section.node, unit, style)
-            yield from _additions(
-                reader, section.node, style, [style.member(key, wanted[key]) for key in missing]
-            )
+        member = style.member("aio", _new_section(style, style.indent, unit, wanted))
+        yield from _additions(reader, reader.root, style, [member])
+        return
+    node = section.node
+    if node.value is None:
+        new = _new_section(style, reader.indentation(section.start), unit, wanted)
+        yield node.start, node.end, new
+        return
+    for each in node.members:
+        if each.key in wanted:
+            yield from _replacement(reader, each.node, wanted[each.key])
+    style = _style_of(reader, node, unit, style)
+    missing = [style.member(key, wanted[key]) for key in wanted if key not in node.value]
+    if missing:
+        yield from _additions(reader, node, style, missing)
 
 
 def _replacement(reader: Reader, node: Node, new: str) -> Iterator[tuple[int, int, str]]:
     if reader.text[node.start : node.end] == new:
         return
-    follower = node.end + len(reader.text[node.end :]) - len(reader.text[node.end :].lstrip(" \t"))
+    follower = len(reader.text) - len(reader.text[node.end :].lstrip(" \t"))
     # In hjson a quoted value needs no comma before the next key. A number does: without it the text
     # that follows would make it a string.
     yield node.start, node.end, new if STOP.match(reader.text, follower) else f"{new},"
@@ -507,14 +486,14 @@ def _additions(
 
 
 def _end_of_comments(reader: Reader, at: int) -> int:
-    following = at
     while True:
+        following = at
         while reader.text[following : following + 1] in (" ", "\t"):
             following += 1
         after = reader.after_comment(following)
         if after is None:
             return at
-        at = following = after
+        at = after
 
 
 def _new_section(style: _Style, outer: str, unit: str, wanted: Mapping[str, str]) -> str:
@@ -539,14 +518,11 @@ def _style_of(reader: Reader, node: Node, unit: str, parent: _Style | None) -> _
     quote = text[last.start] if text[last.start] in "\"'" else ""
     colon = text[last.key_end : last.node.start]
     colon = colon if colon in (":", ": ", " : ") else ": "
-    gap = (
-        text[earlier[-1].comma + 1 : last.start]
-        if earlier and earlier[-1].comma is not None
-        else colon[1:]
-    )
-    commas = any(member.comma is not None for member in node.members) or (
-        not earlier and quote != ""
-    )
+    gap = colon[1:]
+    if earlier and earlier[-1].comma is not None:
+        gap = text[earlier[-1].comma + 1 : last.start]
+    commas = any(member.comma is not None for member in node.members)
+    commas = commas or (not earlier and quote != "")
     return _Style(
         lines=own_line or last.node.bare,
         indent=reader.indentation(last.start) if own_line else outer + unit,
@@ -568,11 +544,8 @@ def _indentations(reader: Reader, node: Node) -> Iterator[str]:
 
 
 def _section(reader: Reader) -> Member | None:
-    section = (
-        next((member for member in reader.root.members if member.key == "aio"), None)
-        if reader.root
-        else None
-    )
+    members = reader.root.members if reader.root else []
+    section = next((member for member in members if member.key == "aio"), None)
     # null means DeepSpeed's defaults
     if section and not (section.node.value is None or isinstance(section.node.value, dict)):
         reader.fail(
@@ -604,9 +577,8 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; give the path of a DeepSpeed config") from None
     if not stat.S_ISREG(mode):
-        raise UsageError(
-            f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}; give the path of a DeepSpeed config"
-        )
+        what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UsageError(f"{path} is {what}; give the path of a DeepSpeed config")
     data = path.read_bytes()
     kept = commit.kept_of(path.resolve())
     if kept.is_file() and kept.read_bytes() != data:

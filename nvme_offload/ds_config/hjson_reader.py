@@ -44,17 +44,7 @@ _STRING = re.compile(
     r""" "((?:[^"\\\x00-\x1f]|\\.)*)" | '((?:[^'\\\x00-\x1f]|\\.)*)' """, re.VERBOSE
 )
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
-_ESCAPED = {
-    '"': '"',
-    "'": "'",
-    "\\": "\\",
-    "/": "/",
-    "b": "\b",
-    "f": "\f",
-    "n": "\n",
-    "r": "\r",
-    "t": "\t",
-}
+_ESCAPED = dict(zip("\"'\\/bfnrt", "\"'\\/\b\f\n\r\t", strict=True))
 _WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -68,9 +58,8 @@ class Reader:
         self.mark = original.startswith("\ufeff")
         body = original.removeprefix("\ufeff")
         self.text = body.replace("\r\n", "\n").replace("\r", "\n")
-        self._shrunk = [
-            match.start() - index for index, match in enumerate(re.finditer("\r\n", body))
-        ]
+        pairs = enumerate(re.finditer("\r\n", body))
+        self._shrunk = [match.start() - index for index, match in pairs]
         try:
             self.root = self._read_root()
         except RecursionError:
@@ -167,12 +156,8 @@ class Reader:
             if braces and self.text.startswith("}", at):
                 break
             if at == len(self.text):
-                self.fail(
-                    start,
-                    "this '{' is never closed; add the missing '}'"
-                    if braces
-                    else "there is no 'key: value' here",
-                )
+                unclosed = "this '{' is never closed; add the missing '}'"
+                self.fail(start, unclosed if braces else "there is no 'key: value' here")
             member = self._read_member(at)
             if member.key in places:
                 line = self._line(places[member.key])
@@ -186,13 +171,8 @@ class Reader:
             if self.text.startswith(",", at):
                 member.comma = at
                 at = self.skip(at + 1)
-        return Node(
-            start,
-            at + braces,
-            {member.key: member.node.value for member in members},
-            members=members,
-            inside=(inside, at),
-        )
+        values = {member.key: member.node.value for member in members}
+        return Node(start, at + braces, values, members=members, inside=(inside, at))
 
     def _read_member(self, start: int) -> Member:
         if self.text[start] in "\"'":

@@ -54,11 +54,7 @@ class _OfSetting:
 
     Attributes
     ----------
-    block_size, queue_depth, thread_count : int
-        As of `Setting`.
-    single_submit, overlap_events : bool
-        As of `Setting`.
-    backend : str
+    block_size, queue_depth, thread_count, single_submit, overlap_events, backend
         As of `Setting`.
     """
 
@@ -72,9 +68,8 @@ class _OfSetting:
     @property
     def setting(self) -> Setting:
         """The setting."""
-        return Setting(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
-        )
+        names = (field.name for field in dataclasses.fields(Setting))
+        return Setting(**{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,29 +512,21 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = _types_of(made)
         _require_instance(dict, value, place)
-        fields = {
-            name: _decoded(hints.get(name, Any), each, f"{place}.{name}".lstrip("."))
-            for name, each in value.items()
-        }
-        return made(**fields)
+        inner = ((name, each, f"{place}.{name}".lstrip(".")) for name, each in value.items())
+        return made(**{name: _decoded(hints.get(name, Any), each, at) for name, each, at in inner})
     if origin is tuple:
         _require_instance(list, value, place)
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(kinds) != len(value):
             raise TypeError(f"{place} has {len(value)} values rather than {len(kinds)}")
-        return tuple(
-            _decoded(inner, each, f"{place}[{number}]")
-            for number, (inner, each) in enumerate(zip(kinds, value, strict=True))
-        )
+        items = enumerate(zip(kinds, value, strict=True))
+        return tuple(_decoded(of, each, f"{place}[{number}]") for number, (of, each) in items)
     if origin is dict:
         _require_instance(dict, value, place)
         return {key: _decoded(arguments[1], each, f"{place}.{key}") for key, each in value.items()}
     _require_instance((int, float) if kind is float else kind, value, place)
-    if (
-        (isinstance(value, bool) and kind is not bool)
-        or (kind is int and value < 0)
-        or (kind is float and not math.isfinite(value))
-    ):
+    odd = isinstance(value, bool) and kind is not bool
+    if odd or (kind is int and value < 0) or (kind is float and not math.isfinite(value)):
         raise TypeError(f"{place} cannot be {value}")
     return value
 

@@ -61,15 +61,11 @@ class DeepSpeedOp:
     def engine(self, setting: Setting, paths: Mapping[File, str]) -> Iterator[DeepSpeedEngine]:
         """The op at *setting*, as far as a trial needs an `Engine`; *paths* leads to the files."""
         options = (
-            setting.block_size,
-            setting.queue_depth,
-            setting.single_submit,
-            setting.overlap_events,
-            setting.thread_count,
+            *(setting.block_size, setting.queue_depth, setting.single_submit),
+            *(setting.overlap_events, setting.thread_count),
         )
-        made = DeepSpeedEngine(
-            self._module.aio_handle(*options), self._module.aio_handle(*options), self._torch, paths
-        )
+        reading, writing = (self._module.aio_handle(*options) for _ in range(2))
+        made = DeepSpeedEngine(reading, writing, self._torch, paths)
         try:
             yield made
         finally:
@@ -161,15 +157,8 @@ class DeepSpeedTicket:
 
     def failure(self, reason: str) -> IOFailure:
         """An error of this request; the op does not report errno."""
-        return IOFailure(
-            errno.EIO,
-            reason,
-            operation=self._direction,
-            path=self._path,
-            offset=self._offset,
-            nbytes=self.nbytes,
-            done=0,
-        )
+        place: dict[str, Any] = {"path": self._path, "offset": self._offset, "nbytes": self.nbytes}
+        return IOFailure(errno.EIO, reason, operation=self._direction, done=0, **place)
 
 
 @functools.cache

@@ -41,10 +41,8 @@ class Progress:
         """As `say`, for a signal handler, which may run in the middle of a write to the stream."""
         with contextlib.suppress(OSError, ValueError):
             if self._stream is not None:
-                os.write(
-                    self._stream.fileno(),
-                    ((_ERASE if self._terminal else "") + line + "\n").encode(),
-                )
+                text = (_ERASE if self._terminal else "") + line + "\n"
+                os.write(self._stream.fileno(), text.encode())
 
     def clear(self) -> None:
         """Remove the changing line."""

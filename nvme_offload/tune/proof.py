@@ -39,13 +39,9 @@ def read_by_deepspeed(config: Path) -> dict[str, Any] | None:
         return None
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
     try:
+        command, quiet = [sys.executable, "-c", _READ, str(config)], subprocess.DEVNULL
         ran = subprocess.run(
-            [sys.executable, "-c", _READ, str(config)],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, stdin=quiet
         )
         found = json.loads(ran.stdout.strip().rpartition("\n")[2])
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -61,16 +57,13 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
     by = "DeepSpeed's own parser"
     found = read_by_deepspeed(config)
     if found is None:
-        by, found = (
-            "this package's parser (DeepSpeed is not available here)",
-            ds_config.read_aio(config),
-        )
-    wrong = {key: found.get(key) for key, value in wanted.items() if found.get(key) != value}
+        by = "this package's parser (DeepSpeed is not available here)"
+        found = ds_config.read_aio(config)
+    wrong = [
+        f"{key} {found.get(key)!r}" for key, value in wanted.items() if found.get(key) != value
+    ]
     if wrong:
-        return (
-            f"{by} reads {', '.join(f'{key} {value!r}' for key, value in wrong.items())}: set the aio section by hand",
-            False,
-        )
+        return f"{by} reads {', '.join(wrong)}: set the aio section by hand", False
     try:
         Engine(AioConfig.of(setting_of(found, chosen.backend))).close()
     except OffloadError as error:
@@ -80,12 +73,9 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
 
 def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
     """The setting of an aio section, with DeepSpeed's defaults for missing keys. Raises: UsageError."""
-    known = ds_config.aio_section(
-        {
-            **ds_config.DEEPSPEED_AIO,
-            **{key: value for key, value in aio.items() if key in ds_config.DEEPSPEED_AIO},
-        }
-    )
+    defaults = ds_config.DEEPSPEED_AIO
+    given = {key: value for key, value in aio.items() if key in defaults}
+    known = ds_config.aio_section({**defaults, **given})
     return Setting(
         block_size=int(known["block_size"]),
         queue_depth=int(known["queue_depth"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import statistics
@@ -95,15 +96,12 @@ class Ranks(Closing):
 
     def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
         """As `latency.block_seconds`, in all ranks concurrently."""
-        return [
-            value
-            for values in self._order("block_seconds", setting, phase, seconds)
-            for value in values
-        ]
+        found = self._order("block_seconds", setting, phase, seconds)
+        return list(itertools.chain.from_iterable(found))
 
     def paths(self, direction: str) -> list[str]:
         """As `Rig.paths`, of all ranks."""
-        return [path for paths in self._order("paths", direction) for path in paths]
+        return list(itertools.chain.from_iterable(self._order("paths", direction)))
 
     def close(self) -> None:
         """End the processes; the kernel frees their files and memory."""
@@ -118,9 +116,8 @@ class Ranks(Closing):
         ours, theirs = Pipe()
         with theirs:
             start = _START.format(path=sys.path, descriptor=theirs.fileno())
-            command = [sys.executable, "-c", start]
             self._ranks[ours] = subprocess.Popen(
-                command,
+                [sys.executable, "-c", start],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -134,8 +131,7 @@ class Ranks(Closing):
         return [
             Point(
                 statistics.fmean(one.seconds for one in each),
-                sum(one.read_bytes for one in each),
-                sum(one.write_bytes for one in each),
+                *(sum(one.moved(way) for one in each) for way in ("read", "write")),
             )
             for each in zip(*by_rank, strict=True)
         ]
@@ -173,15 +169,11 @@ class Ranks(Closing):
     def _raise_rank_died(self, connection: Connection) -> NoReturn:
         status = self._ranks[connection].wait()
         number, count = list(self._ranks).index(connection), len(self._ranks)
-        how = (
-            f"was ended by {signal.Signals(-status).name}"
-            if status < 0
-            else f"ended with status {status}"
-        )
-        raise ChildProcessError(
-            f"rank {number} of {count} {how}"
-            + (": is there the memory for so many?" if status == -signal.SIGKILL else "")
-        )
+        how = f"ended with status {status}"
+        if status < 0:
+            how = f"was ended by {signal.Signals(-status).name}"
+        memory = ": is there the memory for so many?" if status == -signal.SIGKILL else ""
+        raise ChildProcessError(f"rank {number} of {count} {how}{memory}")
 
 
 class _Rank:

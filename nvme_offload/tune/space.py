@@ -46,14 +46,8 @@ def grid(
     """
     cpu_count //= ranks
     least_bytes = max((16 << 20) // ranks, DEEPSPEED_DEFAULTS.bytes_in_flight)
-    most_bytes = (
-        min(
-            most_bytes_in_flight,
-            MAX_BYTES_IN_FLIGHT,
-            max(least_bytes * ranks, int(bytes_per_second * USEFUL_QUEUE_SECONDS)),
-        )
-        // ranks
-    )
+    useful_bytes = max(least_bytes * ranks, int(bytes_per_second * USEFUL_QUEUE_SECONDS))
+    most_bytes = min(most_bytes_in_flight, MAX_BYTES_IN_FLIGHT, useful_bytes) // ranks
     settings = [
         Setting(block_size, queue_depth, thread_count, backend=backend)
         for block_size in BLOCK_SIZES
@@ -61,9 +55,7 @@ def grid(
         for thread_count in THREAD_COUNTS
         if thread_count <= max(1, 2 * cpu_count) and 2 * ranks * block_size <= MAX_BYTES_IN_FLIGHT
     ]
-    return sorted(
-        (setting for setting in settings if setting.bytes_in_flight <= most_bytes), key=cost
-    )
+    return sorted((each for each in settings if each.bytes_in_flight <= most_bytes), key=cost)
 
 
 def coarse(settings: Sequence[Setting]) -> list[Setting]:
@@ -78,10 +70,9 @@ def coarse(settings: Sequence[Setting]) -> list[Setting]:
         and (setting.queue_depth in _COARSE_QUEUE_DEPTHS or setting.backend == "posix")
         and setting.thread_count in _COARSE_THREAD_COUNTS
     ]
-    extreme = next(setting for setting in settings if setting.bytes_in_flight == deepest)
-    return (
-        found if any(setting.bytes_in_flight == deepest for setting in found) else [*found, extreme]
-    )
+    if all(setting.bytes_in_flight < deepest for setting in found):
+        found.append(next(each for each in settings if each.bytes_in_flight == deepest))
+    return found
 
 
 def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:

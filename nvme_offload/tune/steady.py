@@ -36,19 +36,12 @@ def judge(speeds: Sequence[float]) -> Steadiness:
         return Steadiness(False, math.inf, math.inf)
     mean = sum(window) / len(window)
     middle = (len(window) - 1) / 2
-    spread = sum((index - middle) ** 2 for index in range(len(window)))
-    per_round = (
-        sum((index - middle) * speed for index, speed in enumerate(window)) / spread
-        if spread
-        else 0.0
-    )
+    rising = sum((index - middle) * speed for index, speed in enumerate(window))
+    per_round = rising / (sum((index - middle) ** 2 for index in range(len(window))) or 1)
     value_range = (max(window) - min(window)) / mean
     slope = abs(per_round) * (len(window) - 1) / mean
-    return Steadiness(
-        len(window) == ROUNDS and value_range <= MOST_RANGE and slope <= MOST_SLOPE,
-        value_range,
-        slope,
-    )
+    steady = len(window) == ROUNDS and value_range <= MOST_RANGE and slope <= MOST_SLOPE
+    return Steadiness(steady, value_range, slope)
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:

@@ -44,10 +44,8 @@ def write_on(
     requests = max(1, file_bytes // REQUEST_BYTES)
     each = max(1, total_bytes // ROUNDS // REQUEST_BYTES)
     source = np.random.default_rng()
-    ring = [
-        np.frombuffer(allocate(REQUEST_BYTES), np.uint64)
-        for _ in range(-(-setting.bytes_in_flight // REQUEST_BYTES) + 1)
-    ]
+    count = -(-setting.bytes_in_flight // REQUEST_BYTES) + 1
+    ring = [np.frombuffer(allocate(REQUEST_BYTES), np.uint64) for _ in range(count)]
     for buffer in ring:
         buffer[:] = source.integers(0, 1 << 64, buffer.size, dtype=np.uint64)
     samples: list[tuple[float, int]] = [(0.0, 0)]
@@ -92,10 +90,8 @@ def judged(samples: Sequence[tuple[float, int]]) -> Sustained:
 
 def speeds(samples: Sequence[tuple[float, int]]) -> list[float]:
     """Bytes per second of each round."""
-    return [
-        (after[1] - before[1]) / (after[0] - before[0])
-        for before, after in itertools.pairwise(samples)
-    ]
+    pairs = itertools.pairwise(samples)
+    return [(bytes_b - bytes_a) / (b - a) for (a, bytes_a), (b, bytes_b) in pairs]
 
 
 def cache_end(rounds: Sequence[float]) -> int | None:
@@ -110,10 +106,8 @@ def cache_end(rounds: Sequence[float]) -> int | None:
         return None
     cut = min(cuts, key=lambda at: _scatter(rounds[:at]) + _scatter(rounds[at:]))
     before, after = statistics.median(rounds[:cut]), rounds[cut:]
-    fell = (
-        statistics.median(after) < FALL * before
-        and sorted(after)[round(0.9 * (len(after) - 1))] < before
-    )
+    late = sorted(after)[round(0.9 * (len(after) - 1))]
+    fell = statistics.median(after) < FALL * before and late < before
     return cut if fell else None
 
 
