@@ -4,9 +4,16 @@ one can be unpacked on the other.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "optim"))
+from reference import differing, parameters, train, unlike
+
+from nvme_offload.optim import NVMeOptimizer, update
 from nvme_offload.optimizer_states import FORMATS, state_format
 
 pytestmark = [
@@ -82,3 +89,38 @@ def test_a_nan_on_a_gpu_takes_its_block_along():
     _, back = format.unpack(layout, buffer, working)
     assert back["exp_avg"].isnan().cpu().view(4, 256).sum(dim=1).tolist() == [0, 256, 0, 0]
     assert back["exp_avg_sq"].isfinite().all()
+
+
+@pytest.mark.parametrize("home", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
+def test_few_kernels_give_the_bits_of_the_optimizer_itself(
+    tmp_path, monkeypatch, state_format, dtype, home
+):
+    """Adam is also updated by unpacking, its own step and packing, as other optimizers are."""
+    found, used = [], []
+    for by_kernels in (True, False):
+        params = parameters(dtype, home)
+        with monkeypatch.context() as patch:
+            step = update.step_by_kernels
+            patch.setattr(
+                update, "step_by_kernels", lambda *args, step=step: (used.append(1), step(*args))
+            )
+            if not by_kernels:
+                patch.setattr(update, "is_packed_adam", lambda *_: False)
+                used.clear()
+            with NVMeOptimizer(
+                params,
+                torch.optim.AdamW,
+                paths=tmp_path,
+                host_memory="2MB",
+                state_format=state_format,
+                update_device="gpu" if home == "cpu" else "auto",
+                lr=1e-2,
+                fused=True,
+            ) as optimizer:
+                train(params, optimizer, steps=7)
+                assert bool(used) == by_kernels
+                found.append(([one.detach().cpu() for one in params], optimizer.state_dict()))
+    assert differing(found[0][0], found[1][0]) == []
+    assert unlike(found[0][1]["state"], found[1][1]["state"]) == []
