@@ -134,6 +134,11 @@ class Watch:
                 ],
             )
 
+    def swapped_in(self) -> int:
+        """How often a value was swapped in since the last call of `traffic`."""
+        counts = [swapper.stats() for swapper in self.swappers]
+        return sum(count.hits + count.misses for count in counts)
+
     def traffic(self) -> dict[str, Any]:
         """The bytes moved, and the memory used, since the last call."""
         found = {
@@ -211,9 +216,10 @@ class Training:
         if self.case.program:
             return self._of_program()
         finals: dict[str, Any] = {key: {} for key in ("weights", "masters", "states", "scalars")}
-        traffic, stats = {}, {}
+        traffic, stats, swapped_in = {}, {}, 0
         for life in range(self.case.lives):
             engines = [self._engine(10 * life + number) for number in range(self.case.engines)]
+            swapped_in = self.watch.swapped_in()
             for step in range(self.case.steps):
                 for number, engine in enumerate(engines):
                     self._step(engine, step, number)
@@ -233,6 +239,7 @@ class Training:
             **finals,
             "traffic": traffic,
             "stats": stats,
+            "swapped in by initialize": swapped_in,
             # stores that outlive the engines, which are destroyed: a gigabyte of the drive each
             "left": len(self.watch.alive),
             "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
