@@ -32,6 +32,7 @@ from nvme_offload.units import format_speed
 
 PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
 SWEEP = [sys.executable, "-m", "nvme_offload.tune.cli"]
+Swept = tuple[Path, Path, subprocess.CompletedProcess[str]]
 
 
 def _undisturbed() -> None:
@@ -76,9 +77,7 @@ def wait_for(process: subprocess.Popen[str], topic: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def swept(
-    disk: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path, subprocess.CompletedProcess[str]]:
+def swept(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     """A short sweep with two configs: the directories of its reports and of the configs, and its
     output.
     """
@@ -92,17 +91,13 @@ def swept(
     return place / "reports", place, result
 
 
-def test_a_sweep_succeeds_and_leaves_nothing_in_the_directory(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path
-) -> None:
+def test_a_sweep_succeeds_and_leaves_nothing_in_the_directory(swept: Swept, disk: Path) -> None:
     _, _, result = swept
     assert result.returncode == 0, result.stderr
     assert list(disk.iterdir()) == []
 
 
-def test_its_profile_is_whole(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path
-) -> None:
+def test_its_profile_is_whole(swept: Swept, disk: Path) -> None:
     reports, _, _ = swept
     (report,) = reports.iterdir()
     assert re.fullmatch(r"[a-z0-9-]+-\d{4}-\d\d-\d\d", report.name)
@@ -142,7 +137,7 @@ def test_its_profile_is_whole(
 
 
 def test_it_sets_the_configs_and_says_what_changed(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+    swept: Swept,
 ) -> None:
     reports, place, result = swept
     (report,) = reports.iterdir()
@@ -164,7 +159,7 @@ def test_it_sets_the_configs_and_says_what_changed(
 
 
 def test_it_prints_the_choice_with_its_gain(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+    swept: Swept,
 ) -> None:
     reports, _, result = swept
     (report,) = reports.iterdir()
@@ -186,7 +181,7 @@ def test_it_prints_the_choice_with_its_gain(
 
 
 def test_piped_progress_is_plain_lines_and_few(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+    swept: Swept,
 ) -> None:
     _, _, result = swept
     lines = result.stderr.splitlines()
@@ -197,7 +192,7 @@ def test_piped_progress_is_plain_lines_and_few(
 
 
 def test_a_second_report_does_not_replace_the_first_nor_need_torch(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path
+    swept: Swept, disk: Path
 ) -> None:
     reports, _, _ = swept
     (first,) = reports.iterdir()
@@ -337,7 +332,7 @@ def test_a_broken_drive_fails_with_one_line_and_changes_nothing(
 
 @pytest.fixture
 def good_profile(
-    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+    swept: Swept,
     disk: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

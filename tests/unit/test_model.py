@@ -14,22 +14,16 @@ from nvme_offload.commands import cli, unknown_family
 from nvme_offload.errors import UsageError
 from nvme_offload.planning.model import of_config, of_count, of_module
 
-# Published models: their parameters, as transformers counts them too.
-
 
 def gated(
     kind: str, hidden: int, layers: int, heads: int, inner: int, vocabulary: int, **others: Any
 ) -> dict[str, Any]:
-    shape = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary,
-    }
-    return {"model_type": kind, **shape, **others}
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    counts = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    return {"model_type": kind, **sizes, **counts, **others}
 
 
+QWEN3 = {"num_key_value_heads": 8, "attention_bias": False}
 # Published models: their parameters, as transformers counts them too.
 PUBLISHED: list[tuple[int, dict[str, Any]]] = [
     (6_738_415_616, gated("llama", 4096, 32, 32, 11008, 32000, tie_word_embeddings=False)),
@@ -37,20 +31,7 @@ PUBLISHED: list[tuple[int, dict[str, Any]]] = [
     (7_241_732_096, gated("mistral", 4096, 32, 32, 14336, 32000)),
     (46_702_792_704, gated("mixtral", 4096, 32, 32, 14336, 32000)),
     (7_615_616_512, gated("qwen2", 3584, 28, 28, 18944, 152064, num_key_value_heads=4)),
-    (
-        8_190_735_360,
-        gated(
-            "qwen3",
-            4096,
-            36,
-            32,
-            12288,
-            151936,
-            num_key_value_heads=8,
-            head_dim=128,
-            attention_bias=False,
-        ),
-    ),
+    (8_190_735_360, gated("qwen3", 4096, 36, 32, 12288, 151936, head_dim=128, **QWEN3)),
     (2_506_172_416, gated("gemma", 2048, 18, 8, 16384, 256000, num_key_value_heads=1)),
     (3_821_079_552, gated("phi3", 3072, 32, 32, 8192, 32064)),
     (

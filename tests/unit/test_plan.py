@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvme_offload.ds_config.edit import aio_section
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware import gpu_models
 from nvme_offload.hardware import machine as machines
@@ -110,19 +111,11 @@ print("answers:" + json.dumps(found))
 def test_bytes_are_those_of_deepspeeds_estimates():
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
-    cases = list(
-        itertools.product(
-            (7_000_000_000, 1_610_612_737), (131_072_000,), (1, 2, 8), (1, 4), (True, False)
-        )
-    )
+    sizes = (7_000_000_000, 1_610_612_737), (131_072_000,)
+    cases = list(itertools.product(*sizes, (1, 2, 8), (1, 4), (True, False)))
     command = [sys.executable, "-W", "ignore", "-c", ESTIMATE, json.dumps(cases)]
-    said = subprocess.run(
-        command,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    said = subprocess.check_output(command, env=environment, text=True, stderr=subprocess.DEVNULL)
     answers = json.loads(said.rpartition("answers:")[2])
     for (total, largest, gpus, nodes, init), answer in zip(cases, answers, strict=True):
         for name, (host_bytes_of_node, gpu_bytes) in answer.items():
@@ -269,15 +262,9 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
     drive = Drive(
         "/local_nvme", 68 << 30, dict(zip(("read", "write", "mixed"), speeds, strict=True))
     )
-    found = by_name(
-        plans(
-            MEASURED_MODEL,
-            Machine(H200, 134 << 30, MEASURED_COPIES, (drive,)),
-            World(),
-            budget=budget,
-            strategies=[ON_CPU[name]],  # as it was then
-        )
-    )[name]
+    here = Machine(H200, 134 << 30, MEASURED_COPIES, (drive,))
+    # as it was then
+    (found,) = plans(MEASURED_MODEL, here, World(), Work(), budget, [ON_CPU[name]])
     assert found.seconds == pytest.approx(passes + update, rel=0.15)
     assert found.update_seconds == pytest.approx(update, rel=0.15)
     # DeepSpeed's own estimate is the farthest off
@@ -293,15 +280,10 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
 )
 def test_predictions_are_near_measured_updates_of_a_small_machine(name, mixed, update):
     model = Model(12 * (8 * 2048**2 + 7 * 2048), 2048 * 8192, 2048 * 8192)
-    small = Machine(
-        None,
-        20 << 30,
-        20e9,
-        (Drive("/local_nvme", 68 << 30, {"read": 2.9, "write": 3.5, "mixed": mixed}),),
-    )
-    assert by_name(plans(model, small, World(), budget=1_000_000_000))[
-        name
-    ].update_seconds == pytest.approx(update, rel=0.15)
+    speeds = {"read": 2.9, "write": 3.5, "mixed": mixed}
+    small = Machine(None, 20 << 30, 20e9, (Drive("/local_nvme", 68 << 30, speeds),))
+    found = by_name(plans(model, small, World(), budget=1_000_000_000))[name]
+    assert found.update_seconds == pytest.approx(update, rel=0.15)
 
 
 # More of any resource is never slower, and a model that fits continues to fit.
@@ -323,19 +305,18 @@ MEMORY = st.integers(1 << 30, 1 << 41)
 def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, what, times):
     speeds = {"read": speed, "write": 0.9 * speed, "mixed": speed}
     worse = Machine(Gpu("NVIDIA L4", gpu, 25e9), host, 50e9, (Drive("/d", free, speeds),))
+    free_more = (Drive("/d", int(free * times), speeds),)
+    faster_drive = (Drive("/d", free, {phase: value * times for phase, value in speeds.items()}),)
     better = {
-        "host": dataclasses.replace(worse, host_bytes=int(host * times)),
-        "gpu": dataclasses.replace(worse, gpu=Gpu("NVIDIA L4", int(gpu * times), 25e9)),
-        "free": dataclasses.replace(worse, drives=(Drive("/d", int(free * times), speeds),)),
-        "drive": dataclasses.replace(
-            worse,
-            drives=(Drive("/d", free, {phase: value * times for phase, value in speeds.items()}),),
-        ),
-        "copies": dataclasses.replace(worse, host_bytes_per_second=50e9 * times),
-    }[what]
-    pairs = list(
-        zip(*(plans(of_count(count), each, World(ranks)) for each in (worse, better)), strict=True)
-    )
+        "host": {"host_bytes": int(host * times)},
+        "gpu": {"gpu": Gpu("NVIDIA L4", int(gpu * times), 25e9)},
+        "free": {"drives": free_more},
+        "drive": {"drives": faster_drive},
+        "copies": {"host_bytes_per_second": 50e9 * times},
+    }
+    after_all = dataclasses.replace(worse, **better[what])
+    found = (plans(of_count(count), each, World(ranks)) for each in (worse, after_all))
+    pairs = list(zip(*found, strict=True))
     for before, after in pairs:
         assert after.fits or not before.fits
         if before.fits:
@@ -363,14 +344,9 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
 def test_a_larger_budget_never_streams_more(count, name, strategies, ranks, one, other):
     small, large = sorted((one, other))
     model, world, strategy = of_count(count), World(ranks), strategies[name]
-    assert (
-        streamed(strategy, model, world, large).total
-        <= streamed(strategy, model, world, small).total
-    )
-    assert (
-        streamed(strategy, model, world, small).total
-        <= (14 + 14 if name == "nvme-optimizer" else 18 + 16) * count / ranks + 1
-    )
+    fewer, more = (streamed(strategy, model, world, each).total for each in (large, small))
+    assert fewer <= more
+    assert more <= (28 if name == "nvme-optimizer" else 34) * count / ranks + 1
 
 
 @given(SIZES, st.integers(1, 64), st.integers(1, 8), st.booleans())
@@ -387,11 +363,8 @@ def test_more_ranks_never_need_more_each(count, ranks, nodes, zero_init):
 
 @given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 64))
 def test_the_least_budget_is_less_than_the_whole(count, name, ranks):
-    assert (
-        0
-        < fewest_bytes(BY_NAME[name], of_count(count), World(ranks))
-        < whole_bytes(BY_NAME[name], of_count(count), World(ranks))
-    )
+    strategy, model, world = BY_NAME[name], of_count(count), World(ranks)
+    assert 0 < fewest_bytes(strategy, model, world) < whole_bytes(strategy, model, world)
 
 
 # What fits.
@@ -971,13 +944,7 @@ def test_the_config_is_what_the_plan_says():
         "offload_optimizer": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
         "offload_param": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
     }
-    assert config["aio"] == {
-        "block_size": 1 << 20,
-        "queue_depth": 8,
-        "intra_op_parallelism": 4,
-        "single_submit": False,
-        "overlap_events": True,
-    }
+    assert config["aio"] == aio_section(SETTING)
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert Settings.of(config) == Settings(
         host_memory=8_000_000_000, paths=("/a", "/b"), weights=(0.5, 0.5)
@@ -991,11 +958,8 @@ def test_the_config_is_what_the_plan_says():
 def test_deepspeed_takes_the_config_of_every_plan(tmp_path):  # but NVMeOptimizer's, which has none
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
-    large = machine(
-        gpu=Gpu("x", 1 << 41),
-        host_bytes=1 << 41,
-        drives=(Drive("/a", 1 << 41, SPEEDS, "a", profile("/a")),),
-    )
+    drives = (Drive("/a", 1 << 41, SPEEDS, "a", profile("/a")),)
+    large = machine(gpu=Gpu("x", 1 << 41), host_bytes=1 << 41, drives=drives)
     strategies = [each for each in STRATEGIES if each.door != "plain"]
     found = plans(SEVEN, large, World(), strategies=strategies)
     assert all(plan.fits for plan in found)
@@ -1009,13 +973,8 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):  # but NVMeOptimize
         "    print('plan', int(zero.stage), *(part and part.device for part in (zero.offload_optimizer, zero.offload_param)))"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "all.json")]
-    said = subprocess.run(
-        command,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    said = subprocess.check_output(command, env=environment, text=True, stderr=subprocess.DEVNULL)
     spoken = [line.split()[1:] for line in said.splitlines() if line.startswith("plan ")]
     words = {"gpu": "None", "host": "cpu", "drive": "nvme"}
     wanted = [
