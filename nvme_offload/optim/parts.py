@@ -33,11 +33,8 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if group is None:
-        from torch.distributed.device_mesh import _mesh_resources
-
-        find: Any = _mesh_resources
         roots = {
-            find.get_root_mesh(mesh)
+            _root_of(mesh)
             for mesh in {
                 weight.parameter.device_mesh  # type: ignore[attr-defined]
                 for weight in weights
@@ -55,6 +52,16 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
                 "parameters are distributed over several meshes, and none has all of their ranks: name these in group"
             )
     return of_group(group)
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh that *mesh* was sliced from, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # in older releases of torch
+
+    resources: Any = _mesh_resources
+    return resources.get_root_mesh(mesh)
 
 
 def of_group(group: Any = None) -> Ranks:
