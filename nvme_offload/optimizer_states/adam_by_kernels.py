@@ -1,38 +1,29 @@
-"""`step_by_kernels` makes a step of Adam or AdamW over packed states on a GPU. The bits are those of
-`StateFormat.unpack`, the optimizer's step and `StateFormat.pack` one after another, with a fraction
-of their Python, which takes longer than the kernels.
-
-With `fused=True`, one kernel for each parameter makes the whole step, if it gives the bits of torch's
-kernel (`_fused_products`). Otherwise one kernel unpacks, torch's own function updates, and one packs.
+"""`step_by_kernels` makes a step of Adam or AdamW over packed states on a GPU: for each parameter one
+kernel that unpacks and one that packs, and between them torch's own functions for all parameters. The
+bits are those of `StateFormat.unpack`, the optimizer's step and `StateFormat.pack` one after another,
+with a fraction of their Python, which takes longer than the kernels.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adam import adam
 
 from ..errors import known
-from .on_gpu import kernels, packs_in_one_pass
+from .on_gpu import kernels
 from .one_pass import STATES, Part
 from .packed import Packed, Unpacked
 from .rounding import BLOCK
-from .traits import raw_step
 
 if TYPE_CHECKING:
     from .formats import Layout, StateFormat
 
 _KEYS = {"step", *STATES}
-_SAMPLE = 1 << 17  # values
-
-_log = logging.getLogger(__name__)
 
 
 def can_step_by_kernels(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> bool:
@@ -63,13 +54,6 @@ def step_by_kernels(
     Parameters: see `one_pass.step_in_one_pass`; `can_step_by_kernels` must be true.
     """
     by, parts = kernels(buffer.device), [part for part in parts if part.weight.numel()]
-    steps_there = all(optimizer.state[part.parameter]["step"].is_cuda for part in parts)
-    if steps_there and all(part.group["fused"] for part in parts):
-        fused = _fused_products(buffer.device)
-        if fused is not None:
-            begin()
-            _step_in_one_kernel(optimizer, state_format, layout, buffer, parts, seed, fused)
-            return
     splits = state_format.splits_master and layout.master is not None
     widens = any(part.gradient.dtype != torch.float32 for part in parts)
     rows = splits + 2 * state_format.eight_bit + widens
@@ -82,53 +66,14 @@ def step_by_kernels(
     for part, one, into in zip(parts, packed, unpacked, strict=True):
         if splits or one.moments or into.gradient is not None:
             by.unpack(one, into, part.gradient)
-    by_parameter = {id(part): into for part, into in zip(parts, unpacked, strict=True)}
-    for group, chosen in _by_group(parts):
-        _update(optimizer, group, chosen, [by_parameter[id(part)] for part in chosen])
+    for group in {id(part.group): part.group for part in parts}.values():
+        chosen = [index for index, part in enumerate(parts) if part.group is group]
+        _update(optimizer, group, [parts[at] for at in chosen], [unpacked[at] for at in chosen])
     for part, one, into in zip(parts, packed, unpacked, strict=True):
         if splits or one.moments:
             by.pack(into, one, part.first_block, seed)
         if layout.master is not None and not splits:
             part.weight.copy_(into.master)
-
-
-def _step_in_one_kernel(
-    optimizer: torch.optim.Optimizer,
-    state_format: StateFormat,
-    layout: Layout,
-    buffer: torch.Tensor,
-    parts: Sequence[Part],
-    seed: int,
-    fused: tuple[int, int],
-) -> None:
-    from . import by_triton
-
-    for group, chosen in _by_group(parts):
-        steps = [optimizer.state[part.parameter]["step"] for part in chosen]
-        for part, corrections in zip(chosen, _advanced(steps, group["betas"]), strict=True):
-            packed = _packed(state_format, layout, buffer, part)
-            kept = _unpacked(state_format, layout, buffer, part, None, widens=False)
-            by_triton.adam(
-                packed, kept, part.gradient, corrections, group, part.first_block, seed, fused
-            )
-            if packed.low is None and layout.master is not None:
-                part.weight.copy_(kept.master)
-
-
-def _by_group(parts: Sequence[Part]) -> list[tuple[Any, list[Part]]]:
-    groups = {id(part.group): part.group for part in parts}
-    return [(group, [part for part in parts if part.group is group]) for group in groups.values()]
-
-
-def _advanced(steps: Sequence[torch.Tensor], betas: tuple[float, float]) -> torch.Tensor:
-    """Advance the step counts *steps*; return a row of corrections for each (`by_triton.adam`). Source:
-    FusedAdamMathFunctor in ATen/native/cuda/fused_adam_utils.cuh.
-    """
-    with torch.no_grad():
-        torch._foreach_add_(list(steps), 1)
-        counts = torch.stack(list(steps)).double()
-        first, second = ((1 - torch.pow(beta, counts)).float() for beta in betas)
-        return torch.stack([first, second.sqrt()], dim=1)
 
 
 def _packed(state_format: StateFormat, layout: Layout, buffer: torch.Tensor, part: Part) -> Packed:
@@ -149,17 +94,12 @@ def _unpacked(
     layout: Layout,
     buffer: torch.Tensor,
     part: Part,
-    scratch: torch.Tensor | None,
+    scratch: torch.Tensor,
     *,
     widens: bool,
 ) -> Unpacked:
-    """Where *part* is unpacked: to *scratch*; without it, the weight stands for what is packed."""
     numel, start = part.weight.numel(), part.start
-    rows: Iterator[torch.Tensor] = (
-        itertools.repeat(part.weight)
-        if scratch is None
-        else iter(scratch[:, start : start + numel])
-    )
+    rows = iter(scratch[:, start : start + numel])
 
     def kept(slot: Any) -> torch.Tensor:
         values: torch.Tensor = slot.of(buffer).view(torch.float32)
@@ -214,95 +154,3 @@ def _update(
 def _knows_decay() -> bool:
     """Whether torch's function has an option for AdamW, as it does from 2.7 on."""
     return "decoupled_weight_decay" in inspect.signature(adam).parameters
-
-
-@functools.cache
-def _fused_products(device: torch.device) -> tuple[int, int] | None:
-    """The option *fused* of `by_triton.adam` with which it gives the bits of torch's fused kernel on
-    *device*; None if there is none.
-    """
-    if not packs_in_one_pass(device):
-        return None
-    try:
-        for fused in ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (1, 2)):
-            if all(_gives_same_bits(device, fused, *sample) for sample in _samples(device)):
-                return fused
-        why = "Triton gives other bits"
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:  # as in `on_gpu.fault`
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-    _log.info("Adam on %s unpacks, updates and packs in three kernels: %s", device, why)
-    return None
-
-
-def _samples(device: torch.device) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Options, and values of weight, gradient and moments: of many magnitudes, and such that the sum of
-    two products is halfway between two float32 but for the rounding of a product in float64.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(spread: float) -> torch.Tensor:
-        values = torch.randn(2, _SAMPLE, generator=generator, dtype=torch.float64)
-        return values[0] * torch.exp(values[1] * spread)
-
-    usual = [drawn(1), drawn(4), drawn(4), drawn(8).abs()]
-    for place, number in enumerate([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 3e38]):
-        usual[1][7 * place] = number
-    largest = 1.3712345 * 2.0**-27
-    near = 1 + torch.rand(_SAMPLE, generator=generator, dtype=torch.float64).float().double()
-    odd = 2 * torch.randint(0, 4, (_SAMPLE,), generator=generator).double() + 1
-    halfway = near + odd * 2.0**-24 / largest
-    samples: list[tuple[dict[str, Any], list[torch.Tensor]]] = [
-        ({"betas": (0.9, 0.999), "weight_decay": 0.1}, usual),
-        ({"betas": (0.95, 0.99), "weight_decay": 0.0, "maximize": True}, usual),
-        ({"betas": (1 - largest, 0.999)}, [near, halfway, near, near]),
-        ({"betas": (0.9, 1 - largest)}, [near, halfway.sqrt(), near, near]),
-    ]
-    for options, values in samples:
-        yield options, [value.float().to(device) for value in values]
-
-
-def _gives_same_bits(
-    device: torch.device,
-    fused: tuple[int, int],
-    options: dict[str, Any],
-    values: list[torch.Tensor],
-) -> bool:
-    from . import by_triton
-
-    weight, gradient, first, second = (value.clone() for value in values)
-    parameter = torch.nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True, **options)
-    state = optimizer.state[parameter]
-    state.update(
-        {
-            "step": torch.tensor(4.0, dtype=torch.float32, device=device),
-            "exp_avg": first.clone(),
-            "exp_avg_sq": second.clone(),
-        }
-    )
-    count = state["step"].clone()
-    for _ in range(2):
-        parameter.grad = gradient.clone()
-        raw_step(optimizer)(optimizer)
-        [corrections] = _advanced([count], optimizer.param_groups[0]["betas"])
-        by_triton.adam(
-            Packed(weight, None, []),
-            Unpacked(weight, [first, second], None),
-            gradient,
-            corrections,
-            optimizer.param_groups[0],
-            0,
-            0,
-            fused,
-        )
-    pairs = (
-        (parameter.detach(), weight),
-        (state["exp_avg"], first),
-        (state["exp_avg_sq"], second),
-    )
-    return all(
-        torch.equal(*(torch.where(one.isnan(), torch.nan, one).view(torch.int32) for one in pair))
-        for pair in pairs
-    )

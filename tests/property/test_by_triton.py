@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -312,57 +311,3 @@ def test_far_blocks(by_triton, numel, octaves, eps):
             far[:-1] = False
             by.mark_far(values, first, far[:-1], eps)
         assert torch.equal(*marks)
-
-
-def adam(master, gradient, first, second, corrections, options):
-    """A step as torch's fused kernel computes it: in float64 where a constant takes part."""
-    weight, gradient, first, second = (
-        one.cpu().numpy().astype(np.float64) for one in (master, gradient, first, second)
-    )
-    single, (beta1, beta2) = np.float32, options["betas"]
-    weight = (weight - options["lr"] * options["weight_decay"] * weight).astype(single)
-    first = (beta1 * first + (1 - beta1) * gradient).astype(single)
-    second = (beta2 * second + (1 - beta2) * gradient * gradient).astype(single)
-    size = single(options["lr"] / float(corrections[0]))
-    root = np.sqrt(second) / single(corrections[1])
-    root = (root.astype(np.float64) + options["eps"]).astype(single)
-    made = weight - size * first / root, first, second
-    return [torch.from_numpy(one).to(DEVICE) for one in made]
-
-
-@pytest.mark.parametrize("numel", SIZES[1:])
-@pytest.mark.parametrize("low", [torch.int16, torch.int8, None])
-@pytest.mark.parametrize("codes", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
-    """Is unpacking, the step, and packing."""
-    if low is not None and dtype == torch.float32:
-        pytest.skip("a weight of float32 is its own master")
-    options = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
-    options |= {"maximize": False, "decoupled_weight_decay": True}
-    corrections = torch.tensor([0.4, 0.07], device=DEVICE)
-    gradient = numbers(numel, 3).to(DEVICE, dtype)
-    found = []
-    for at_once in (True, False):
-        master, first, second = numbers(numel, 4), numbers(numel, 4) / 8, numbers(numel, 6) ** 2
-        master, first, second = (one.to(DEVICE) for one in (master, first, second))
-        bytes_of = [empty(master, torch.uint8) for _ in range(2)]
-        fields = [empty(master, torch.uint8, -(-numel // BLOCK)) for _ in range(2)]
-        pairs = [(one[:-1], field[:-1]) for one, field in zip(bytes_of, fields, strict=True)]
-        weight = master.to(dtype) if dtype != master.dtype else master
-        rests = None if low is None else empty(master, low)
-        packed = Packed(weight, None if rests is None else rests[:-1], pairs if codes else [])
-        unpacked = Unpacked(master, [first, second], None)
-        by_torch.pack(unpacked, packed, 3, 1)
-        if at_once:
-            by_triton.adam(packed, unpacked, gradient, corrections, options, 3, 2, (0, 0))
-        else:
-            by_torch.unpack(packed, unpacked, gradient)
-            made = adam(master, gradient.float(), first, second, corrections, options)
-            for old, new in zip((master, first, second), made, strict=True):
-                old.copy_(new)
-            by_torch.pack(unpacked, packed, 3, 2)
-        found.append([*bytes_of, *fields, *([] if rests is None else [rests])])
-        found[-1] += [master] if low is None else [weight]
-        found[-1] += [] if codes else [first, second]
-    assert all(map(same, *found))
