@@ -15,6 +15,7 @@ import inspect
 import itertools
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,7 +64,14 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generator)
     def checkpointed(*given: Any, **keywords: Any) -> Any:
         cache = _innermost_cache()
-        if cache is None or not torch.is_grad_enabled() or len(given) < len(settings):
+        around = _forward.cache if _innermost_hooks() else None
+        if not torch.is_grad_enabled() or len(given) < len(settings):
+            return generator(*given, **keywords)
+        if cache is None:
+            if around is not None:
+                others = [one for one in given[len(settings) :] if not torch.is_tensor(one)]
+                code = getattr(given[0], "__code__", type(given[0]))
+                around.warn_bypassing(_tensors((given[0], others, keywords)), code)
             return generator(*given, **keywords)
         function, *own = given[: len(settings)]
         # The generator itself saves the tensors that are positional arguments.
@@ -78,15 +86,42 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
         others = [one for one in arguments if not isinstance(one, torch.Tensor)]
         code = getattr(function, "__code__", type(function))
         cache.warn_bypassing(_tensors((function, others, keywords)), code)
-        return generator(inputs.restoring(function), *own, *arguments, **keywords)
+        made = generator(inputs.restoring(function), *own, *arguments, **keywords)
+        return _within(made, cache)
 
     checkpointed.offloads = True  # type: ignore[attr-defined]
     return checkpointed
 
 
+class _Forward(threading.local):
+    """The cache of the outermost checkpoint whose forward pass runs in a thread. After an exception
+    it may be that of an earlier one, with whose hooks it ends.
+    """
+
+    def __init__(self) -> None:
+        self.cache: ActivationCache | None = None
+
+
+_forward = _Forward()
+
+
+def _within(generator: Iterator[None], cache: ActivationCache) -> Iterator[None]:
+    """*generator*, between whose steps a checkpoint's forward pass runs."""
+    _forward.cache = cache
+    try:
+        yield from generator
+    finally:
+        _forward.cache = None
+
+
+def _innermost_hooks() -> Any:
+    """The innermost hooks on saved tensors; None if there are none."""
+    return _untyped_torch._autograd._top_saved_tensors_default_hooks(False)
+
+
 def _innermost_cache() -> ActivationCache | None:
     """The cache that the innermost hooks on saved tensors belong to."""
-    hooks = _untyped_torch._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _innermost_hooks()
     owner: Any = getattr(hooks[0], "__self__", None) if hooks else None
     # The hooks of streamed parameters pass all other tensors to the hooks outside of them.
     while getattr(owner, "outer", None):

@@ -191,7 +191,11 @@ def in_a_default(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return run(lambda x=x: block(x))
 
 
-@pytest.mark.parametrize("call", [in_a_closure, in_an_object, in_a_default])
+def in_an_inner_checkpoint(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return run(lambda x: run(block, hidden=x * 2), x)
+
+
+@pytest.mark.parametrize("call", [in_a_closure, in_an_object, in_a_default, in_an_inner_checkpoint])
 def test_what_stays_in_memory_is_logged_once(
     call: Call, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
