@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -127,22 +128,22 @@ def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
-    case = Case(groups=2, zero={"stage": stage}, section=SMALLEST)
+    """20 steps, with a checkpoint in the middle, from which a new engine goes on."""
+    case = Case(groups=2, model="blocks", zero={"stage": stage}, section=SMALLEST)
     ours, stock = str(tmp_path / "ours"), str(tmp_path / "stock")
-    results = run(
-        [
-            Life("ours", case, saves=[[2, ours]], weights=ours),
-            Life("stock", on_cpu(case), ours=False, saves=[[2, stock]]),
-            Life("from ours", on_cpu(case), ours=False, first=2, load=ours),
-            Life("from stock", case, first=2, load=stock),
-            Life("ours again", case, first=2, load=ours),
-        ],
-        tmp_path,
-        ranks=2,
-    )
+    lives = [
+        Life("ours", case, saves=[[10, ours]], weights=ours),
+        Life("stock", on_cpu(case), ours=False, saves=[[10, stock]]),
+        Life("from ours", on_cpu(case), ours=False, first=10, load=ours),
+        Life("from stock", case, first=10, load=stock),
+        Life("ours again", case, first=10, load=ours),
+    ]
+    results = run([dataclasses.replace(life, last=20) for life in lives], tmp_path, ranks=2)
     assert results["ours"]["differ"] == []
     for result in results.values():
         assert result["end"] == results["stock"]["end"]
+        losses = result["reported"]["losses"]
+        assert losses == results["stock"]["reported"]["losses"][-len(losses) :]
 
 
 CHAINED = [
