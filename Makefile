@@ -12,7 +12,7 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test test-slow test-portable test-all test-deepspeed test-deepspeed-own parity parity-models build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-slow test-portable test-all test-deepspeed test-deepspeed-own parity parity-models outside build wheel docs lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ parity: ## train many combinations with DeepSpeed on a drive and on its device "
 
 parity-models: ## the same for programs of others, models and loops of transformers, PEFT and Accelerate: writes reports/parity-models.md; --only in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity_models.py --output reports/parity-models.md $(ARGS)
+
+outside: ## run training programs of other projects and their plain runs, on the drive under DIR: writes reports/outside-programs.md; --only in ARGS
+	@python=$$(tools/setup-env test) && tools/deepspeed-ops "$$python" && exec "$$python" -m sweeps.outside "$(DIR)" --output reports/outside-programs $(ARGS)
 
 build: ## build the package into .venv
 	@tools/setup-env >/dev/null

@@ -9,6 +9,7 @@
 | `saving` | checkpoints of `NVMeOptimizer` |
 | `compare` | the engine and checkpoints, compared with other libraries (`peers`) |
 | `cpu_update` | updates of Adam on the CPU |
+| `outside` | no speed: training programs of other projects, compared with their plain runs |
 
 Plan    Cases (the work) x sides (the systems compared), from a plan file (`plan.py`) or from
         options (`command.py`). A run never changes its plan.

@@ -76,6 +76,12 @@ def test_run_starts_the_deepspeed_launcher(place):
 STEPS = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--report_to", "none"]
 
 
+@pytest.mark.outside(
+    program="the Trainer of transformers: examples/trainers/hf_trainer.py",
+    reference="the uninterrupted run",
+    steps="4, resumed after 2",
+    ranks=1,
+)
 @needs("transformers", "accelerate")
 def test_the_trainer_without_deepspeed_resumes_bit_for_bit(place):
     out = place / "trainer"

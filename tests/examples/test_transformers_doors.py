@@ -118,6 +118,12 @@ def test_accelerate_launch(place, ranks):
     assert_accelerate_trains(place, ranks=ranks, accelerator="cpu")
 
 
+@pytest.mark.outside(
+    program="`accelerate launch` with FSDP2: examples/train_accelerate_fsdp2.py",
+    reference="`torch.optim.AdamW`: losses, 9 decimals",
+    steps="4, resumed after 2",
+    ranks=2,
+)
 @pytest.mark.slow
 def test_accelerate_launch_with_fsdp2_trains_as_the_plain_optimizer_and_resumes(place):
     """Two processes on the CPU: see `plain_gloo`."""

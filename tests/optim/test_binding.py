@@ -85,6 +85,12 @@ def resumed(
     return again, made
 
 
+@pytest.mark.outside(
+    program="a model that is cast to {dtype} after the optimizer was made, updates: {mode}",
+    reference="`torch.optim.AdamW`",
+    steps="20, resumed after 10",
+    ranks=1,
+)
 @covering(mode=list(MODES), dtype=[torch.float64, torch.bfloat16], pairs=False)
 def test_a_model_that_is_cast_after_the_optimizer_was_made(tmp_path, mode, dtype):
     """20 steps, with a checkpoint in the middle, which a model that is cast afterwards loads."""
@@ -216,10 +222,16 @@ def test_states_show_what_they_are_after_a_cast(tmp_path):
         assert not optimizer.state[parameter]["exp_avg"].clone().any()
 
 
+@pytest.mark.outside(
+    program="one block of a model after another, as BAdam trains them, updates: {mode}",
+    reference="`torch.optim.AdamW`",
+    steps="20, resumed after 11",
+    ranks=1,
+)
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_blocks_of_a_model_that_are_trained_in_turn(tmp_path, mode):
     """As by BAdam: new fp32 parameters for the trained block, in separate groups, and no states.
-    20 steps, with a checkpoint.
+    20 steps, with a checkpoint that another optimizer loads.
     """
 
     def program(make: Make) -> list[torch.Tensor]:
@@ -257,8 +269,8 @@ def test_blocks_of_a_model_that_are_trained_in_turn(tmp_path, mode):
                     one.copy_(other)
             if number == 10:
                 saved = copy.deepcopy(optimizer.state_dict())
-                for parameter in copies.values():
-                    optimizer.state[parameter]["exp_avg"].zero_()
+                groups = optimizer.param_groups
+                optimizer = make([{**group, "params": [*group["params"]]} for group in groups])
                 optimizer.load_state_dict(saved)
         return list(net.parameters())
 
@@ -400,6 +412,8 @@ def test_adapters_that_are_attached_and_merged(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_a_model_from_meta_whose_parameters_keep_their_objects(tmp_path, mode):
+    """20 steps, with a checkpoint that another optimizer loads."""
+
     def program(make: Make) -> list[torch.Tensor]:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -416,6 +430,8 @@ def test_a_model_from_meta_whose_parameters_keep_their_objects(tmp_path, mode):
                 if number == 4:
                     net.to(torch.float64)
                     optimizer.state.clear()
+                if number == 12:
+                    net, optimizer = resumed(net, optimizer, make, net_of(1).double())
                 step(net, optimizer, number)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)

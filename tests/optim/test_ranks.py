@@ -1,6 +1,6 @@
 """`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism,
 distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.py`,
-`ranks_accumulate.py`, `ranks_accelerate.py`.
+`ranks_accumulate.py`, `ranks_outside.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE
@@ -70,6 +72,25 @@ ACCUMULATED = (
     "reduced_by_hand",
     "fsdp2_is_refused",
 )
+OUTSIDE = {
+    "accelerate_fsdp2": "Accelerate with FSDP2",
+    "accelerate_fsdp2_overlapped": "Accelerate with FSDP2, `overlap_step`",
+    "accelerate_fsdp2_in_backward": "Accelerate with FSDP2, updates in backward",
+    "accelerate_fsdp2_provisional": "Accelerate with FSDP2, provisional updates in backward",
+    "fabric_ddp": "Fabric with DDP",
+    "fsdp1": "FSDP1",
+    "fsdp1_original_parameters": "FSDP1, `use_orig_params`",
+    "trainer_with_ddp": "the Trainer of transformers with DDP",
+    "trainer_with_fsdp2": "the Trainer of transformers with FSDP2: updates after backward, in "
+    "backward, and provisional with clipping",
+}
+SHORTER = {
+    "ddp": ("DDP", 3),
+    "zero_redundancy": ("`ZeroRedundancyOptimizer`", "6, resumed after 3"),
+    "fsdp2": ("FSDP2", "6, resumed after 3"),
+    "distributed_checkpoint": ("FSDP2, `torch.distributed.checkpoint`", "6, resumed after 3"),
+    "tensor_parallel": ("tensor parallelism", 3),
+}
 
 
 def results_of_ranks(script, device, directory, ranks=2):
@@ -115,7 +136,22 @@ SCRIPTS = {
     "ranks_in_backward.py": IN_BACKWARD,
     "ranks_overlap.py": OVERLAPPED,
     "ranks_accumulate.py": ACCUMULATED,
+    "ranks_outside.py": tuple(OUTSIDE),
 }
+
+
+def cases() -> Iterator[Any]:
+    """Each script with each of its cases; programs of other projects have the marker `outside`."""
+    with_plain = functools.partial(pytest.mark.outside, reference="`torch.optim.AdamW`", ranks=2)
+    for script, names in SCRIPTS.items():
+        for name in names:
+            marks = []
+            if script == "ranks_outside.py":
+                marks = [with_plain(program=OUTSIDE[name], steps="20, resumed after 10")]
+            elif script == "ranks.py" and name in SHORTER:
+                program, steps = SHORTER[name]
+                marks = [with_plain(program=program, steps=steps)]
+            yield pytest.param(script, name, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +163,7 @@ def results_of(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "case"), [(script, case) for script, cases in SCRIPTS.items() for case in cases]
-)
+@pytest.mark.parametrize(("script", "case"), list(cases()))
 def test_two_ranks(results_of, script, case):
     assert results_of(script)[case] == []
 
@@ -138,12 +172,3 @@ def test_two_ranks(results_of, script, case):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_case_is_looked_at(results_of, script):
     assert set(results_of(script)) == set(SCRIPTS[script])
-
-
-@pytest.mark.slow
-def test_accelerate_and_the_trainer_on_two_ranks(tmp_path):
-    """Programs that replace the parameters of an optimizer that was made before."""
-    (tmp_path / "drive").mkdir()
-    reported = results_of_ranks("ranks_accelerate.py", "cpu", tmp_path / "drive")
-    assert {case: found for case, found in reported.items() if found} == {}
-    assert len(reported) == 5

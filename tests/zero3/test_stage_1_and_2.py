@@ -126,6 +126,12 @@ def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path:
     assert ours["weights"] == other["weights"]
 
 
+@pytest.mark.outside(
+    program="DeepSpeed ZeRO-{stage}",
+    reference='DeepSpeed with `"device": "cpu"`',
+    steps="20, resumed after 10",
+    ranks=2,
+)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
     """20 steps, with a checkpoint in the middle, from which a new engine goes on."""
@@ -248,6 +254,12 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     return {ranks: (whole[ranks], again[ranks]) for ranks in NUMBERS}
 
 
+@pytest.mark.outside(
+    program="DeepSpeed ZeRO-1 or 2, {name}, resumed on another number of ranks",
+    reference="weights and states as saved; the uninterrupted run on as many ranks",
+    steps="4, resumed after 2",
+    ranks="1 to 4, then {ranks}",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", NUMBERS)
 @pytest.mark.parametrize("name", [case.name for case in RESUMED])

@@ -190,6 +190,12 @@ def test_the_weights_are_those_that_were_saved(name: str, saved: Results, loaded
     assert loaded[name]["client_state"] == 2
 
 
+@pytest.mark.outside(
+    program="DeepSpeed ZeRO-3, {name}, resumed on another number of ranks",
+    reference="weights and states as saved",
+    steps="2, then 1",
+    ranks="2, then {loaded}",
+)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_with_its_states(name: str, saved: Results, loaded: Results) -> None:
     reference = {"packed": "packed again", "adagrad": "adagrad again", "sign": "sign again"}
