@@ -56,7 +56,7 @@ def profile(
     drive: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Profile:
-    """The profile of the drive of the directory *at*, or of one that is made up, with keys of *drive*.
+    """The profile of the drive of the directory *at*, or of a made-up drive, with keys of *drive*.
 
     *speeds*: GB/s, for all phases or by phase. *runs*: final runs of each phase, of *seconds* each.
     """

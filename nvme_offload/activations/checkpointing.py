@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,9 +69,7 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
             return generator(*given, **keywords)
         if cache is None:
             if around is not None:
-                others = [one for one in given[len(settings) :] if not torch.is_tensor(one)]
-                code = getattr(given[0], "__code__", type(given[0]))
-                around.warn_bypassing(_tensors((given[0], others, keywords)), code)
+                _warn_bypassing(around, given[0], given[len(settings) :], keywords)
             return generator(*given, **keywords)
         function, *own = given[: len(settings)]
         # The generator itself saves the tensors that are positional arguments.
@@ -83,9 +81,7 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
         arguments = tuple(
             one if isinstance(one, torch.Tensor) else inputs.take(one) for one in arguments
         )
-        others = [one for one in arguments if not isinstance(one, torch.Tensor)]
-        code = getattr(function, "__code__", type(function))
-        cache.warn_bypassing(_tensors((function, others, keywords)), code)
+        _warn_bypassing(cache, function, arguments, keywords)
         made = generator(inputs.restoring(function), *own, *arguments, **keywords)
         return _within(made, cache)
 
@@ -93,9 +89,20 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
     return checkpointed
 
 
+def _warn_bypassing(
+    cache: ActivationCache, function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
+    """Let *cache* report the tensors that a checkpoint of *function* keeps in memory: of the
+    *arguments* only tensors pass the hooks.
+    """
+    others = [one for one in arguments if not isinstance(one, torch.Tensor)]
+    code = getattr(function, "__code__", type(function))
+    cache.warn_bypassing(_tensors((function, others, keywords)), code)
+
+
 class _Forward(threading.local):
-    """The cache of the outermost checkpoint whose forward pass runs in a thread. After an exception
-    it may be that of an earlier one, with whose hooks it ends.
+    """The cache of the outermost checkpoint whose forward pass runs in a thread. An exception leaves
+    the cache here until the checkpoint's hooks are removed.
     """
 
     def __init__(self) -> None:

@@ -372,22 +372,22 @@ class Updater:
                     weight = flat.as_strided(fragment.shape, fragment.strides)
                     self._follow(fragment, weight, fragment.within(master))
 
-        how = inner, self._format, layout, memory
+        how, own = (inner, self._format, layout, memory), parts(flats, gradients.values())
         if bucket.device.type == "cpu":
-            if not step_in_one_pass(*how, parts(flats, gradients.values()), seed, begin):
+            if not step_in_one_pass(*how, own, seed, begin):
                 return None
-        elif not can_step_by_kernels(inner, parts(flats, gradients.values())):
+        elif not can_step_by_kernels(inner, own):
             return None
+        elif bucket.visits_device:
+            stager = self._stager(bucket)
+            brought = stager.bring(flats, list(gradients.values()), self._written)
+            there = brought[: len(flats)]
+            step_by_kernels(*how, parts(there, brought[len(flats) :]), seed, begin)
+            stager.take_back(list(zip(flats, there, strict=True)))
+            if put_back:
+                stager.drain()
         else:
-            given: Iterable[torch.Tensor] = gradients.values()
-            if bucket.visits_device:
-                brought = self._stager(bucket).bring(flats, [*given], self._written)
-                there, given = brought[: len(flats)], brought[len(flats) :]
-            step_by_kernels(*how, parts(there, given), seed, begin)
-            if bucket.visits_device:
-                self._stager(bucket).take_back(list(zip(flats, there, strict=True)))
-                if put_back:
-                    self._stager(bucket).drain()
+            step_by_kernels(*how, own, seed, begin)
         for fragment, flat in put_back:
             fragment.put_weight(flat)
         for fragment in bucket.fragments:
@@ -661,7 +661,7 @@ class Updater:
 
 
 def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy, whose values share nothing that can be changed with those of *options*."""
+    """A copy of *options* that shares no mutable value with it."""
     return {
         key: value
         if value is None or type(value) in (bool, int, float, str)

@@ -1,7 +1,7 @@
-"""`step_by_kernels` makes a step of Adam or AdamW over packed states on a GPU: for each parameter one
-kernel that unpacks and one that packs, and between them torch's own functions for all parameters. The
-bits are those of `StateFormat.unpack`, the optimizer's step and `StateFormat.pack` one after another,
-with a fraction of their Python, which takes longer than the kernels.
+"""`step_by_kernels` makes a step of Adam or AdamW over packed states on a GPU: a kernel
+unpacks each parameter, torch's own functions update all parameters, and a kernel packs each parameter.
+`StateFormat.unpack`, the optimizer's step and `StateFormat.pack` one after another give the same bits,
+with several times as much Python, which takes longer than the kernels.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Streamer:
             self._store_next()
 
     def _store_next(self) -> None:
-        """Copy back the values of the slot that is to be filled next, which then need not wait."""
+        """Copy back the values of the slot that `take` would empty now, so that filling it need not wait."""
         slot = self.slots.next_to_leave(self._next_use)
         if slot is not None and slot.bucket is not None:
             self._store_changes(slot, slot.bucket)

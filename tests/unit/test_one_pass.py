@@ -177,7 +177,7 @@ def test_other_optimizers_are_left_alone(optimizer: str) -> None:
         bucket.state["max_exp_avg_sq"] = torch.empty(0)
     before = bucket.weight.clone(), bucket.buffer.clone()
     assert not bucket.step_in_one_pass(numbers(300, 3), 9)
-    if optimizer not in ("nadam", "subclass"):  # which `is_packed_adam` tells apart
+    if optimizer not in ("nadam", "subclass"):  # `is_packed_adam` refuses these
         assert not bucket.step_by_kernels(numbers(300, 3), 9)
     assert same_bits(bucket.weight, before[0])
     assert same_bits(bucket.buffer, before[1])
