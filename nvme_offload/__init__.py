@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name is defined. All are imported on first use: `import torch` imports this
-# package (see `autoload`), and the commands need few of them.
+# Where each public name is defined. All are imported on first use: the commands need
+# few of them.
 _MODULES = {
     "AioConfig": "hardware.config",
     "BufferChangedError": "errors",

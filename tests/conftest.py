@@ -11,7 +11,6 @@ import functools
 import gc
 import importlib.util
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -137,25 +136,6 @@ def without_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PYTHONPATH with this tree and its metadata as an installation of it has them, whatever is
-    installed here.
-    """
-    root, place = Path(__file__).parents[1], tmp_path_factory.mktemp("installed")
-    text = (root / "pyproject.toml").read_text(encoding="utf-8")
-    groups = re.findall(r'^\[project\.entry-points\."(.*)"\]\n((?:.+\n)+)', text, re.MULTILINE)
-    metadata = place / "nvme_offload-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: nvme-offload\nVersion: 0.1.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(
-        "\n".join(f"[{name}]\n{lines}" for name, lines in groups).replace('"', "")
-    )
-    return os.pathsep.join((str(place), str(root)))
 
 
 @pytest.fixture(scope="session")

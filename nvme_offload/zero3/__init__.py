@@ -26,7 +26,6 @@ _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s
 
 # object, attribute and DeepSpeed's own value, in the order of replacement
 _replaced: list[tuple[Any, str, Any]] = []
-_disabled = False  # `disable` was called: a configuration alone enables nothing
 
 
 def enable() -> None:
@@ -106,11 +105,8 @@ def enable() -> None:
 def disable() -> None:
     """Restore DeepSpeed as it was before `enable`.
 
-    Engines that exist keep this package's parts and keep working. From now on a configuration with
-    the section "nvme_offload" no longer enables the package. A second call does nothing.
+    Engines that exist keep this package's parts and keep working. A second call does nothing.
     """
-    global _disabled
-    _disabled = True
     if not _replaced:
         return
     from . import op
@@ -120,12 +116,6 @@ def disable() -> None:
         setattr(owner, name, original)
     op.remove()
     _be_quiet()
-
-
-def enable_for_configuration() -> None:
-    """Call `enable`, unless the program has called `disable`."""
-    if not _disabled:
-        enable()
 
 
 def _be_quiet() -> None:

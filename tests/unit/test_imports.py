@@ -24,7 +24,7 @@ HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "offload", "optim", "store", "swap"},
-    "autoload": {"errors", "zero3"},
+    "autoload": set(),
     "sizes": set(),
     "units": set(),
     "errors": {"units"},
@@ -253,3 +253,21 @@ def test_loading_stays_light(module):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert loaded.split() == []
+
+
+def test_public_names_are_there_on_first_use():
+    code = """
+import nvme_offload
+missing = [name for name in nvme_offload.__all__ if not hasattr(nvme_offload, name)]
+print(missing, set(nvme_offload.__all__) - set(dir(nvme_offload)), nvme_offload.errors.UsageError is nvme_offload.UsageError)
+try:
+    nvme_offload.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert done.stdout == ("[] set() True\nmodule 'nvme_offload' has no attribute 'nothing'\n"), (
+        done.stderr
+    )
