@@ -6,9 +6,7 @@
 | `training` | ZeRO-3 and plain PyTorch with their bits, bytes and the drive's floor, by phase of a step |
 | `formats` | losses of state formats, by seed |
 | `activations` | ways to keep activations: time and memory |
-| `saving` | checkpoints of `NVMeOptimizer` |
 | `compare` | the engine and checkpoints, compared with other libraries (`peers`) |
-| `cpu_update` | updates of Adam on the CPU |
 | `outside` | no speed: training programs of other projects, compared with their plain runs |
 
 Plan    Cases (the work) x sides (the systems compared), from a plan file (`plan.py`) or from
