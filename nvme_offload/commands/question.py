@@ -19,7 +19,7 @@ from nvme_offload.planning.passes import Work
 from nvme_offload.planning.placement import World
 from nvme_offload.planning.plan import Drive, Machine
 
-from . import unknown_family
+from .config_json import model_of
 
 _DESCRIBES = (
     *("gpu_name", "gpu_memory", "host_memory", "host_speed"),
@@ -75,7 +75,7 @@ def _model(given: Mapping[str, Any]) -> Model:
     if (given["params"] is None) == (given["model_path"] is None):
         raise click.UsageError("give the model: --params COUNT or --model FILE")
     if given["model_path"] is not None:
-        return models.of_config(given["model_path"], unknown_family.build)
+        return model_of(given["model_path"])
     return models.of_count(given["params"])
 
 

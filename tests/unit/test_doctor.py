@@ -155,6 +155,7 @@ def test_the_config_is_written_aside_and_never_over_another(tmp_path):
 
 
 def test_a_huggingface_config_is_taken(tmp_path):
+    pytest.importorskip("transformers")
     shape = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     done = plan("--model", tmp_path)

@@ -1,9 +1,10 @@
-"""A module of a config.json for which `model.of_config` has no formula, built by transformers on the
-meta device, without memory.
+"""The size of the model that a Hugging Face config.json describes. transformers builds the model on
+the meta device: nothing is downloaded, and no weights are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import logging
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nvme_offload.errors import UsageError
+from nvme_offload.planning.model import Model, of_module
 
 
-def build(path: Path, family: str) -> Any:
-    """Build the model that a config.json describes, without weights.
+def model_of(path: Path) -> Model:
+    """Size the model of the file *path*, or of the directory with it.
 
     The class is the first that "architectures" names. Without that it is the family's causal
     language model, its sequence-to-sequence model, or else its bare model.
@@ -23,14 +25,41 @@ def build(path: Path, family: str) -> Any:
     Raises
     ------
     UsageError
-        When transformers is not installed, does not have the family, or cannot build the model.
+        The file does not exist or is not a model config; or transformers is not installed, does not
+        have the family, or cannot build the model.
+    OSError
+        The file cannot be read.
     """
+    path = path / "config.json" if path.is_dir() else path
+    return dataclasses.replace(of_module(_built(path, _described(path))), source=str(path))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path} does not exist; give a Hugging Face config.json, or the number of parameters"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path} is not JSON: it is nested too deeply") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            f'{path} has no "model_type": it is not a Hugging Face model config; give the number of parameters instead'
+        )
+    return config
+
+
+def _built(path: Path, described: dict[str, Any]) -> Any:
+    family = described["model_type"]
     try:
         import torch
         import transformers  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise UsageError(
-            f"{path} is of the family {family!r}, whose size is not known here without transformers: pip install transformers, or give --params"
+            f"transformers counts the parameters of {path}: pip install transformers, or give --params"
         ) from None
     if family not in transformers.CONFIG_MAPPING:
         raise UsageError(
@@ -42,8 +71,7 @@ def build(path: Path, family: str) -> Any:
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            # of this file alone: from_pretrained takes a directory, and in it "config.json"
-            described = json.loads(path.read_text(encoding="utf-8"))
+            # from_pretrained takes a directory, and in it "config.json"
             config = transformers.CONFIG_MAPPING[family].from_dict(described)
             return _model(transformers, config)
     except Exception as error:  # a config's mistakes raise whatever they meet in its class
