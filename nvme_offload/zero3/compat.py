@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contract import numbers, parameters, sets
+from .contract import mentions, numbers, parameters
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def stage3() -> Any:
     missing = {
         name: value
         for name, value in substitutes.items()
-        if not hasattr(base, name) and not sets(base, name)
+        if not hasattr(base, name) and not mentions(base, name)
     }
     if "param" not in parameters(base.load_hp_checkpoint_state):
         missing["load_hp_checkpoint_state"] = lambda self, folder, key, param=None: (

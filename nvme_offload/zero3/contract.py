@@ -8,7 +8,6 @@ override, and write checkpoints without states.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import importlib
 import inspect
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 # The key is the owner: a module or "module:class". The value has the names. A name with parentheses
 # is a function with these parameters, "..." for any further ones. A name without is a constant, or
-# an attribute that the owner's code sets. A bound after a name limits it to the releases that have
+# an attribute that the owner's source mentions. A bound after a name limits it to the releases that have
 # it.
 CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
@@ -258,7 +257,7 @@ def check() -> None:
         raise UnsupportedError(
             f"zero3 needs DeepSpeed {OLDEST} or newer, and this is {version}: pip install --upgrade deepspeed"
         )
-    _codes.cache_clear()
+    _source.cache_clear()
     lacking = [fault for use in uses(version) if (fault := _fault(use))] + _unanswered()
     if lacking:
         raise UnsupportedError(
@@ -280,7 +279,7 @@ def _fault(use: Use) -> str:
         return f"{use.owner} is missing"
     value = getattr(owner, use.name, None)
     if use.parameters is None:
-        return "" if value is not None or sets(owner, use.name) else f"{use} is missing"
+        return "" if value is not None or mentions(owner, use.name) else f"{use} is missing"
     if not callable(value):
         return f"{use} is missing"
     found = parameters(value)
@@ -291,7 +290,7 @@ def _fault(use: Use) -> str:
         return f"{use} takes ({', '.join(found)}) and not ({', '.join(expected)})"
     if inspect.isclass(owner) and use.name.startswith("_") and not use.name.startswith("__"):
         module = importlib.import_module(use.owner.partition(":")[0])
-        if not any(use.name in code.co_names for code in _codes(module)):
+        if not mentions(module, use.name):
             return f"nothing calls {use}"
     return ""
 
@@ -309,19 +308,15 @@ def _unanswered() -> list[str]:
         "zero.partitioned_param_coordinator",
         "zero.parameter_offload",
     )
-    modules = [importlib.import_module(f"deepspeed.runtime.{place}") for place in places]
-    called = {
-        (holder, name)
-        for holder in ours
-        for module in modules
-        for name in _called_on(module, holder)
-    }
-    lacking = [
-        (holder, name)
-        for holder, name in called
+    source = "\n".join(
+        _source(importlib.import_module(f"deepspeed.runtime.{place}")) for place in places
+    )
+    called = set(re.findall(rf"\.({'|'.join(ours)})\.(\w+)", source))
+    return [
+        f"it calls {name} on {holder}"
+        for holder, name in sorted(called)
         if name not in _SWAPPERS[holder] and not hasattr(ours[holder], name)
     ]
-    return [f"it calls {name} on {holder}" for holder, name in sorted(lacking)]
 
 
 def _owner(place: str) -> Any:
@@ -359,56 +354,20 @@ def _undecorated(function: Any) -> Any:
 
 
 @functools.lru_cache
-def _codes(owner: Any) -> tuple[types.CodeType, ...]:
-    """The code of all functions of *owner*: a class with its bases, or a module with its classes."""
-    return tuple(_codes_of(owner))
-
-
-def _codes_of(owner: Any) -> Iterator[types.CodeType]:
-    values = (
-        [value for kind in owner.__mro__ for value in vars(kind).values()]
-        if inspect.isclass(owner)
-        else list(vars(owner).values())
+def _source(owner: Any) -> str:
+    """DeepSpeed's source of the module *owner*, or of the modules of a class and its bases."""
+    names = (
+        {kind.__module__ for kind in owner.__mro__} if inspect.isclass(owner) else {owner.__name__}
     )
-    for value in values:
-        if inspect.isclass(value):
-            if not inspect.isclass(owner) and value.__module__ == owner.__name__:
-                yield from _codes_of(value)
-            continue
-        if isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        if isinstance(value, types.FunctionType):
-            yield from _nested(_undecorated(value).__code__)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
-
-
-def sets(owner: Any, name: str) -> bool:
-    """Whether *owner*'s code sets an attribute *name*."""
-    instructions = (
-        found
-        for code in _codes(owner)
-        if name in code.co_names
-        for found in dis.get_instructions(code)
+    return "\n".join(
+        inspect.getsource(importlib.import_module(name))
+        for name in sorted(names)
+        if name.startswith("deepspeed.")
     )
-    return any(found.opname == "STORE_ATTR" and found.argval == name for found in instructions)
 
 
-def _called_on(owner: Any, holder: str) -> Iterator[str]:
-    """The names that *owner*'s code takes from attributes called *holder*."""
-    for code in _codes(owner):
-        before = None
-        for found in dis.get_instructions(code) if holder in code.co_names else ():
-            if found.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                if before == holder:
-                    yield found.argval
-                before = found.argval
-            elif found.opname != "CACHE":
-                before = None
+def mentions(owner: Any, name: str) -> bool:
+    """Whether *owner*'s source reads or sets an attribute *name*."""
+    private = f"_{getattr(owner, '__name__', '')}__"
+    name = name.replace(private, "__")  # the source has the name that the compiler mangles
+    return re.search(rf"\.{name}\b", _source(owner)) is not None
