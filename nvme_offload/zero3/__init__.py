@@ -61,23 +61,22 @@ def enable() -> None:
     except BaseException:
         _be_quiet()
         raise
-    import deepspeed.runtime.config as config
     import deepspeed.runtime.engine as engine
     import deepspeed.runtime.zero.partition_parameters as partition_parameters
     import deepspeed.runtime.zero.stage3 as stage3
     from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.config import DeepSpeedConfig
 
     from . import checkpoint, compiling, op, overlap, stages, update_device
     from .inference import Inference
     from .param_swapper import parameter_swapper
-    from .settings import checked, checked_first
+    from .settings import checked_first
     from .stage3 import Stage3
 
     op.install()
     _replace(OpBuilder, "jit_load", compiling.announced(OpBuilder.jit_load))
-    _replace(config, "get_aio_config", checked(config.get_aio_config))
-    parsed = config.DeepSpeedConfig
-    _replace(parsed, "_do_sanity_check", checked_first(parsed._do_sanity_check))
+    parse = DeepSpeedConfig._initialize_params
+    _replace(DeepSpeedConfig, "_initialize_params", checked_first(parse))
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
     _replace(engine, "DeepSpeedZeroOptimizer", stages.class_for(engine.DeepSpeedZeroOptimizer))
@@ -86,7 +85,6 @@ def enable() -> None:
         ("_configure_zero_optimizer", stages.configured),
         ("zero_cpu_offload", stages.offloads_like_cpu),
         ("_configure_optimizer", update_device.making_optimizer),
-        ("_configure_optimizer", stages.checking_settings),
         ("zero_use_cpu_optimizer", update_device.uses_cpu_optimizer),
         ("_do_sanity_check", stages.explained),
     ):

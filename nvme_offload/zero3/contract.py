@@ -105,7 +105,7 @@ CONTRACT: Mapping[str, str] = {
         get_hp_fragment(optim_state_key) get_lp_grad_fragment(index_in_param_group)
         get_optim_state_fragment(key) get_optim_state_keys()
     """,
-    "deepspeed.runtime.config:DeepSpeedConfig": "_do_sanity_check() _param_dict",
+    "deepspeed.runtime.config:DeepSpeedConfig": "_initialize_params(param_dict) _param_dict",
     "deepspeed.runtime.zero.stage3:IPGBucketZ3": "elements >=0.17.2 params >=0.17.2",
     "deepspeed.runtime.engine:DeepSpeedEngine": """
         _configure_optimizer(...) _configure_zero_optimizer(optimizer)
@@ -124,7 +124,6 @@ CONTRACT: Mapping[str, str] = {
         pipeline_parallelism
     """,
     "deepspeed.runtime.engine": "DeepSpeedZeRoOffload DeepSpeedZeroOptimizer",
-    "deepspeed.runtime.config": "get_aio_config(param_dict)",
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """

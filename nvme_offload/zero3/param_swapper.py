@@ -39,7 +39,7 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
 from .agreement import all_or_none
-from .settings import Settings, refuse_memory_features
+from .settings import Settings
 from .shared_tier import tier_of
 
 _MANY = 1 << 30
@@ -387,13 +387,12 @@ def is_offloaded(param: Any) -> bool:
 
 def open_swapper(ds_config: Mapping[str, Any], group: Any) -> ParameterSwapper | None:
     """The swapper that *ds_config* selects, on all ranks of *group*; None if it selects DeepSpeed's
-    own. Raises: as `tier_of` and `refuse_memory_features`, on all ranks.
+    own. Raises: as `tier_of`, on all ranks.
     """
     tier: Tier | None = None
 
     def open_tier() -> None:
         nonlocal tier
-        refuse_memory_features(ds_config)
         if Settings.of(ds_config).swappers == "native":
             tier = tier_of(ds_config)
 

@@ -41,21 +41,31 @@ _PARAMETERS_IN_MEMORY = (
     ("zero_optimization", "zero_hpz_partition_size"),
     ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
-# Keys of the section that DeepSpeed and other tools do not use in any section.
-_OWN_KEYS = {
-    "swappers",
-    "host_memory",
-    "state_format",
-    "missing_gradients",
-    "overlap_step",
-    "update_device",
-    "step_in_backward",
+_POSSIBLE: Mapping[str, tuple[Any, ...]] = {
+    "swappers": ("native", "deepspeed"),
+    "backend": BACKENDS,
+    "checksum": (True, False),
+    "state_format": tuple(FORMATS),
+    "missing_gradients": ("zero", "last"),
+    "overlap_step": (True, False),
+    "update_device": ("auto", "gpu", "cpu"),
+    "step_in_backward": (True, False),
 }
+# Keys that need this package's swappers, with the value that DeepSpeed's swappers have.
+_NATIVE = {
+    "state_format": "exact",
+    "missing_gradients": "last",
+    "overlap_step": False,
+    "update_device": "auto",
+    "step_in_backward": False,
+}
+# Keys of the section that DeepSpeed and other tools do not use in any section.
+_OWN_KEYS = {"swappers", "host_memory", *_NATIVE}
 # From this similarity on, an unknown key counts as misspelled.
 _LIKENESS = 0.8
 
 _log = logging.getLogger(__name__)
-_asked: set[str] = set()
+_warned: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,21 +149,9 @@ class Settings:
                     f'"{SECTION}" in the DeepSpeed configuration has the key {key!r}; the keys are {", ".join(sorted(known))}'
                 )
         values = dict(section)
-        _require(values, "swappers", ("native", "deepspeed"))
-        _require(values, "backend", BACKENDS)
-        _require(values, "checksum", (True, False))
-        _require(values, "state_format", tuple(FORMATS))
-        _require(values, "missing_gradients", ("zero", "last"))
-        _require(values, "overlap_step", (True, False))
-        _require(values, "update_device", ("auto", "gpu", "cpu"))
-        _require(values, "step_in_backward", (True, False))
-        for key, theirs in (
-            ("state_format", "exact"),
-            ("missing_gradients", "last"),
-            ("overlap_step", False),
-            ("update_device", "auto"),
-            ("step_in_backward", False),
-        ):
+        for key, possible in _POSSIBLE.items():
+            _require(values, key, possible)
+        for key, theirs in _NATIVE.items():
             if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
                 raise UsageError(
                     f'"{key}" in "{SECTION}" needs this package\'s swappers: leave "swappers" out'
@@ -171,58 +169,65 @@ class Settings:
         return cls(**values)
 
 
-def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The directories in DeepSpeed's own sections.
+def checked_first(parse: Callable[..., None]) -> Callable[..., None]:
+    """`DeepSpeedConfig._initialize_params`, which first calls `check`."""
 
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration.
+    @functools.wraps(parse)
+    def checking(config: Any, ds_config: Any) -> None:
+        try:
+            check(ds_config)
+        except OffloadError as refusal:
+            # Launchers mix the tracebacks of all ranks, and prefix their lines.
+            _log.error("the configuration is refused", exc_info=(type(refusal), refusal, None))
+            raise
+        parse(config, ds_config)
 
-    Returns
-    -------
-    tuple of str
-        Absolute paths: one path, or two that share the tensors of both sections; none if neither
-        section has "device": "nvme".
-
-    Raises
-    ------
-    UsageError
-        A section with "device": "nvme" names no directory.
-    """
-    paths = []
-    for name in ("offload_param", "offload_optimizer"):
-        section = ds_config.get("zero_optimization", {}).get(name) or {}
-        if section.get("device") == "nvme":
-            if not section.get("nvme_path"):
-                raise UsageError(
-                    f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive'
-                )
-            paths.append(section["nvme_path"])
-    return tuple(dict.fromkeys(_absolute(paths)))
+    return checking
 
 
-def refuse_ineffective(ds_config: Mapping[str, Any]) -> None:
-    """Refuse settings that would have no effect.
-
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration.
-
-    Raises
-    ------
-    UnsupportedError
-        A section has "device": "nvme", and the ZeRO stage keeps everything in memory.
-    UsageError
-        A key of the section "nvme_offload" is at the top level.
+def check(ds_config: Mapping[str, Any]) -> None:
+    """Refuse settings that would have no effect, and features that do not work with offload. Warn,
+    once each, of likely mistakes that DeepSpeed accepts silently. Raises: UsageError,
+    UnsupportedError.
     """
     question_names(ds_config)
+    _aio_section(ds_config)
+    _refuse_stage(ds_config)
+    for line in _mistakes(ds_config):
+        _warn_once(line)
+    _refuse_memory_features(ds_config)
+
+
+def question_names(ds_config: Mapping[str, Any]) -> None:
+    """Refuse keys of the section "nvme_offload" at the top level, and warn, once each, of sections
+    that were probably meant to be that section. Raises: UsageError.
+    """
+    for key in _OWN_KEYS.intersection(ds_config):
+        raise UsageError(
+            f'"{key}" has no effect at the top level of the DeepSpeed configuration: move it to the section "{SECTION}"'
+        )
+    if SECTION not in ds_config:
+        for key in filter(functools.partial(_is_taken_for_ours, ds_config), ds_config):
+            _warn_once(
+                f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
+            )
+
+
+def _is_taken_for_ours(ds_config: Mapping[str, Any], key: str) -> bool:
+    section = ds_config[key]
+    return (
+        "nvme" in key.lower()
+        or bool(difflib.get_close_matches(SECTION, [key], cutoff=_LIKENESS))
+        or (isinstance(section, Mapping) and not _OWN_KEYS.isdisjoint(section))
+    )
+
+
+def _refuse_stage(ds_config: Mapping[str, Any]) -> None:
     zero = ds_config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+    of_deepspeed = _value(ds_config, (SECTION, "swappers")) == "deepspeed"
     for name in ("offload_param", "offload_optimizer"):
         device = _value(ds_config, ("zero_optimization", name, "device"))
-        of_deepspeed = _value(ds_config, (SECTION, "swappers")) == "deepspeed"
         stages = (3,) if name == "offload_param" or of_deepspeed else (1, 2, 3)
         if device == "nvme" and stage in {0, 1, 2}.difference(stages):
             raise UnsupportedError(
@@ -232,71 +237,7 @@ def refuse_ineffective(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def question_names(ds_config: Mapping[str, Any]) -> None:
-    """Refuse keys of the section "nvme_offload" at the top level. Log a warning, once each, of
-    sections that were probably meant to be that section.
-
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration.
-
-    Raises
-    ------
-    UsageError
-        A key of the section is at the top level.
-    """
-    for key in _OWN_KEYS.intersection(ds_config):
-        raise UsageError(
-            f'"{key}" has no effect at the top level of the DeepSpeed configuration: move it to the section "{SECTION}"'
-        )
-    for line in _name_warnings(ds_config):
-        _warn_once(line)
-
-
-def checked_first(sanity_check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A sanity check that first refuses settings that would have no effect.
-
-    Parameters
-    ----------
-    sanity_check : callable
-        The last call of `DeepSpeedConfig.__init__`.
-
-    Returns
-    -------
-    callable
-        `refuse_ineffective`, then *sanity_check*.
-    """
-
-    @functools.wraps(sanity_check)
-    def checking(config: Any) -> None:
-        try:
-            refuse_ineffective(config._param_dict)
-        except OffloadError as refusal:
-            # Launchers mix the tracebacks of all ranks, and prefix their lines.
-            _log.error("the configuration is refused", exc_info=(type(refusal), refusal, None))
-            raise
-        sanity_check(config)
-
-    return checking
-
-
-def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
-    """Refuse features that do not work with states, or parameters, on a drive.
-
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration.
-
-    Raises
-    ------
-    UnsupportedError
-        A feature is on that needs states or parameters in memory, and this package's swappers have
-        them on a drive; the message names its key.
-    UsageError
-        As `nvme_paths` and `Settings.of`.
-    """
+def _refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
     if not nvme_paths(ds_config) or Settings.of(ds_config).swappers == "deepspeed":
         return
     for keys in _STATES_IN_MEMORY:
@@ -313,46 +254,12 @@ def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
-    found: Any = ds_config
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
-def warn_of_mistakes(ds_config: Mapping[str, Any]) -> None:
-    """Log a warning, once each, of likely mistakes that DeepSpeed and `Settings` accept silently.
-
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration.
-
-    Raises
-    ------
-    UsageError
-        As `Settings.of`.
-    """
-    for line in _config_warnings(ds_config):
-        _warn_once(line)
-
-
-def _warn_once(line: str) -> None:
-    if line not in _asked:
-        _asked.add(line)
-        _log.warning("%s", line)
-
-
-def _name_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    if SECTION not in ds_config:
-        for key in filter(functools.partial(_is_taken_for_ours, ds_config), ds_config):
-            yield f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
-
-
-def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
+def _mistakes(ds_config: Mapping[str, Any]) -> Iterator[str]:
     if SECTION in ds_config and not nvme_paths(ds_config):
         yield f'"{SECTION}" in the DeepSpeed configuration has no effect: neither "offload_param" nor "offload_optimizer" has "device": "nvme"'
-    if unread := unread_aio_keys(ds_config):
+    # DeepSpeed accepts use_gds. ds_nvme_tune prints num_threads, which nothing reads.
+    aio = _aio_section(ds_config) or {}
+    if unread := [key for key in aio if key not in _AIO_KEYS and key != "use_gds"]:
         yield f'nothing reads {", ".join(map(repr, unread))} in the section "aio": is it misspelt?'
     memory = Settings.of(ds_config).host_memory
     total = physical_bytes()
@@ -360,41 +267,38 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
         yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is that intended?'
 
 
-def _is_taken_for_ours(ds_config: Mapping[str, Any], key: str) -> bool:
-    """Whether the section *key*, which is not ours, was probably meant to be ours, judging by its
-    name or by its keys.
+def _warn_once(line: str) -> None:
+    if line not in _warned:
+        _warned.add(line)
+        _log.warning("%s", line)
+
+
+def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    found: Any = ds_config
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The absolute paths of DeepSpeed's own sections with "device": "nvme", each once. Raises:
+    UsageError if such a section names no directory.
     """
-    section = ds_config[key]
-    return (
-        "nvme" in key.lower()
-        or bool(difflib.get_close_matches(SECTION, [key], cutoff=_LIKENESS))
-        or (isinstance(section, Mapping) and not _OWN_KEYS.isdisjoint(section))
-    )
+    paths = []
+    for name in ("offload_param", "offload_optimizer"):
+        where = ("zero_optimization", name)
+        if _value(ds_config, (*where, "device")) == "nvme":
+            if not (path := _value(ds_config, (*where, "nvme_path"))):
+                raise UsageError(
+                    f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive'
+                )
+            paths.append(path)
+    return tuple(dict.fromkeys(_absolute(paths)))
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
-    """The engine's settings of a ds_config.
-
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration. Its section "aio" is used if there is one.
-    settings : Settings
-        The settings from which the backend is taken.
-    path : str
-        A path on the drive. If there is no section "aio", the settings are the ones that
-        `nvme-sweep` chose for this drive, or the defaults of `AioConfig` if the drive was never
-        swept.
-
-    Returns
-    -------
-    AioConfig
-        O_DIRECT is used if the filesystem supports it.
-
-    Raises
-    ------
-    UsageError
-        A value is invalid; the message names the key.
+    """The engine's settings: the section "aio". Without it, the settings that `nvme-sweep` chose for
+    the drive of *path*, or the defaults. Raises: UsageError naming a wrong key.
     """
     aio = _aio_section(ds_config)
     if aio is None:
@@ -404,47 +308,6 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
         backend=settings.backend,
         direct="auto",
     )
-
-
-def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
-    """Keys of the section "aio" that neither DeepSpeed nor this package reads.
-
-    Parameters
-    ----------
-    ds_config : mapping
-        DeepSpeed's configuration.
-
-    Returns
-    -------
-    list of str
-        Misspelled keys, or num_threads, which ds_nvme_tune prints.
-    """
-    return [
-        key for key in _aio_section(ds_config) or {} if key not in _AIO_KEYS and key != "use_gds"
-    ]
-
-
-def checked(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap *read* to raise an error that names the section "aio" of a ds_config if it is not a
-    section.
-
-    Parameters
-    ----------
-    read : callable
-        DeepSpeed's function that reads the section.
-
-    Returns
-    -------
-    callable
-        A function that raises UsageError in this case, and otherwise calls *read*.
-    """
-
-    @functools.wraps(read)
-    def checking(ds_config: Any) -> Any:
-        _aio_section(ds_config)
-        return read(ds_config)
-
-    return checking
 
 
 def _aio_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -457,7 +320,6 @@ def _aio_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """*paths* made absolute; ~ is expanded as in a shell."""
     return tuple(str(Path(path).expanduser().resolve()) for path in paths)
 
 

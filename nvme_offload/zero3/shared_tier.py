@@ -13,7 +13,7 @@ from typing import Any
 from ..hardware.config import AioConfig
 from ..swap import live
 from ..swap.tier import Tier
-from .settings import Settings, aio_config, nvme_paths, warn_of_mistakes
+from .settings import Settings, aio_config, nvme_paths
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
     weakref.WeakValueDictionary()
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 def tier_of(ds_config: Mapping[str, Any]) -> Tier:
     """The tier of *ds_config*, made on first use. Raises: as `Tier`; UsageError naming a wrong key."""
     settings = Settings.of(ds_config)
-    warn_of_mistakes(ds_config)
     paths = settings.paths or nvme_paths(ds_config)
     key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
     with _lock:

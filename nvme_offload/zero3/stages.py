@@ -1,6 +1,5 @@
 """Makes DeepSpeed use `Stages1And2` if the optimizer states of stage 1 or 2 are on a drive. Refuses
-settings without effect, and features that do not work with offload, and explains a refusal of
-DeepSpeed's.
+features that these stages do not support, and explains a refusal of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -11,33 +10,11 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..errors import UnsupportedError, UsageError
-from .agreement import all_or_none
-from .settings import Settings, refuse_ineffective, refuse_memory_features, warn_of_mistakes
+from .settings import Settings
 from .stage_1_and_2 import Stages1And2
 
 # The configuration of the engine that is being made. DeepSpeed does not pass it to its optimizer.
 _ds_config: ContextVar[Mapping[str, Any] | None] = ContextVar("ds_config", default=None)
-
-
-def checking_settings(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """`DeepSpeedEngine._configure_optimizer`, which first checks the settings. Raises: as
-    `refuse_ineffective` and `refuse_memory_features`, on all ranks of ZeRO-3.
-    """
-
-    @functools.wraps(configure)
-    def configuring(engine: Any, *args: Any, **named: Any) -> Any:
-        def check() -> None:
-            refuse_ineffective(engine._config._param_dict)
-            warn_of_mistakes(engine._config._param_dict)
-            refuse_memory_features(engine._config._param_dict)
-
-        if engine.zero_optimization_partition_weights():
-            all_or_none(check)  # the settings of one rank may differ
-        else:
-            check()
-        return configure(engine, *args, **named)
-
-    return configuring
 
 
 def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:

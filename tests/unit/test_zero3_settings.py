@@ -15,13 +15,8 @@ from nvme_offload.zero3 import settings
 from nvme_offload.zero3.settings import (
     Settings,
     aio_config,
-    checked,
+    check,
     nvme_paths,
-    question_names,
-    refuse_ineffective,
-    refuse_memory_features,
-    unread_aio_keys,
-    warn_of_mistakes,
 )
 from nvme_offload.zero3.shared_tier import tier_of
 
@@ -187,10 +182,9 @@ QUESTIONED = [
 
 @pytest.mark.parametrize(("ds_config", "said"), QUESTIONED)
 def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, monkeypatch):
-    monkeypatch.setattr(settings, "_asked", set())
+    monkeypatch.setattr(settings, "_warned", set())
     for _ in range(2):
-        question_names(ds_config)
-        warn_of_mistakes(ds_config)
+        check(ds_config)
     (message,) = caplog.messages
     assert message.startswith(said)
 
@@ -216,9 +210,8 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
     ],
 )
 def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
-    monkeypatch.setattr(settings, "_asked", set())
-    refuse_ineffective(ds_config)
-    warn_of_mistakes(ds_config)
+    monkeypatch.setattr(settings, "_warned", set())
+    check(ds_config)
     assert caplog.messages == []
 
 
@@ -242,19 +235,19 @@ def test_a_stage_that_keeps_everything_in_memory_is_refused(zero, name, section,
     }
     expected = f'"{name}" has "device": "nvme", and with "stage": {zero.get("stage", 0)} DeepSpeed .*: set "stage": {stages}, or train'
     with pytest.raises(UnsupportedError, match=expected):
-        refuse_ineffective(ds_config)
+        check(ds_config)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stage_with_optimizer_states_is_not_refused(stage):
     section = {"device": "nvme", "nvme_path": "/a"}
-    refuse_ineffective({"zero_optimization": {"stage": stage, "offload_optimizer": section}})
+    check({"zero_optimization": {"stage": stage, "offload_optimizer": section}})
 
 
 @pytest.mark.parametrize("key", ["host_memory", "overlap_step", "state_format", "swappers"])
 def test_a_key_of_the_section_at_the_top_level_is_refused(key):
     with pytest.raises(UsageError, match=f'"{key}" has no effect at the top level'):
-        refuse_ineffective({key: 1, "nvme_offload": {}})
+        check({key: 1, "nvme_offload": {}})
 
 
 @pytest.mark.parametrize("section", [None, [], "native", 1, True])
@@ -304,12 +297,11 @@ def test_deepspeeds_key_for_threads_is_the_one_that_counts(threads, thread_count
 def test_a_section_aio_that_is_no_section_is_refused(wrong):
     for read in (
         lambda ds_config: aio_config(ds_config, Settings(), "/nowhere"),
-        unread_aio_keys,
-        checked(dict),
+        check,
     ):
         with pytest.raises(UsageError, match=r'"aio" in the .* must be a section, \{\.\.\.\}'):
             read({"aio": wrong})
-    assert checked(dict)({"aio": None}) == {"aio": None}
+    check({"aio": None})
 
 
 @pytest.mark.parametrize(
@@ -371,22 +363,22 @@ def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wro
 
 
 def test_a_place_in_memory_and_a_key_that_nothing_reads_are_reported(caplog, monkeypatch):
-    monkeypatch.setattr(settings, "_asked", set())
+    monkeypatch.setattr(settings, "_warned", set())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        tier_of(
-            {
-                "nvme_offload": {"paths": [place], "backend": "posix"},
-                "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False},
-                "zero_optimization": ON_NVME,
-            }
-        ).close()
+        ds_config = {
+            "nvme_offload": {"paths": [place], "backend": "posix"},
+            "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False},
+            "zero_optimization": ON_NVME,
+        }
+        check(ds_config)
+        tier_of(ds_config).close()
     assert caplog.messages == [
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
         f'{place} is in memory (tmpfs): values offloaded there take host memory in addition to "host_memory"',
     ]
 
 
-ON_A_DRIVE = {"offload_param": {"device": "nvme", "nvme_path": "/drive"}}
+ON_A_DRIVE = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/drive"}}
 
 
 @pytest.mark.parametrize(
@@ -418,9 +410,9 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
     with pytest.raises(
         UnsupportedError, match=f'^"{key}" in ".*" works with .* in memory only: leave it out'
     ):
-        refuse_memory_features(asked)
-    refuse_memory_features({**asked, "nvme_offload": {"swappers": "deepspeed"}})
-    refuse_memory_features(
+        check(asked)
+    check({**asked, "nvme_offload": {"swappers": "deepspeed"}})
+    check(
         {
             **asked,
             "zero_optimization": {**asked["zero_optimization"], "offload_param": {"device": "cpu"}},
@@ -440,11 +432,10 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
 )
 def test_what_works_anywhere_is_not_refused(harmless):
     offload = {"device": "nvme", "nvme_path": "/drive", "super_offload": False}
-    refuse_memory_features(
-        {"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless}
-    )
+    stage3 = {"stage": 3, "offload_optimizer": offload}
+    check({"zero_optimization": {**stage3, "zenflow": None}, **harmless})
     for zero in (
-        {"offload_optimizer": offload, "zero_hpz_partition_size": 2},
+        {**stage3, "zero_hpz_partition_size": 2},
         {**ON_A_DRIVE, "zero_hpz_partition_size": 1, "zero_quantized_nontrainable_weights": False},
     ):
-        refuse_memory_features({"zero_optimization": zero, **harmless})
+        check({"zero_optimization": zero, **harmless})
