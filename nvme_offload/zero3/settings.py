@@ -190,7 +190,7 @@ def check(ds_config: Mapping[str, Any]) -> None:
     once each, of likely mistakes that DeepSpeed accepts silently. Raises: UsageError,
     UnsupportedError.
     """
-    question_names(ds_config)
+    _question_names(ds_config)
     _aio_section(ds_config)
     _refuse_stage(ds_config)
     for line in _mistakes(ds_config):
@@ -198,7 +198,7 @@ def check(ds_config: Mapping[str, Any]) -> None:
     _refuse_memory_features(ds_config)
 
 
-def question_names(ds_config: Mapping[str, Any]) -> None:
+def _question_names(ds_config: Mapping[str, Any]) -> None:
     """Refuse keys of the section "nvme_offload" at the top level, and warn, once each, of sections
     that were probably meant to be that section. Raises: UsageError.
     """
