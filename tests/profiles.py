@@ -83,6 +83,7 @@ def profile(
         best=reached,
         chosen=setting,
         performance=reached,
+        finals={phase: (one,) for phase, one in reached.items()},
         reasons=("a reason",),
         steady=True,
         warnings=(),

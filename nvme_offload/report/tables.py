@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Iterable
 
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Health, Profile, Setting
+from nvme_offload.hardware.profile import PHASES, Health, Profile, Setting
+from nvme_offload.hardware.profile_grade import final_trials
 from nvme_offload.planning import traffic
 
-from . import summary, wording
-from .wording import NONE, PHASE_NAMES, SPACE, TIMES
+from . import wording
+from .wording import NONE, SPACE, TIMES
 
 MODELS = (7e9, 13e9, 70e9)
-LIFE_BYTES = 100e12  # for drives that do not report their rated life
 NOT_REPORTED = "not reported by this drive"
 
 
@@ -25,7 +26,6 @@ class Table:
     columns that hold text rather than numbers.
     """
 
-    name: str
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -34,121 +34,140 @@ class Table:
 
 
 def of(profile: Profile) -> dict[str, Table]:
-    """The tables that *profile* has numbers for, by name."""
-    every = (training, limits, latency, finalists, stripe, health)
-    found = (make(profile) for make in every)
-    return {table.name: table for table in found if table.rows}
+    """The tables by name; those without rows have no numbers in *profile*."""
+    every = (training, limits, latency, finalists, drift, stripe, health)
+    return {make.__name__: make(profile) for make in every}
+
+
+def control_gb_per_s(profile: Profile, phase: str) -> float:
+    """The speed of DeepSpeed's defaults in the finals."""
+    chosen = profile.performance[phase]
+    return chosen.gb_per_s / chosen.relative
 
 
 def training(profile: Profile) -> Table:
-    """The drive's time in an optimizer step by model, and the number of steps in the drive's life."""
-    chosen, together = traffic.chosen_speeds(profile), traffic.stripe_speeds(profile)
-    defaults = summary.control_speeds(profile)
-    life_bytes = traffic.rated_bytes(profile) or LIFE_BYTES
+    """The drive's time in an optimizer step by model."""
+    together = traffic.stripe_speeds(profile)
+    speeds = [traffic.chosen_speeds(profile), {p: control_gb_per_s(profile, p) for p in PHASES}]
+    speeds += [together] if together else []
     rows = []
-    for parameters in MODELS if chosen and defaults else ():
-        speeds = filter(None, (chosen, defaults, together))
-        seconds = [traffic.floor(traffic.STATES, parameters, each).seconds for each in speeds]
+    for parameters in MODELS:
+        seconds = (traffic.floor(traffic.STATES, parameters, each).seconds for each in speeds)
         written_bytes = traffic.STATES.step_write * parameters
         moved_bytes = traffic.STATES.step_read * parameters + written_bytes
-        cells = [wording.model(parameters), wording.decimal_bytes(moved_bytes)]
-        cells += map(wording.duration, (*seconds, seconds[0] / 8))
-        cells += [wording.decimal_bytes(written_bytes), f"{life_bytes / written_bytes:,.0f}"]
-        rows.append(tuple(cells))
+        cells = wording.decimal_bytes(moved_bytes), wording.decimal_bytes(written_bytes)
+        name = f"{parameters / 1e9:.3g}{SPACE}B"
+        rows.append((name, *cells, *map(wording.duration, seconds)))
     columns = (
-        *("Parameters", "Read and written\na step", "With this\nsetting", "With the\ndefaults"),
+        *("Parameters", "Read and written\na step", "Written\na step"),
+        *("With this\nsetting", "With the\ndefaults"),
         *([f"On these\n{len(profile.stripe)} paths"] if together else []),
-        *("On 8 such\ndrives", "Written\na step"),
-        f"Steps in\n{wording.decimal_bytes(life_bytes)}",
     )
-    return Table("training", "The drive's time in one optimizer step", columns, tuple(rows))
+    return Table("The drive's time in one optimizer step", columns, tuple(rows))
 
 
 def limits(profile: Profile) -> Table:
     """The chosen setting compared with fio and with the link."""
-    fio = summary.beside(profile, "fio")
+    fio = {one.phase: one for one in profile.beside if one.name == "fio"}
+    if len(fio) < len(PHASES):  # it failed
+        fio = {}
     link = profile.drive.get("link_bytes_per_second")
-    directions = summary.both_directions(profile).get(profile.chosen)
     rows = []
     for phase in PHASES if fio or link else ():
-        reached = profile.performance.get(phase)
-        if reached is None:
-            continue
-        row = [PHASE_NAMES[phase], wording.speed(reached.gb_per_s)]
-        if fio and (other := fio.get(phase)):
-            share = wording.percent(1 / other.relative)
-            row += [wording.speed(profile.beside_gb_per_s(other)), share]
-            row.append(wording.inverse_interval(other))
-        elif fio:
-            row = [PHASE_NAMES[phase], *[NONE] * 4]
+        speed = profile.performance[phase].gb_per_s
+        row = [phase, wording.speed(speed)]
+        if fio:
+            other = fio[phase]
+            low, high = (f"{100 / each:.0f}" for each in (other.relative_high, other.relative_low))
+            row.append(wording.speed(profile.beside_gb_per_s(other)))
+            row.append(f"{wording.percent(1 / other.relative)} ({low}{wording.DASH}{high})")
         if link:
             # the lanes of the two directions are separate
-            busiest = 1.0
-            if phase == "mixed":
-                both = directions if directions and sum(directions) else (1, 1)
-                busiest = max(both) / sum(both)
-            row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
+            busiest = _busiest(profile) if phase == "mixed" else 1.0
+            row.append(wording.percent(speed * 1e9 * busiest / link))
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]
-    columns += ["fio,\nGB/s", "Of fio,\ninterleaved", "Range"] if fio else []
+    columns += ["fio,\nGB/s", "Of fio,\ninterleaved (range)"] if fio else []
     columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
-    return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
+    return Table("How close to the drive's limit", tuple(columns), tuple(rows))
+
+
+def _busiest(profile: Profile) -> float:
+    """The share of the busier direction in the bytes of the final mixed trials."""
+    trials = final_trials(profile, "mixed")
+    read = statistics.median(trial.read_gb_per_s for trial in trials)
+    write = statistics.median(trial.write_gb_per_s for trial in trials)
+    return max(read, write) / (read + write)
 
 
 def latency(profile: Profile) -> Table:
     """The latency of a block with the chosen setting, and blocks per second."""
     rows = []
-    for phase, found in summary.latency(profile, profile.chosen).items():
-        best = profile.performance.get(phase)
-        rate = 1e9 * best.gb_per_s / profile.chosen.block_size if best else 0.0
-        times = (found.p50_ms, found.p95_ms, found.p99_ms, found.p999_ms, found.max_ms)
-        cells = [wording.milliseconds(each) if each is not None else NONE for each in times]
-        rows.append((PHASE_NAMES[phase], f"{rate:,.0f}", *cells, f"{found.blocks:,}"))
+    for found in profile.latencies:
+        if found.setting == profile.chosen:
+            rate = 1e9 * profile.performance[found.phase].gb_per_s / profile.chosen.block_size
+            times = (found.p50_ms, found.p95_ms, found.p99_ms, found.p999_ms, found.max_ms)
+            cells = (NONE if one is None else f"{wording.speed(one)}{SPACE}ms" for one in times)
+            rows.append((found.phase, f"{rate:,.0f}", *cells, f"{found.blocks:,}"))
     size = wording.size(profile.chosen.block_size)
     return Table(
-        "latency",
         f"IOPS, and the latency of a block of {size} with full queues",
         ("Load", "IOPS", "p50", "p95", "p99", "p99.9", "Longest", "Blocks\ntimed"),
         tuple(rows),
     )
 
 
-_SETTING_COLUMNS = ("Block\nsize", "Queue\ndepth", "Threads", "In\nflight")
+def finalists(profile: Profile) -> Table:
+    """The settings of the last stage, the fastest under the mixed load first."""
+    found = {phase: {one.setting: one for one in profile.finals[phase]} for phase in PHASES}
+    controls = {trial.setting for trial in profile.trials if trial.control}
+    mixed = found["mixed"]
+    settings = sorted(mixed, key=lambda setting: mixed[setting].relative, reverse=True)
+    rows = []
+    for setting in settings:
+        speeds = [found[phase][setting] for phase in PHASES]
+        cells = (f"{wording.speed(one.gb_per_s)} ({wording.ratio(one.relative)})" for one in speeds)
+        trials = sum(len(final_trials(profile, phase, setting)) for phase in PHASES)
+        roles = ["chosen"] * (setting == profile.chosen) + ["defaults"] * (setting in controls)
+        rows.append((*_setting_cells(setting), *cells, str(trials), ", ".join(roles)))
+    columns = ("Block\nsize", "Queue\ndepth", "Threads", "In\nflight")
+    return Table(
+        "The last stage: GB/s, and the ratio to the defaults; the fastest at both first",
+        (*columns, "Read", "Write", "Mixed", "Trials", "Role"),
+        tuple(rows),
+        frozenset({settings.index(profile.chosen)}),
+        frozenset({0, 8}),
+    )
 
 
 def _setting_cells(setting: Setting) -> tuple[str, ...]:
-    return (
-        wording.size(setting.block_size),
-        str(setting.queue_depth),
-        str(setting.thread_count),
-        wording.size(setting.bytes_in_flight),
-    )
+    size = wording.size
+    depth, threads = str(setting.queue_depth), str(setting.thread_count)
+    return size(setting.block_size), depth, threads, size(setting.bytes_in_flight)
 
 
-def finalists(profile: Profile) -> Table:
-    """The settings of the deciding stage with their medians."""
-    controls = {trial.setting for trial in profile.trials if trial.control} or {DEEPSPEED_DEFAULTS}
-    rows, strong = [], set()
-    for index, finalist in enumerate(summary.finalists(profile)):
-        setting, phases = finalist
-        roles = ["chosen"] * (setting == profile.chosen) + ["defaults"] * (setting in controls)
-        cells = [
-            f"{wording.speed(phases[phase].gb_per_s)} ({wording.ratio(phases[phase].relative)})"
-            if phase in phases
-            else NONE
-            for phase in PHASES
-        ]
-        trials = sum(reached.trials for reached in phases.values())
-        rows.append((*_setting_cells(setting), *cells, str(trials), ", ".join(roles)))
-        if "chosen" in roles:
-            strong.add(index)
-    stage = summary.last_stage(profile.trials)
-    names = (PHASE_NAMES[phase].capitalize() for phase in PHASES)
-    columns = (*_SETTING_COLUMNS, *names, "Trials", "Role")
-    caption = (
-        f"The last stage ({stage}): GB/s, and the ratio to the defaults; the fastest at both first"
+def drift(profile: Profile) -> Table:
+    """The runs of the control, which show how the drive drifts, and the number of other trials."""
+    rows = []
+    for phase in PHASES:
+        trials = [trial for trial in profile.trials if trial.phase == phase]
+        speeds = [trial.gb_per_s for trial in trials if trial.control and not trial.flaw]
+        spread = min(speeds), statistics.median(speeds), max(speeds)
+        counts = (
+            sum(not trial.control for trial in trials),
+            sum(trial.flaw != "" for trial in trials),
+        )
+        rows.append((phase, str(len(speeds)), *map(wording.speed, spread), *map(str, counts)))
+    columns = (
+        "Runs of the\ndefaults",
+        "Slowest",
+        "Median",
+        "Fastest",
+        "Other\ntrials",
+        "Left\nout",
     )
-    return Table("finalists", caption, columns, tuple(rows), frozenset(strong), frozenset({0, 8}))
+    caption = "The drift of the drive: GB/s of the defaults, run again and again"
+    return Table(caption, ("Load", *columns), tuple(rows))
 
 
 def stripe(profile: Profile) -> Table:
@@ -158,41 +177,34 @@ def stripe(profile: Profile) -> Table:
         named = path.path, path.model or path.device, wording.setting(path.setting)
         share = f"{100 * path.weight:.1f}{SPACE}%"
         rows.append((*named, share, *_by_phase(path.alone), *_by_phase(path.together)))
-    strong = frozenset[int]()
     if together := traffic.stripe_speeds(profile):
         named = "All together", "", ""
         rows.append((*named, f"100{SPACE}%", *[NONE] * 3, *_by_phase(together)))
-        strong = frozenset({len(rows) - 1})
-    names = [PHASE_NAMES[phase].capitalize() for phase in PHASES]
     columns = (
         *("Path", "Drive", f"Block {TIMES} depth\n{TIMES} threads", "Weight"),
-        *(f"{name},\nalone" for name in names),
-        *(f"{name},\ntogether" for name in names),
+        *(f"{phase.capitalize()},\n{how}" for how in ("alone", "together") for phase in PHASES),
     )
     caption = "Each path alone and with all paths together, GB/s"
-    return Table("stripe", caption, columns, tuple(rows), strong, frozenset({0, 1, 2}))
+    return Table(caption, columns, tuple(rows), frozenset({len(rows) - 1}), frozenset({0, 1, 2}))
 
 
 def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
-    return (wording.speed(speeds[phase]) if phase in speeds else NONE for phase in PHASES)
+    return (wording.speed(speeds[phase]) for phase in PHASES)
 
 
 def health(profile: Profile) -> Table:
     """The health that the drive reports before and after the sweep."""
     both = [profile.health_before, profile.health_after]
-    found = [_health_facts(one) if one else {} for one in both]
+    before, after = (_health_facts(one or Health("")) for one in both)
     rows: list[tuple[str, ...]] = []
-    for name in _health_facts(Health("")) if any(map(any, map(dict.values, found))) else ():
-        values = [each.get(name) or NONE for each in found]
+    for name in before if any(both) else ():
+        values = before[name] or NONE, after[name] or NONE
         rows.append((name, *(values if set(values) != {NONE} else (NOT_REPORTED, ""))))
     if not rows:
         rows.append(("Temperature, wear, slowdowns", NOT_REPORTED, ""))
-    if any(one and one.critical for one in both):
-        rows.append(("Its warnings", *((one and one.critical) or NONE for one in both)))
     sources = ", ".join(dict.fromkeys(one.source for one in both if one))
     caption = "Health reported by the drive" + (f" ({sources})" if sources else "")
-    columns = ("", "Before", "After")
-    return Table("health", caption, columns, tuple(rows), words=frozenset({0, 1, 2}))
+    return Table(caption, ("", "Before", "After"), tuple(rows), words=frozenset({0, 1, 2}))
 
 
 def _health_facts(one: Health) -> dict[str, str | None]:
@@ -207,4 +219,5 @@ def _health_facts(one: Health) -> dict[str, str | None]:
         "Slowed by heat in its life": said(one.throttled_seconds, wording.duration),
         "Rated life used": said(one.wear, wording.percent),
         "Written in its life": said(one.written_bytes, wording.decimal_bytes),
+        "Its warnings": one.critical or ("none" if one.source == "SMART log" else None),
     }

@@ -5,26 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.hardware.profile import Beside, Best, Setting
-from nvme_offload.units import format_bytes, format_milliseconds, format_ratio, format_speed
+from nvme_offload.hardware.profile import Best, Setting
+from nvme_offload.units import format_bytes, format_ratio
+from nvme_offload.units import format_speed as speed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-TIMES, DASH, SPACE, NONE = (
-    "\N{MULTIPLICATION SIGN}",
-    "\N{EN DASH}",
-    "\N{NO-BREAK SPACE}",
-    "\N{EN DASH}",
-)
-PHASE_NAMES = {"read": "read", "write": "write", "mixed": "mixed"}
+__all__ = ["speed"]
+
+TIMES, DASH, SPACE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
+NONE = DASH
 
 _UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
-
-
-def speed(gb_per_s: float) -> str:
-    """Three significant digits, zeros included: "2.20", "15.1", "104"."""
-    return format_speed(gb_per_s)
 
 
 def ratio(relative: float) -> str:
@@ -32,16 +25,10 @@ def ratio(relative: float) -> str:
     return f"{format_ratio(relative)}{TIMES}"
 
 
-def interval(best: Best | Beside) -> str:
+def interval(best: Best) -> str:
     """The 90 % interval of the ratio."""
     low, high = format_ratio(best.relative_low), format_ratio(best.relative_high)
     return f"{low}{TIMES}" if low == high else f"{low}{DASH}{high}{TIMES}"
-
-
-def inverse_interval(other: Beside) -> str:
-    """The range of this engine's share of *other*: "83-85 %"; a dash for a single run."""
-    low, high = f"{100 / other.relative_high:.0f}", f"{100 / other.relative_low:.0f}"
-    return NONE if other.relative_low == other.relative_high else f"{low}{DASH}{high}{SPACE}%"
 
 
 def percent(share: float) -> str:
@@ -75,23 +62,13 @@ def duration(seconds: float) -> str:
     )
 
 
-def milliseconds(value: float) -> str:
-    """Three significant digits: "1.20 ms"."""
-    return f"{format_milliseconds(value)}{SPACE}ms"
-
-
-def model(parameters: float) -> str:
-    """The size of a model: "7 B"."""
-    return f"{parameters / 1e9:.3g}{SPACE}B"
-
-
 def plural(count: int, word: str) -> str:
     """A count with its word: "1 trial", "2 trials"."""
     return f"{count}{SPACE}{word}{'' if count == 1 else 's'}"
 
 
 def setting(one: Setting) -> str:
-    """Block size, queue depth and threads in short, for rows of charts and tables."""
+    """Block size, queue depth and threads in short."""
     return f"{format_bytes(one.block_size)} {TIMES} {one.queue_depth} {TIMES} {one.thread_count}"
 
 
@@ -127,7 +104,7 @@ def shown(value: Any, key: str) -> str:
 def _number(value: float, key: str) -> str:
     if key.endswith("_bytes_per_second"):
         return f"{value / 1e9:.3g}{SPACE}GB/s"
-    if key.endswith(("size_bytes", "free_bytes", "written_bytes")):
+    if key.endswith(("size_bytes", "free_bytes")):
         return decimal_bytes(value)
     if key.endswith("_bytes"):
         return size(int(value))

@@ -29,6 +29,7 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
 place = Path(sys.argv[1])
 profile = Profile.load({str(_PROFILE)!r})
+profile = dataclasses.replace(profile, finals={{phase: (one,) for phase, one in profile.performance.items()}})
 os.environ["XDG_CONFIG_HOME"] = str(place)
 
 def optimizer(fill):

@@ -30,6 +30,7 @@ from nvme_offload.hardware.profile import (
 
 CHOSEN = Setting(block_size=1 << 20, queue_depth=16, thread_count=2)
 FASTEST = Setting(block_size=2 << 20, queue_depth=16, thread_count=4)
+FINALISTS = (CHOSEN, FASTEST, Setting(1 << 20, 32, 1), Setting(512 << 10, 32, 2))
 
 # GB/s of the control, and the MiB in flight at which the drive reaches half of its speed.
 CONTROL_SPEED = {"read": 3.1, "write": 2.6, "mixed": 2.2}
@@ -47,7 +48,8 @@ def relative(setting: Setting, phase: str) -> float:
 
 def best(setting: Setting, phase: str) -> Best:
     ratio = relative(setting, phase)
-    found = profiles.best(CONTROL_SPEED[phase] * ratio, setting, ratio * 0.96, ratio * 1.05)
+    low, high = (1.0, 1.0) if setting == DEEPSPEED_DEFAULTS else (ratio * 0.96, ratio * 1.05)
+    found = profiles.best(CONTROL_SPEED[phase] * ratio, setting, low, high)
     return dataclasses.replace(found, relative=ratio)
 
 
@@ -61,12 +63,8 @@ def _trials() -> list[Trial]:
         drift = 1 + 0.05 * math.sin(started / 9)
         ratio = relative(setting, phase) * chance.gauss(1, 0.015)
         speed = CONTROL_SPEED[phase] * drift * ratio
-        moments = [seconds * (index + 1) / 20 for index in range(20 if stage == "final" else 0)]
-        shift = 7 * chance.random()
-        late = [moment + 0.008 * seconds * math.sin(11 * moment + shift) for moment in moments]
-        samples = ((at, int(speed * moved * 1e9)) for at, moved in zip(moments, late, strict=True))
         changes = {"relative": 1.0 if changes.get("control") else ratio, **changes}
-        more = {"stage": stage, "started_seconds": started, "samples": tuple(samples)}
+        more = {"stage": stage, "started_seconds": started}
         trials.append(profiles.trial(phase, setting, speed, seconds, **more, **changes))
 
     grid = [
@@ -86,7 +84,7 @@ def _trials() -> list[Trial]:
             run(setting, "write", "screen", 0.1)
     run(grid[3], "mixed", "screen", 0.1, flaw="drifted")
     for _ in range(4):
-        for setting in (CHOSEN, FASTEST, Setting(1 << 20, 32, 1), Setting(512 << 10, 32, 2)):
+        for setting in FINALISTS:
             for phase in PHASES:
                 run(setting, phase, "final", 1.0)
         for phase in PHASES:
@@ -115,6 +113,10 @@ DRIVE = {
 }
 
 
+def finals(*settings: Setting) -> dict[str, tuple[Best, ...]]:
+    return {phase: tuple(best(setting, phase) for setting in settings) for phase in PHASES}
+
+
 def profile(**changes: Any) -> Profile:
     """A complete profile of one drive, without the optional measurements."""
     whole = Profile(
@@ -140,6 +142,7 @@ def profile(**changes: Any) -> Profile:
         best={phase: best(FASTEST if phase != "write" else CHOSEN, phase) for phase in PHASES},
         chosen=CHOSEN,
         performance={phase: best(CHOSEN, phase) for phase in PHASES},
+        finals=finals(*FINALISTS, DEEPSPEED_DEFAULTS),
         reasons=(
             "Chosen from 5 finalists of 120 settings tried: its training step takes at most 3 % longer than the fastest.",
         ),
@@ -158,7 +161,8 @@ def brief(**changes: Any) -> Profile:
         for trial in _trials()
         if trial.stage == "final" and trial.setting in (CHOSEN, FASTEST, DEEPSPEED_DEFAULTS)
     ]
-    return profile(trials=tuple(few), **changes)
+    found = {"finals": finals(CHOSEN, FASTEST, DEEPSPEED_DEFAULTS), **changes}
+    return profile(trials=tuple(few), **found)
 
 
 def with_fio() -> Profile:
@@ -184,7 +188,7 @@ def with_latencies() -> Profile:
 
 
 def with_sustained(cache_ends: bool = True) -> Profile:
-    samples, done = [], 0
+    samples, done = [(0.0, 0)], 0
     for second in range(1, 61):
         done += int((4.5 if done < 72e9 or not cache_ends else 0.5) * 1e9)
         samples.append((float(second), done))
@@ -204,7 +208,7 @@ def with_stripe() -> Profile:
 
 
 def with_health(wear: float = 0.05) -> Profile:
-    before = Health("nvme-cli", 41.0, wear, 60_000_000_000_000, 0)
+    before = Health("SMART log", 41.0, wear, 60_000_000_000_000, 0)
     changes = {"temperature_celsius": 67.0, "throttled_seconds": 12, "critical": "too hot"}
     return brief(health_before=before, health_after=dataclasses.replace(before, **changes))
 
@@ -219,40 +223,18 @@ def by_deepspeed() -> Profile:
 
 
 def minimal() -> Profile:
-    """Ten seconds: one setting and the control, hardly any trials, no samples."""
+    """Ten seconds: one setting and the control, hardly any trials."""
     few = [
-        dataclasses.replace(trial, samples=())
+        trial
         for trial in _trials()
         if trial.stage == "final" and trial.setting in (CHOSEN, DEEPSPEED_DEFAULTS)
     ][:12]
     return profile(
-        trials=tuple(few), best={phase: best(CHOSEN, phase) for phase in PHASES}, steady=False
+        trials=tuple(few),
+        best={phase: best(CHOSEN, phase) for phase in PHASES},
+        finals=finals(CHOSEN, DEEPSPEED_DEFAULTS),
+        steady=False,
     )
-
-
-def stalling(standing_still: bool = False) -> Profile:
-    """A drive that moved nothing during every third trial, or during every trial."""
-    trials = []
-    for index, trial in enumerate(brief().trials):
-        flat = tuple((seconds, 0 if seconds < 0.5 else count) for seconds, count in trial.samples)
-        trial = dataclasses.replace(trial, samples=flat)
-        if index % 3 == 0 or standing_still:
-            names = "bytes", "gb_per_s", "read_gb_per_s", "write_gb_per_s", "relative"
-            still = tuple((seconds, 0) for seconds, _ in flat)
-            trial = dataclasses.replace(trial, **dict.fromkeys(names, 0), samples=still)
-        trials.append(trial)
-    reached = {phase: best(CHOSEN, phase) for phase in PHASES}
-    if standing_still:
-        names = "gb_per_s", "relative", "relative_low", "relative_high"
-        none = dict.fromkeys(names, 0.0)
-        reached = {phase: dataclasses.replace(each, **none) for phase, each in reached.items()}
-    latencies = tuple(Latency(phase, CHOSEN, 0, 0.0, 0.0, 0.0, 0.0) for phase in PHASES)
-    return profile(trials=tuple(trials), performance=reached, best=reached, latencies=latencies)
-
-
-def only(keep: Callable[[Trial], bool], **changes: Any) -> Profile:
-    whole = profile(**changes)
-    return dataclasses.replace(whole, trials=tuple(trial for trial in whole.trials if keep(trial)))
 
 
 def everything() -> Profile:
@@ -280,17 +262,6 @@ SHAPES: dict[str, Callable[[], Profile]] = {
     "DeepSpeed's op": by_deepspeed,
     "ten seconds, not steady": minimal,
     "everything": everything,
-    "stalling": stalling,
-    "standing still": lambda: stalling(standing_still=True),
-    "no trials": lambda: profile(trials=(), best={}, performance={}, warnings=(), reasons=()),
-    "aborted": lambda: only(
-        lambda t: t.stage == "screen" and t.started_seconds < 2, best={}, performance={}
-    ),
-    "one stage": lambda: only(lambda t: t.stage == "final"),
-    "one thread count": lambda: only(lambda t: t.thread_count == 1),
-    "one phase": lambda: only(lambda t: t.phase == "read" and t.stage != "final"),
-    "only the control": lambda: only(lambda t: t.control and t.stage == "screen"),
-    "one trial": lambda: profile(trials=tuple(_trials()[:1])),
     "bare": lambda: profile(
         workload={}, engine={}, drive={"path": "/x", "model": "", "filesystem": "nfs", "device": ""}
     ),

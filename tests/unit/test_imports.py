@@ -60,7 +60,7 @@ PURE_MODULES = {
     "swap/value_states.py",
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
-LAZY = {"torch", "triton", "pandas", "matplotlib", "deepspeed", "jinja2"}
+LAZY = {"torch", "triton", "pandas", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
 # the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
@@ -248,7 +248,7 @@ def test_the_sweep_never_needs_torch():
     ],
 )
 def test_loading_stays_light(module):
-    code = f"import {module}, sys; print(*sorted({{'torch', 'pandas', 'matplotlib', 'numpy', 'deepspeed'}} & set(sys.modules)))"
+    code = f"import {module}, sys; print(*sorted({{'torch', 'pandas', 'numpy', 'deepspeed'}} & set(sys.modules)))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

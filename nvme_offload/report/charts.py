@@ -1,0 +1,120 @@
+"""The drawings of a report: the heat map, a table with coloured cells, and the line of `--sustained`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from typing import NamedTuple
+
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
+from nvme_offload.units import format_bytes
+
+from . import wording
+
+WIDTH, HEIGHT = 400, 120  # of the line's coordinates
+_STRONGEST = 45  # per cent of colour: text stays readable on it, light and dark
+
+
+class Cell(NamedTuple):
+    """The best number of threads for a pair of block size and queue depth. ratio: to the defaults;
+    strength: of its colour, in per cent; kind: CSS classes.
+    """
+
+    ratio: float
+    threads: int
+    strength: int
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HeatMap:
+    """Mixed speed by block size (rows, the largest first) and queue depth (columns). None: not
+    measured.
+    """
+
+    depths: tuple[int, ...]
+    rows: dict[int, list[Cell | None]]
+    finding: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Write speed over the bytes written, from 0 to *most_gb_per_s* and *written_bytes*: *points* of
+    an SVG polyline, and where the cache ends, if it does.
+    """
+
+    points: str
+    cache_ends: float | None
+    most_gb_per_s: float
+    written_bytes: int
+    finding: str
+
+
+def mixed_ratios(profile: Profile) -> dict[Setting, float]:
+    """The ratio of each setting to the control under the mixed load: of finalists the sweep's
+    estimate, of others the median of their sound trials.
+    """
+    tried: dict[Setting, list[float]] = defaultdict(list)
+    for trial in profile.trials:
+        if trial.phase == "mixed" and not trial.flaw:
+            tried[trial.setting].append(trial.relative)
+    finals = {one.setting: one.relative for one in profile.finals["mixed"]}
+    return {setting: statistics.median(ratios) for setting, ratios in tried.items()} | finals
+
+
+def heat_map(profile: Profile) -> HeatMap:
+    """The mixed speed of every pair that was tried, relative to the control."""
+    best: dict[tuple[int, int], tuple[float, int]] = {}
+    for setting, ratio in mixed_ratios(profile).items():
+        pair = setting.block_size, setting.queue_depth
+        best[pair] = max(best.get(pair, (0.0, 0)), (ratio, setting.thread_count))
+    marks = {
+        (setting.block_size, setting.queue_depth): mark
+        for mark, setting in (("defaults", DEEPSPEED_DEFAULTS), ("chosen", profile.chosen))
+    }
+    logs = {pair: math.log(ratio) for pair, (ratio, _) in best.items()}
+    # pale within a quarter of 1, so that noise does not look like a result
+    most = math.log(1.25)
+    most_of = {True: max(most, *logs.values()), False: max(most, *(-one for one in logs.values()))}
+    cells = {
+        pair: Cell(
+            ratio,
+            threads,
+            round(_STRONGEST * abs(logs[pair]) / most_of[ratio >= 1]),
+            f"{'faster' if ratio >= 1 else 'slower'} {marks.get(pair, '')}".strip(),
+        )
+        for pair, (ratio, threads) in best.items()
+    }
+    depths = tuple(sorted({depth for _, depth in cells}))
+    blocks = sorted({block for block, _ in cells}, reverse=True)
+    (fast, slow) = (end(cells, key=lambda pair: cells[pair].ratio) for end in (max, min))
+    return HeatMap(
+        depths,
+        {block: [cells.get((block, depth)) for depth in depths] for block in blocks},
+        f"The fastest of {len(cells)} pairs is {format_bytes(fast[0])} at queue depth {fast[1]}, {wording.ratio(cells[fast].ratio)} "
+        f"DeepSpeed's defaults; the slowest, {format_bytes(slow[0])} at {slow[1]}, {wording.ratio(cells[slow].ratio)}.",
+    )
+
+
+def sustained(profile: Profile) -> Line | None:
+    """Writing without a pause; None if it was not measured."""
+    run = profile.sustained
+    if run is None:
+        return None
+    speeds = [
+        (after, (after - before) / (end - start) / 1e9)
+        for (start, before), (end, after) in itertools.pairwise(run.samples)
+        if end > start
+    ]
+    top = 1.1 * max(speed for _, speed in speeds)
+    points = (f"{WIDTH * w / run.bytes:.1f},{HEIGHT * (1 - s / top):.1f}" for w, s in speeds)
+    first, last = wording.speed(run.first_gb_per_s), wording.speed(run.steady_gb_per_s)
+    said = f"Over {wording.decimal_bytes(run.bytes)} the drive went from {first} to {last} GB/s: no end of a cache was seen."
+    place = None
+    if run.cache_ends_bytes is not None:
+        place = round(WIDTH * run.cache_ends_bytes / run.bytes, 1)
+        said = f"After {wording.decimal_bytes(run.cache_ends_bytes)} the drive fell from {first} to {last} GB/s: its fast cache is full."
+    return Line(" ".join(points), place, top, run.bytes, said)
