@@ -106,13 +106,13 @@ class Bucketing:
             ):
                 dtype = tensors[0].dtype
                 bucket = Bucket(
-                    f"{self._prefix}/{next(self._numbers)}",
-                    dtype,
-                    self._format.update_dtype(dtype),
-                    tensors[0].device,
-                    self._place_updates(kind[0].parameter),
-                    kind[0].traits,
-                    unit,
+                    name=f"{self._prefix}/{next(self._numbers)}",
+                    dtype=dtype,
+                    update_dtype=self._format.update_dtype(dtype),
+                    home=tensors[0].device,
+                    device=self._place_updates(kind[0].parameter),
+                    traits=kind[0].traits,
+                    unit=unit,
                 )
                 for which, start, stop in parts:
                     bucket.add(kind[which], start, stop)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..optimizer_states import BLOCK, Layout, block_names
+from ..optimizer_states import BLOCK, block_names
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, dense_strides, is_for_each
 from ..parameters.idle import address_of
+from ..update.records import Unit
 
 if TYPE_CHECKING:
     from .awaited import Awaited
@@ -341,43 +342,27 @@ class Fragment:
         return self.within(widened).copy_(part)
 
 
-@dataclasses.dataclass(eq=False)
-class Bucket:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Bucket(Unit):
     """*fragments* of one *dtype*, which are updated in *update_dtype*. They belong to one parameter
     group, or to several if the optimizer updates all parameters together.
 
     *home*: the device of the parameters. *device*: the device of their updates; a GPU also for
-    parameters in host memory if `update_device` chose it.
-
-    *unit*: alignment of the fragments, in elements. *layout*: of the value *name*, None while it
-    does not exist. *rest_bytes*: the bytes behind the layout, for states whose shape is not their
-    parameter's. *room_bytes*: the bytes that were reserved. *is_retained*: the drive keeps the old
-    version, so the value must not be re-created.
+    parameters in host memory if `update_device` chose it. *unit*: alignment of the fragments, in
+    elements. *numel*: the elements of all fragments and of the gaps between them.
     """
 
-    name: str
-    dtype: torch.dtype
     update_dtype: torch.dtype
     home: torch.device
-    device: torch.device
     traits: Traits
     unit: int = 1
     fragments: list[Fragment] = dataclasses.field(default_factory=list)
     inner: torch.optim.Optimizer | None = None
-    layout: Layout | None = None
-    rest_bytes: int = 0
-    room_bytes: int = 0
-    is_retained: bool = False
 
     @property
     def visits_device(self) -> bool:
         """Whether weights and gradients are copied to `device` for an update, and weights back."""
         return self.home != self.device
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the value."""
-        return self.rest_bytes + (0 if self.layout is None else self.layout.nbytes)
 
     def arrange(
         self, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]]
@@ -441,11 +426,6 @@ class Bucket:
         return states, places, end
 
     @property
-    def numel(self) -> int:
-        """The elements of all fragments and of the gaps between them."""
-        return self.fragments[-1].place + self.fragments[-1].numel if self.fragments else 0
-
-    @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients of all fragments, with the gaps."""
         return self.numel * self.dtype.itemsize
@@ -453,7 +433,8 @@ class Bucket:
     def forget(self) -> None:
         """Drop the states, and `inner`."""
         self.inner = None
-        self.layout, self.rest_bytes, self.is_retained = None, 0, False
+        self.layout, self.rest_bytes = None, 0
+        self.is_stored = self.is_retained = False
         for fragment in self.fragments:
             fragment.states, fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}, {}
             fragment.stepped, fragment.summed = False, None
@@ -494,7 +475,7 @@ class Bucket:
         """Take over the fragments of *other*, for which nothing is stored yet."""
         for fragment in other.fragments:
             fragment.bucket, fragment.place = self, self._next_place
-            self.fragments.append(fragment)
+            self._append(fragment)
 
     def add(self, weight: Weight, start: int, stop: int) -> None:
         """Add the elements *start* to *stop* of *weight*."""
@@ -504,9 +485,13 @@ class Bucket:
         # optimizers skip frozen tensors, or refuse other tensors.
         shadow = torch.nn.Parameter(torch.empty(0, dtype=self.update_dtype, device=self.device))
         fragment = Fragment(weight, self, start, stop, self._next_place, shape, shadow)
-        self.fragments.append(fragment)
+        self._append(fragment)
         weight.fragments.append(fragment)
         fragment.look_at_strides()
+
+    def _append(self, fragment: Fragment) -> None:
+        self.fragments.append(fragment)
+        self.numel = fragment.place + fragment.numel
 
     @property
     def trained(self) -> bool:

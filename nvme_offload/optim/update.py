@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.staging import PLACES, DeviceStager, HostStager, Stager
+from ..device.staging import PLACES, Stager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
     Layout,
@@ -34,6 +34,7 @@ from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
 from ..units import format_bytes
+from ..update.records import Records, Unit
 from .buckets import Bucket, Fragment
 from .modes import callers_modes
 from .progress import Progress
@@ -46,18 +47,13 @@ Find = Callable[[Fragment, Key], torch.Tensor]  # the offloaded state of a fragm
 Options = Mapping[int, Mapping[str, Any]]  # by index of the group, for all groups of a bucket
 
 
-class RetainedError(Exception):
-    """The value of a bucket that is retained would have to be re-created."""
-
-
-class Updater:
+class Updater(Records):
     """Opens, updates and stores buckets. *make* makes the inner optimizers, which are called
     *name*.
     """
 
     def __init__(self, tier: Tier, state_format: StateFormat, make: Make, name: str) -> None:
-        self._tier = tier
-        self._format = state_format
+        super().__init__(tier, state_format)
         self.make = make
         self._name = name
         self.slack_bytes = 0  # host memory that is kept for scratch
@@ -66,9 +62,7 @@ class Updater:
         self._resident_bytes = 0  # of the process, after the last trim
         # attributes set by the program, for inner optimizers made later
         self.attributes: dict[str, Any] = {}
-        self._host = HostStager(tier)
         self._scratch = torch.empty(0, dtype=torch.float32)
-        self._stagers: dict[torch.device, Stager] = {}
         self._streams: dict[torch.device, Any] = {}  # for buckets that visit a device
         self._written: Any = None  # the event after which their gradients are in host memory
 
@@ -86,10 +80,9 @@ class Updater:
             self._format, wide=self._format.wide or (needed and self._format.eight_bit)
         )
 
-    def drain(self) -> None:
-        """Return when no bucket is in use."""
-        for stager in self._stagers.values():
-            stager.drain()
+    @property
+    def _optimizer_name(self) -> str:
+        return self._name
 
     @staticmethod
     def at_once(buckets: Iterable[Bucket]) -> int:
@@ -101,24 +94,15 @@ class Updater:
         `TensorSwapper.swap_in`; nothing is changed then, so the call can be repeated.
         """
         with self._on_stream(bucket):
-            return self._open(bucket)
-
-    def _open(self, bucket: Bucket) -> torch.Tensor:
-        stager = self._stager(bucket)
-        if bucket.layout is not None:
-            return stager.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else _nothing(bucket)
-        layout = self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name)
-        memory = (
-            stager.renew(bucket.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bucket)
-        )
-        for fragment in bucket.fragments:
-            fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}
-            fragment.look_at_strides()
-            fragment.stepped = False
-            fragment.changes = -1  # so that the master is made from the weight
-        bucket.rest_bytes = 0
-        bucket.layout = layout  # last: until then an exception leaves the bucket without a value
-        return memory
+            if bucket.layout is None:
+                layout = self._layout(bucket, bucket.traits.states)
+                for fragment in bucket.fragments:
+                    fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}
+                    fragment.look_at_strides()
+                    fragment.stepped = False
+                    fragment.changes = -1  # so that the master is made from the weight
+                bucket.layout, bucket.rest_bytes, bucket.is_stored = layout, 0, False
+            return self._opened(bucket)
 
     def step(
         self,
@@ -136,10 +120,8 @@ class Updater:
         with self._on_stream(bucket):
             inner = self._stepped_in_one_pass(bucket, memory, options, seed, progress)
             if inner is None:
-                inner, _ = self._bound(
-                    bucket, memory, options, seed, raw_step, progress, steps=True
-                )
-            self._stager(bucket).give_back(changed=True)
+                inner = self._bound(bucket, memory, options, seed, _step, progress, steps=True)
+            self._give_back(bucket, changed=True)
         if bucket.device.type == "cpu":
             # The first step frees the states that the inner optimizer made, whose bytes are in the
             # bucket's value now; later steps free temporary tensors.
@@ -161,8 +143,8 @@ class Updater:
         and states. Otherwise as `step`.
         """
         with self._on_stream(bucket):
-            inner, _ = self._bound(bucket, memory, options, 0, lambda _: method, progress)
-            self._stager(bucket).give_back(changed=True)
+            inner = self._bound(bucket, memory, options, 0, method, progress)
+            self._give_back(bucket, changed=True)
         for fragment in bucket.fragments:
             fragment.weight.updated(always=True)
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
@@ -170,8 +152,8 @@ class Updater:
     def start(self, bucket: Bucket, memory: torch.Tensor, options: Options) -> None:
         """Store the states that the inner optimizer has before its first step, if any."""
         with self._on_stream(bucket):
-            self._bound(bucket, memory, options, 0, lambda inner: lambda _: None, Progress())
-            self._stager(bucket).give_back(changed=True)
+            self._bound(bucket, memory, options, 0, lambda _: None, Progress())
+            self._give_back(bucket, changed=True)
 
     def keeps_layout(self, bucket: Bucket, seed: int) -> bool:
         """Whether the state format leaves the layout of *bucket* unchanged in a step with this
@@ -179,11 +161,6 @@ class Updater:
         """
         return not looks_at(self._format, seed + 1) and not self._is_too_narrow(
             known(bucket.layout)
-        )
-
-    def _is_too_narrow(self, layout: Layout) -> bool:
-        return self._format.wide and any(
-            slot.exponents is not None for slot in layout.states.values()
         )
 
     def recover(self, buckets: Iterable[Bucket]) -> None:
@@ -194,6 +171,8 @@ class Updater:
             stager.recover()
         for bucket in buckets:
             self._unbind(bucket)
+            if not bucket.is_stored:  # its update has not ended
+                bucket.layout = None
 
     def reset(self, buckets: Iterable[Bucket]) -> None:
         """As `recover`, before the swapper is reset."""
@@ -208,7 +187,7 @@ class Updater:
         to prefetch.
         """
         if ahead:
-            self._tier.swapper.prefetch(ahead)
+            self.tier.swapper.prefetch(ahead)
         memory = (
             self._host.fetch(bucket.name, bucket.nbytes)
             if bucket.nbytes
@@ -254,7 +233,7 @@ class Updater:
     ) -> bool:
         """Return whether the states fit the state format. If not, the format has been widened."""
         dtypes, rest_bytes = bucket.arrange(forms)
-        layout = bucket.layout = self._format.layout(bucket.numel, dtypes, bucket.dtype, self._name)
+        layout = bucket.layout = self._layout(bucket, dtypes)
         bucket.rest_bytes = rest_bytes
         memory = self._renewed(bucket, self._host)
         # copies, since packing writes the rounded masters to them: loading states must not change
@@ -276,7 +255,8 @@ class Updater:
             if self._widened_when == _LOADING:
                 round_near(layout, states, self._far, 0, names)
             self._format.pack(layout, memory, working, master, states, 0, names)
-        self._host.give_back(changed=True)
+        self._host.give_back(changed=True, nbytes=bucket.nbytes)
+        bucket.is_stored = True
         return fits
 
     # Internals.
@@ -296,16 +276,6 @@ class Updater:
             self._streams[bucket.device]
         )
         return there
-
-    def _stager(self, bucket: Bucket) -> Stager:
-        stager = self._stagers.get(bucket.device)
-        if stager is None:
-            stager = self._stagers[bucket.device] = (
-                HostStager(self._tier)
-                if bucket.device.type == "cpu"
-                else DeviceStager(self._tier, bucket.device)
-            )
-        return stager
 
     def _stepped_in_one_pass(
         self,
@@ -400,14 +370,12 @@ class Updater:
         memory: torch.Tensor,
         options: Options,
         seed: int,
-        act: Callable[[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Any]],
+        act: Callable[[torch.optim.Optimizer], Any],
         progress: Progress,
         *,
         steps: bool = False,
-    ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-        """Bind the inner optimizer to the states in *memory*, call the function that *act* returns,
-        and pack the results.
-        """
+    ) -> torch.optim.Optimizer:
+        """Bind the inner optimizer to the states in *memory*, call *act* with it, and pack the results."""
         layout = known(bucket.layout)
         own = bucket.weights()
         own_flats = [
@@ -437,14 +405,13 @@ class Updater:
                 leaf.data = fragment.state(key, states, memory[layout.nbytes :])
         with callers_modes():
             inner = self._inner(bucket, options)
-            action = act(inner)
             progress.begin_change()
-            action(inner)
-        memory, master, states = self._collected(bucket, memory, working, master, states)
+            act(inner)
+        memory, states = self._collected(bucket, memory, master, states)
         names = bucket.block_names() if self._format.eight_bit else None
         if steps and looks_at(self._format, seed + 1):
             if self._widen(known(bucket.layout), states, seed, options.values()):
-                memory, master, states = self._collected(bucket, memory, working, master, states)
+                memory, states = self._collected(bucket, memory, master, states)
             if self._widened_when == seed:
                 round_near(known(bucket.layout), states, self._far, seed, names)
         self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
@@ -468,7 +435,7 @@ class Updater:
         for fragment in bucket.fragments:
             fragment.changes = fragment.weight.changes  # the master has followed these changes
         self._unbind(bucket)
-        return inner, memory
+        return inner
 
     def _brought(
         self,
@@ -587,63 +554,46 @@ class Updater:
         self,
         bucket: Bucket,
         memory: torch.Tensor,
-        working: list[torch.Tensor],
         master: torch.Tensor | None,
-        states: dict[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Move all offloaded states into *states*. If the bucket's value has no place for one of
-        them, re-create the value.
-        """
-        layout = known(bucket.layout)
+        states: Mapping[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Move all offloaded states to their places in the bucket's value and in *states*; return both."""
         for fragment in bucket.fragments:
             if bucket.inner is not None and fragment.shadow in bucket.inner.state:
                 fragment.states = bucket.inner.state[fragment.shadow]
             fragment.leaves = travelling(fragment.states, fragment.shape, fragment.shadow)
-        kept = {key: slot.dtype for key, slot in layout.states.items()}
         found, rest_bytes = bucket.arrange(
             {fragment: fragment.leaves for fragment in bucket.fragments}
         )
-        if (
-            {**kept, **found} != kept
-            or rest_bytes > bucket.rest_bytes
-            or self._is_too_narrow(layout)
-        ):
-            layout = bucket.layout = self._format.layout(
-                bucket.numel, {**kept, **found}, bucket.dtype, self._name
-            )
-            bucket.rest_bytes = rest_bytes
-            for fragment in bucket.fragments:
-                for leaf in fragment.leaves.values():
-                    leaf.data = leaf.clone()
-            copied = None if master is None else master.clone()
-            memory = self._renewed(bucket, self._stager(bucket))
-            master, states = self._format.unpack(layout, memory, working)
-            if master is not None and copied is not None:
-                master.copy_(copied)
-        find = _finder(master, states, memory[layout.nbytes :])
+        leaves = [leaf for fragment in bucket.fragments for leaf in fragment.leaves.values()]
+        held = leaves if master is None else [*leaves, master]
+        memory = self._relaid(bucket, memory, {**bucket.dtypes, **found}, rest_bytes, held)
+        layout = known(bucket.layout)
+        places = {}
+        for key, slot in layout.states.items():
+            if not slot.rounded:
+                places[key] = slot.values.of(memory).view(slot.dtype)
+            elif key in states:
+                places[key] = states[key]
+            else:
+                places[key] = torch.zeros(layout.numel, dtype=slot.dtype, device=memory.device)
+        find = _finder(master, places, memory[layout.nbytes :])
         put_in_place(
             [
                 (find(fragment, key), leaf)
                 for fragment in bucket.fragments
                 for key, leaf in fragment.leaves.items()
             ],
-            [memory, *states.values()],
+            [memory, *places.values()],
         )
-        return memory, master, states
+        return memory, places
 
-    def _renewed(self, bucket: Bucket, stager: Stager) -> torch.Tensor:
-        """Zeroed memory that replaces the bucket's value. Reserve more host memory if the value is
-        larger than foreseen.
-        """
-        if bucket.is_retained:
-            raise RetainedError(f"{self._name} keeps other states from this step on")
+    def _renewed(self, bucket: Unit, stager: Stager) -> torch.Tensor:
+        """See `Records`. Reserve more host memory if the value is larger than foreseen."""
         if bucket.nbytes > bucket.room_bytes:
-            self._tier.require(bucket.nbytes - bucket.room_bytes)
-            bucket.room_bytes = bucket.nbytes
-        if not bucket.nbytes:
-            return _nothing(bucket)
+            self.tier.require(bucket.nbytes - bucket.room_bytes)
         try:
-            return stager.renew(bucket.name, bucket.nbytes).zero_()
+            return super()._renewed(bucket, stager)
         except OutOfHostMemoryError as error:
             enough = (
                 max(bucket.nbytes * 8 // 7, bucket.nbytes + self.slack_bytes) + 2 * mmap.PAGESIZE
@@ -670,8 +620,8 @@ def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nothing(bucket: Bucket) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=bucket.device)
+def _step(inner: torch.optim.Optimizer) -> None:
+    raw_step(inner)(inner)
 
 
 def _finder(

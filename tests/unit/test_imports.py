@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "parameters": MOVING | {"device"},
     "offload": MOVING | {"activations", "optim", "parameters"},
     "device": MOVING | {"optimizer_states"},
-    "update": LEAVES | {"io"},
+    "update": MOVING | {"device", "optimizer_states"},
     "zero3": MOVING | {"device", "ds_config", "optimizer_states", "planning", "update"},
     "report": HOST | {"ds_config", "planning"},
     "sweep": {"tune"},
@@ -106,7 +106,7 @@ ON_FIRST_USE |= {
     f"optimizer_states/{name}.py"
     for name in ("adam_by_kernels", "by_torch", "by_triton", "traits", "tree")
 }
-ON_FIRST_USE |= {"device/room.py", "device/staging.py"}
+ON_FIRST_USE |= {"device/room.py", "device/staging.py", "update/records.py"}
 ON_FIRST_USE |= {"activations/checkpointing.py", "activations/context.py", "io/archive.py"}
 
 

@@ -1,0 +1,147 @@
+"""`Records` moves the packed optimizer states of units between a tier and the device of updates. A
+`Unit` is a bucket of `NVMeOptimizer` or a sub-group of ZeRO-3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..device.staging import DeviceStager, HostStager, Stager
+from ..errors import known
+from ..optimizer_states import Layout, StateFormat
+from ..optimizer_states.tree import Key
+from ..swap.tier import Tier
+
+
+class RetainedError(Exception):
+    """The value of a unit that is retained would need another layout."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Unit:
+    """Parameters that are updated together. Their packed states are the value *name* of a tier.
+
+    *dtype*: of the weights. *device*: of the updates. *layout*: of the value, None while there are
+    no states. *rest_bytes*: the bytes behind the layout, for states whose shape is not their
+    parameter's. *room_bytes*: the size of the value. *is_stored*: whether the tier has the value.
+    *is_retained*: the drive keeps the old version, so the layout must not change.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    numel: int = 0
+    layout: Layout | None = None
+    rest_bytes: int = 0
+    room_bytes: int = 0
+    is_stored: bool = False
+    is_retained: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the states."""
+        return self.rest_bytes + (0 if self.layout is None else self.layout.nbytes)
+
+    @property
+    def dtypes(self) -> dict[Key, torch.dtype]:
+        """The dtypes of the states in the layout, by key."""
+        slots = {} if self.layout is None else self.layout.states
+        return {key: slot.dtype for key, slot in slots.items()}
+
+
+class Records:
+    """The states of units in *tier*, in *state_format*. One unit at a time is in use, from `_opened`
+    or `_renewed` to `_give_back`.
+    """
+
+    def __init__(self, tier: Tier, state_format: StateFormat) -> None:
+        self.tier = tier
+        self._format = state_format
+        self._host = HostStager(tier)  # for units that are not on their device
+        self._stagers: dict[torch.device, Stager] = {}
+
+    def drain(self) -> None:
+        """Return when the copies of all units to host memory have ended."""
+        for stager in self._stagers.values():
+            stager.drain()
+
+    @property
+    def _optimizer_name(self) -> str:
+        raise NotImplementedError
+
+    def _stager(self, unit: Unit) -> Stager:
+        stager = self._stagers.get(unit.device)
+        if stager is None:
+            stager = self._stagers[unit.device] = (
+                HostStager(self.tier)
+                if unit.device.type == "cpu"
+                else DeviceStager(self.tier, unit.device)
+            )
+        return stager
+
+    def _layout(self, unit: Unit, states: Mapping[Key, torch.dtype]) -> Layout:
+        return self._format.layout(unit.numel, states, unit.dtype, self._optimizer_name)
+
+    def _opened(self, unit: Unit) -> torch.Tensor:
+        """The value of *unit*, which has a layout, on its device; zeros if it is new. Raises: as
+        `TensorSwapper.swap_in`, without changing anything.
+        """
+        if not unit.is_stored:
+            return self._renewed(unit, self._stager(unit))
+        if not unit.nbytes:
+            return _nothing(unit.device)
+        return self._stager(unit).fetch(unit.name, unit.room_bytes)
+
+    def _renewed(self, unit: Unit, stager: Stager) -> torch.Tensor:
+        """A value of zeros in place of the value of *unit*."""
+        unit.room_bytes = max(unit.room_bytes, unit.nbytes)
+        if not unit.nbytes:
+            return _nothing(unit.device)
+        memory = stager.renew(unit.name, unit.room_bytes)
+        memory[: unit.nbytes].zero_()
+        return memory
+
+    def _give_back(self, unit: Unit, *, changed: bool) -> None:
+        """End the use of *unit* on its device."""
+        self._stager(unit).give_back(changed=changed or not unit.is_stored, nbytes=unit.nbytes)
+        unit.is_stored = True
+
+    def _relaid(
+        self,
+        unit: Unit,
+        memory: torch.Tensor,
+        states: Mapping[Key, torch.dtype],
+        rest_bytes: int,
+        held: Iterable[torch.Tensor],
+    ) -> torch.Tensor:
+        """The memory of *unit*, which is in use, with a layout for *states* and *rest_bytes*. If
+        *memory* is too small, it is replaced by zeros, and the tensors *held* in it by copies.
+        """
+        if (
+            list(states.items()) == list(unit.dtypes.items())  # the order decides places
+            and rest_bytes <= unit.rest_bytes
+            and not self._is_too_narrow(known(unit.layout))
+        ):
+            return memory
+        if unit.is_retained:
+            raise RetainedError(f"{self._optimizer_name} keeps other states from this step on")
+        unit.layout, unit.rest_bytes = self._layout(unit, states), rest_bytes
+        if unit.nbytes <= memory.numel():
+            return memory
+        storage = memory.untyped_storage().data_ptr()
+        for tensor in held:
+            if tensor.untyped_storage().data_ptr() == storage:
+                tensor.data = tensor.clone()
+        return self._renewed(unit, self._stager(unit))
+
+    def _is_too_narrow(self, layout: Layout) -> bool:
+        return self._format.wide and any(
+            slot.exponents is not None for slot in layout.states.values()
+        )
+
+
+def _nothing(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)
