@@ -86,7 +86,7 @@ class Records:
         return self._format.layout(unit.numel, states, unit.dtype, self._optimizer_name)
 
     def _opened(self, unit: Unit) -> torch.Tensor:
-        """The value of *unit*, which has a layout, on its device; zeros if it is new. Raises: as
+        """The value of *unit*, which has a layout, on its device; as `_renewed` if it is new. Raises: as
         `TensorSwapper.swap_in`, without changing anything.
         """
         if not unit.is_stored:
@@ -96,12 +96,13 @@ class Records:
         return self._stager(unit).fetch(unit.name, unit.room_bytes)
 
     def _renewed(self, unit: Unit, stager: Stager) -> torch.Tensor:
-        """A value of zeros in place of the value of *unit*."""
+        """A new value in place of the value of *unit*: zeros, but undefined in "exact"."""
         unit.room_bytes = max(unit.room_bytes, unit.nbytes)
         if not unit.nbytes:
             return _nothing(unit.device)
         memory = stager.renew(unit.name, unit.room_bytes)
-        memory[: unit.nbytes].zero_()
+        if not self._format.in_place:  # low bits of masters that are zero say: as the weights are
+            memory[: unit.nbytes].zero_()
         return memory
 
     def _give_back(self, unit: Unit, *, changed: bool) -> None:
@@ -118,7 +119,7 @@ class Records:
         held: Iterable[torch.Tensor],
     ) -> torch.Tensor:
         """The memory of *unit*, which is in use, with a layout for *states* and *rest_bytes*. If
-        *memory* is too small, it is replaced by zeros, and the tensors *held* in it by copies.
+        *memory* is too small, it is renewed, and the tensors *held* in it become copies.
         """
         if (
             list(states.items()) == list(unit.dtypes.items())  # the order decides places

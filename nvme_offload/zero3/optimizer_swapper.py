@@ -21,15 +21,16 @@ tensors of the sub-group are on the GPU in between.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..device.staging import CPU, DeviceStager, HostStager, Stager
+from ..device.staging import CPU
 from ..errors import UnsupportedError, known
 from ..optimizer_states import (
     BLOCK,
@@ -39,11 +40,11 @@ from ..optimizer_states import (
     far_blocks,
     least_eps,
     looks_at,
-    put_in_place,
 )
 from ..optimizer_states.one_pass import Part, has_packed_moments, step_in_one_pass, update
 from ..optimizer_states.tree import drop_memory
 from ..swap.tier import Tier
+from ..update.records import Records, Unit
 from .cpu_adam import CPUAdam, is_cpu_adam
 from .once_per_step import has_hooks, replaces_step
 from .state_sizes import elementwise
@@ -67,30 +68,22 @@ class Working(NamedTuple):
     store: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-@dataclasses.dataclass
-class SubGroup:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class SubGroup(Unit):
     """The flat *parameter* of a sub-group. *start* is the index of its first element among all elements
-    of this rank. *layout* is the layout of its value *name*. *states* are the dtypes of its states,
-    by key.
+    of this rank. *buffer* and, in packed formats, *weights* are set while it is in use. *step*: the
+    optimizer's step, if its own count is on a GPU and was read.
     """
 
     parameter: torch.Tensor  # keeps its id from being reused
     start: int
-    name: str
-    numel: int
-    capacity_bytes: int
-    layout: Layout
-    states: Mapping[str, torch.dtype]
-    buffer: torch.Tensor | None = None  # while swapped in
-    weights: list[torch.Tensor] = dataclasses.field(
-        default_factory=list
-    )  # while swapped in, if packed
+    buffer: torch.Tensor | None = None
+    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)
     pack_count: int = 0
-    step: int | None = None  # the optimizer's step, if its own count is on a GPU and was read
-    is_stored: bool = False  # whether the tier has the value; until then it is all zeros
+    step: int | None = None
 
 
-class OptimizerSwapper:
+class OptimizerSwapper(Records):
     """Keeps the states of *parameters*' sub-groups in a tier, in *state_format*.
 
     The swapper offloads the master weights and every state of a sub-group's shape. Other states,
@@ -126,21 +119,14 @@ class OptimizerSwapper:
         device: torch.device = CPU,
         at_once: bool = True,
     ) -> None:
-        self.tier = tier
+        self._in_place = state_format.in_place
+        # In "exact" the flat parameter is the master itself, which is kept as one of the states.
+        kept = dataclasses.replace(state_format, keeps_masters=not self._in_place)
+        super().__init__(tier, kept)
         self.device = device
-        self._stager: Stager = (
-            HostStager(tier) if device.type == "cpu" else DeviceStager(tier, device)
-        )
         self._at_once = at_once
         self._mark_backward = mark_backward
         self._optimizer = optimizer
-        self._in_place = state_format.in_place
-        # In "exact" the flat parameter is the master itself, which is kept as one of the states.
-        self._format = (
-            dataclasses.replace(state_format, keeps_masters=False)
-            if self._in_place
-            else state_format
-        )
         self._expected = states
         self._working = working
         self._warned = False
@@ -190,18 +176,16 @@ class OptimizerSwapper:
         first use makes it.
         """
         for parameter, source in zip(parameters, src_tensors, strict=True):
-            number, numel = len(self._sub_groups), source.numel()
-            start = sum(sub_group.numel for sub_group in self._sub_groups.values())
-            capacity = self._layout(parameter, numel, self._expected).nbytes
             sub_group = SubGroup(
-                parameter,
-                start,
-                f"{self._prefix}/{number}",
-                numel,
-                capacity,
-                self._layout(parameter, numel, {}),
-                {},
+                name=f"{self._prefix}/{len(self._sub_groups)}",
+                dtype=parameter.dtype if self._in_place else self._working.dtype,
+                device=self.device,
+                numel=source.numel(),
+                parameter=parameter,
+                start=sum(other.numel for other in self._sub_groups.values()),
             )
+            sub_group.room_bytes = self._layout(sub_group, self._expected).nbytes
+            sub_group.layout = self._layout(sub_group, {})
             self._sub_groups[id(parameter)] = sub_group
             self._names.append(sub_group.name)
             if self._in_place:
@@ -214,10 +198,7 @@ class OptimizerSwapper:
         sub_group = self._take(parameter)
         # Load the weights before the states, so that only one value is in use at a time.
         self._load_weights(parameter, sub_group, fill=True)
-        if sub_group.is_stored:
-            sub_group.buffer = self._stager.fetch(sub_group.name, sub_group.capacity_bytes)
-        else:
-            self._renew(sub_group)
+        sub_group.buffer = self._opened(sub_group)
         if self.leaves_packed and not self._in_place and self.device.type == "cpu":
             # The parameter needs its shape before a gradient can be assigned to it.
             scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
@@ -259,7 +240,8 @@ class OptimizerSwapper:
         state, gradient = optimizer.state.get(parameter, {}), parameter.grad
         if "step" not in state or gradient is None or not gradient.is_contiguous():
             return False
-        layout, buffer, (weights,) = sub_group.layout, known(sub_group.buffer), sub_group.weights
+        layout, buffer = known(sub_group.layout), known(sub_group.buffer)
+        (weights,) = sub_group.weights
         step = int(state["step"]) + 1
         if looks_at(self._format, step):
             return False
@@ -284,7 +266,7 @@ class OptimizerSwapper:
         if not self._is_packed:
             self._pack(parameter, sub_group)
         weights = sub_group.weights
-        self._give_back(parameter, changed=True)
+        self._end_use(parameter, changed=True)
         for weight in weights:
             self._working.store(parameter, weight)
         if not (async_swap and self._at_once):
@@ -292,13 +274,24 @@ class OptimizerSwapper:
 
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
         """Release the sub-group that `swap_in_optimizer_state` loaded, without writing it back."""
-        is_stored = self._sub_groups[id(parameter)].is_stored
-        self._give_back(parameter, changed=not is_stored)
+        self._end_use(parameter, changed=False)
         self.drain()
 
-    def drain(self) -> None:
-        """Return when the copies of all sub-groups to host memory have ended."""
-        self._stager.drain()
+    @contextlib.contextmanager
+    def using(self, parameter: torch.Tensor, *, changed: bool = False) -> Iterator[None]:
+        """Context in which *parameter* and its states are in memory. Changes to them are kept if
+        *changed* is set, or after an exception.
+        """
+        try:
+            self.swap_in_optimizer_state(parameter)
+            yield
+        except BaseException:
+            self.give_back()
+            raise
+        if changed:
+            self.swap_out_optimizer_state(parameter)
+        else:
+            self.release_swap_buffers(parameter)
 
     def count_step(self, parameter: torch.Tensor) -> None:
         """Count a step that the optimizer has made over *parameter*."""
@@ -316,11 +309,12 @@ class OptimizerSwapper:
             sub_group = self._sub_groups[id(parameter)]
             self._empty(parameter)
             sub_group.buffer, sub_group.weights = None, []
-            self._stager.cancel()
+            self._stager(sub_group).cancel()
 
     def states(self, parameter: torch.Tensor) -> Mapping[str, torch.dtype]:
         """The dtypes of *parameter*'s offloaded states, by key."""
-        return self._sub_groups[id(parameter)].states
+        dtypes = self._sub_groups[id(parameter)].dtypes
+        return {key: dtype for key, dtype in dtypes.items() if key != _MASTER}
 
     def renew(self, parameter: torch.Tensor, states: Mapping[str, torch.dtype]) -> None:
         """Allocate memory for *parameter* and its *states*, and put the states into the optimizer's
@@ -329,11 +323,10 @@ class OptimizerSwapper:
         The sub-group is in use until `swap_out_optimizer_state`.
         """
         sub_group = self._take(parameter)
-        self._plan(sub_group, states)
+        sub_group.layout = self._layout(sub_group, states)
         sub_group.step = None
-        sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.layout.nbytes)
         self._load_weights(parameter, sub_group, fill=False)
-        self._renew(sub_group)
+        sub_group.buffer = self._renewed(sub_group, self._stager(sub_group))
         if states:
             self._optimizer().state[parameter].update(
                 {
@@ -356,7 +349,7 @@ class OptimizerSwapper:
         """Drop the optimizer's states. The master weights stay: they are first in every layout."""
         for sub_group in self._sub_groups.values():
             sub_group.step = None
-            self._plan(sub_group, {})
+            sub_group.layout = self._layout(sub_group, {})
 
     def init_timers(self) -> None:
         """Do nothing: `zero3.stats` replaces DeepSpeed's timers."""
@@ -386,39 +379,22 @@ class OptimizerSwapper:
     def _optimizer_name(self) -> str:
         return type(self._optimizer()).__name__
 
-    def _layout(
-        self, parameter: torch.Tensor, numel: int, states: Mapping[str, torch.dtype]
-    ) -> Layout:
-        dtype = self._working.dtype
+    def _layout(self, unit: Unit, states: Mapping[str, torch.dtype]) -> Layout:
         if self._in_place:
-            states, dtype = {_MASTER: parameter.dtype, **states}, parameter.dtype
-        return self._format.layout(numel, states, dtype, self._optimizer_name)
-
-    def _plan(self, sub_group: SubGroup, states: Mapping[str, torch.dtype]) -> None:
-        """Plan the layout of the sub-group's value for *states*."""
-        sub_group.layout = self._layout(sub_group.parameter, sub_group.numel, states)
-        sub_group.states = states
+            states = {_MASTER: unit.dtype, **states}
+        return super()._layout(unit, states)
 
     def _make_master(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
         """Make the value of a new sub-group in "exact": the master weights."""
-        host = HostStager(self.tier)
         try:
-            buffer = host.renew(sub_group.name, sub_group.capacity_bytes)
-            self._working.copy(parameter, _views(sub_group.layout, buffer)[_MASTER])
-            host.give_back(changed=True, nbytes=sub_group.layout.nbytes)
+            buffer = self._renewed(sub_group, self._host)
+            _, values = self._format.unpack(known(sub_group.layout), buffer, ())
+            self._working.copy(parameter, values[_MASTER])
+            self._host.give_back(changed=True, nbytes=sub_group.nbytes)
         except BaseException:
-            host.cancel()
+            self._host.cancel()
             raise
         sub_group.is_stored = True
-
-    def _renew(self, sub_group: SubGroup) -> None:
-        """Allocate the value of a sub-group, in place of an earlier one. It is all zeros, which is
-        the state of a new sub-group; in "exact" its contents are undefined.
-        """
-        buffer = self._stager.renew(sub_group.name, sub_group.capacity_bytes)
-        if not self._in_place:
-            buffer[: sub_group.layout.nbytes].zero_()
-        sub_group.buffer = buffer
 
     def _load_weights(self, parameter: torch.Tensor, sub_group: SubGroup, *, fill: bool) -> None:
         """Load the 16-bit parameters that are part of the master weights; none in "exact", which
@@ -440,16 +416,15 @@ class OptimizerSwapper:
 
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
         """The master weights and the states of a sub-group in use, by key."""
-        buffer = known(sub_group.buffer)
-        if self._in_place:
-            return _views(sub_group.layout, buffer)
-        memory = None  # a GPU's allocator reuses freed memory
-        if self.device.type == "cpu":
+        layout, memory = known(sub_group.layout), None  # a GPU's allocator reuses freed memory
+        if self.device.type == "cpu" and not self._in_place:
             memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
             # It is too small if the optimizer has more states than expected.
-            if memory.numel() < self._format.unpacked_elements(sub_group.layout):
+            if memory.numel() < self._format.unpacked_elements(layout):
                 memory = None
-        master, states = self._format.unpack(sub_group.layout, buffer, sub_group.weights, memory)
+        master, states = self._format.unpack(
+            layout, known(sub_group.buffer), sub_group.weights, memory
+        )
         return states if master is None else {_MASTER: master, **states}
 
     def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
@@ -465,32 +440,14 @@ class OptimizerSwapper:
         """Write *parameter* and its offloaded states into the sub-group's value. If the optimizer's
         states have changed, the value gets a new layout.
         """
-        buffer = known(sub_group.buffer)
         state = self._optimizer().state.get(parameter, {})
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
+        master: torch.Tensor | None = parameter.data
+        if self._in_place:
+            values, master = {_MASTER: parameter.data, **values}, None
         states = {key: value.dtype for key, value in values.items()}
-        if list(states.items()) != list(sub_group.states.items()):  # the order decides places, too
-            self._plan(sub_group, states)
-        layout = sub_group.layout
-        if self._in_place:
-            values = {_MASTER: parameter.data, **values}
-        if layout.nbytes > sub_group.capacity_bytes:
-            within = buffer.untyped_storage().data_ptr()
-            values = {
-                key: value.clone() if value.untyped_storage().data_ptr() == within else value
-                for key, value in values.items()
-            }
-            sub_group.capacity_bytes = layout.nbytes
-            buffer = sub_group.buffer = self._stager.renew(sub_group.name, layout.nbytes)
-        if self._in_place:
-            start = buffer.data_ptr()
-            if any(
-                values[key].data_ptr() != start + slot.values.offset
-                for key, slot in layout.states.items()
-            ):
-                places = self._unpack(sub_group)
-                put_in_place([(places[key], values[key]) for key in places], [buffer])
-            return
+        buffer = self._relaid(sub_group, known(sub_group.buffer), states, 0, list(values.values()))
+        sub_group.buffer, layout = buffer, known(sub_group.layout)
         sub_group.pack_count += 1
         seed, blocks = 0, None
         if self._format.eight_bit:
@@ -502,7 +459,7 @@ class OptimizerSwapper:
                 self._format, 1 if sub_group.pack_count == 1 else seed
             ):
                 self._warn_of_far_blocks(layout, values)
-        self._format.pack(layout, buffer, sub_group.weights, parameter.data, values, seed, blocks)
+        self._format.pack(layout, buffer, sub_group.weights, master, values, seed, blocks)
 
     def _seed(self, sub_group: SubGroup, state: Mapping[str, Any]) -> int:
         """The step of *state*. A count on a GPU is read only once, because reading waits for the
@@ -515,12 +472,14 @@ class OptimizerSwapper:
             sub_group.step = int(step)
         return sub_group.step
 
-    def _give_back(self, parameter: torch.Tensor, changed: bool) -> None:
+    def _end_use(self, parameter: torch.Tensor, *, changed: bool) -> None:
         sub_group = self._sub_groups[id(parameter)]
-        if sub_group.buffer is None:
-            return
-        self._empty(parameter)
-        self._release(sub_group, changed)
+        if sub_group.buffer is not None:
+            self._empty(parameter)
+            sub_group.buffer, sub_group.weights = None, []
+            self._give_back(sub_group, changed=changed)
+            self._taken = None
+            self._is_packed = False
 
     def _empty(self, parameter: torch.Tensor) -> None:
         """Empty all tensors of *parameter* that use the memory of its sub-group."""
@@ -528,13 +487,6 @@ class OptimizerSwapper:
         kept = [state.get(key) for key in self.states(parameter)]
         drop_memory(filter(torch.is_tensor, [parameter, *kept]))
         parameter.grad = None
-
-    def _release(self, sub_group: SubGroup, changed: bool) -> None:
-        sub_group.buffer, sub_group.weights = None, []
-        self._stager.give_back(changed=changed, nbytes=sub_group.layout.nbytes)
-        sub_group.is_stored = True
-        self._taken = None
-        self._is_packed = False
 
     def _warn_of_far_blocks(self, layout: Layout, values: Mapping[str, torch.Tensor]) -> None:
         """Warn once. One rank cannot change to 16 bits alone: the ranks have different states."""
@@ -560,8 +512,3 @@ def updates_packed(optimizer: torch.optim.Optimizer) -> bool:
         and not has_hooks(optimizer)
         and not replaces_step(optimizer)
     )
-
-
-def _views(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The values of *buffer* in "exact", by key."""
-    return {key: slot.values.of(buffer).view(slot.dtype) for key, slot in layout.states.items()}
