@@ -1,96 +1,92 @@
-"""`Extents`: a best-fit allocator for a range of bytes."""
+"""`Extents`: the free ranges of a space, searched by best fit."""
 
 from __future__ import annotations
 
-import operator
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
-from ..errors import UsageError
+from ..errors import InvariantError
 
 
 class Extents:
-    """Best-fit allocation of extents in a range of bytes; adjacent free extents are merged.
+    """Free ranges of bytes. Adjacent ranges are merged, unless they meet at *barrier*. Ranges that
+    start below and above the barrier are searched separately. Not thread-safe.
 
-    Extents start at a multiple of the granule and are whole granules. Best fit suits the tensors of
-    a model: they have a few sizes, and a freed extent is reused by the next tensor of its size. Not
-    thread-safe.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of the range in bytes, a multiple of *granule*.
-    granule : int
-        Allocation unit in bytes.
+    Best fit suits the tensors of a model: they have a few sizes, and the next tensor of the same
+    size reuses a freed range. An operation costs O(log n) for n ranges.
 
     Attributes
     ----------
     nbytes : int
-        As given.
+        Free bytes.
     """
 
-    def __init__(self, nbytes: int, granule: int = 4096) -> None:
-        self.nbytes = nbytes
-        self._granule = granule
-        self._used: dict[int, int] = {}  # offset -> bytes
-        # Each free extent is in both lists: neighbours and best fit are a bisection each.
-        self._by_offset: list[tuple[int, int]] = []  # (offset, bytes)
-        self._by_size: list[tuple[int, int]] = []  # (bytes, offset)
-        if nbytes:
-            self._insert_free(0, nbytes)
+    def __init__(self, barrier: int = 0) -> None:
+        self.nbytes = 0
+        self._barrier = barrier
+        self._starts: list[int] = []  # sorted
+        self._ends: dict[int, int] = {}  # start -> end
+        # (bytes, start), sorted, of the ranges below and above the barrier
+        self._sizes: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
 
     @property
-    def largest_free_bytes(self) -> int:
-        """Size of the largest free extent in bytes: the most that `allocate` can return now."""
-        return self._by_size[-1][0] if self._by_size else 0
+    def largest_bytes(self) -> int:
+        """Size of the largest range above the barrier in bytes."""
+        return self._sizes[True][-1][0] if self._sizes[True] else 0
 
-    def rounded(self, nbytes: int) -> int:
-        """*nbytes* rounded up to whole granules."""
-        return -(-nbytes // self._granule) * self._granule
-
-    def allocate(self, nbytes: int) -> int | None:
-        """Allocate *nbytes*, rounded up, from the smallest free extent that is large enough (of
-        equals the first); return its offset, or None where there is none.
-
-        Raises: UsageError when *nbytes* is below 1.
+    def best_fit(self, nbytes: int, above: bool = True) -> int | None:
+        """The start of the smallest range of at least *nbytes* that starts *above* the barrier, or
+        below it; among ranges of equal size, the lowest. None if there is none.
         """
-        size = self.rounded(operator.index(nbytes))
-        if size < 1:
-            raise UsageError(f"an extent has at least 1 byte, not {nbytes}")
-        place = bisect_left(self._by_size, (size, 0))
-        if place == len(self._by_size):
+        sizes = self._sizes[above]
+        index = bisect_left(sizes, (nbytes, 0))
+        return sizes[index][1] if index < len(sizes) else None
+
+    def containing(self, position: int) -> tuple[int, int] | None:
+        """Start and end of the range that contains *position*, if there is one."""
+        index = bisect_right(self._starts, position)
+        if index == 0:
             return None
-        free_size, offset = self._by_size[place]
-        self._remove_free(offset, free_size)
-        if free_size > size:
-            self._insert_free(offset + size, free_size - size)
-        self._used[offset] = size
-        return offset
+        start = self._starts[index - 1]
+        end = self._ends[start]
+        return (start, end) if position < end else None
 
-    def free(self, offset: int) -> None:
-        """Free the extent that `allocate` returned at *offset*. Raises: UsageError when none starts
-        there, as after an earlier free.
-        """
-        size = self._used.pop(offset, None)
-        if size is None:
-            raise UsageError(
-                f"no extent starts at {offset}: it was freed before, or never allocated"
-            )
-        place = bisect_left(self._by_offset, (offset, 0))
-        before, after = (
-            self._by_offset[max(place - 1, 0) : place],
-            self._by_offset[place : place + 1],
-        )
-        for neighbour_offset, neighbour in before + after:
-            if neighbour_offset + neighbour == offset or neighbour_offset == offset + size:
-                self._remove_free(neighbour_offset, neighbour)
-                offset = min(offset, neighbour_offset)
-                size += neighbour
-        self._insert_free(offset, size)
+    def add(self, start: int, end: int) -> None:
+        """Free the bytes from *start* to *end*. Raises: InvariantError if any of them is free."""
+        starts = self._starts
+        index = bisect_left(starts, start)
+        before = self._ends[starts[index - 1]] if index else start
+        after = starts[index] if index < len(starts) else end
+        if before > start or after < end:
+            raise InvariantError(f"the bytes {start} to {end} are free already")
+        self.nbytes += end - start
+        if index < len(starts) and after == end != self._barrier:
+            end = self._remove(index)
+        if index and before == start != self._barrier:
+            start = starts[index - 1]
+            self._remove(index - 1)
+        self._insert(start, end)
 
-    def _insert_free(self, offset: int, size: int) -> None:
-        insort(self._by_offset, (offset, size))
-        insort(self._by_size, (size, offset))
+    def remove(self, start: int, end: int) -> None:
+        """Take the bytes from *start* to *end*. Raises: InvariantError if they are not free."""
+        found = self.containing(start)
+        if found is None or end > found[1]:
+            raise InvariantError(f"the bytes {start} to {end} are not free")
+        self.nbytes -= end - start
+        self._remove(bisect_left(self._starts, found[0]))
+        if found[0] < start:
+            self._insert(found[0], start)
+        if end < found[1]:
+            self._insert(end, found[1])
 
-    def _remove_free(self, offset: int, size: int) -> None:
-        del self._by_offset[bisect_left(self._by_offset, (offset, size))]
-        del self._by_size[bisect_left(self._by_size, (size, offset))]
+    def _insert(self, start: int, end: int) -> None:
+        insort(self._starts, start)
+        self._ends[start] = end
+        insort(self._sizes[start >= self._barrier], (end - start, start))
+
+    def _remove(self, index: int) -> int:
+        """Remove a range. Returns: its end."""
+        start = self._starts.pop(index)
+        end = self._ends.pop(start)
+        sizes = self._sizes[start >= self._barrier]
+        del sizes[bisect_left(sizes, (end - start, start))]
+        return end

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import IOFailure, NoSpaceError, known
+from ..errors import IOFailure, NoSpaceError
 from ..hardware import sysfs
 from ..hardware.drive import filesystem_space
 from ..io.engine import Engine, File
@@ -50,16 +50,12 @@ class Slabs:
     def __init__(self, engine: Engine, path: str, weight: float) -> None:
         self.path = path
         self.weight = weight
+        self.nbytes = 0  # allocated on the drive
         self.used_bytes = 0
         self._engine = engine
-        self._files: dict[File, Extents] = {}  # file -> its allocator
+        self._files: dict[File, Extents] = {}  # the free extents of each file
         engine.open_anonymous(path).close()  # reports a bad path now
         self.device = Path(path).stat().st_dev
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated on the drive."""
-        return sum(extents.nbytes for extents in self._files.values())
 
     @property
     def available_bytes(self) -> int:
@@ -74,20 +70,15 @@ class Slabs:
         """Allocate *nbytes* in as few extents as possible: one, unless the drive is nearly full. If
         the drive is full, allocate fewer bytes.
         """
-        extent = self._allocate_contiguous(nbytes) or (
-            self._allocate_contiguous(nbytes) if self._grow_for(nbytes) else None
-        )
-        if extent is not None:
-            return [extent]
+        if self._largest_free_bytes < nbytes:
+            self._grow_for(nbytes)
         taken: list[Extent] = []
         try:
             while nbytes > 0 and (
-                largest := self._largest_free_bytes() or self._grow_remaining(nbytes)
+                largest := self._largest_free_bytes or self._grow_remaining(nbytes)
             ):
-                # It is no larger than a free extent.
-                extent = known(self._allocate_contiguous(min(nbytes, largest)))
-                taken.append(extent)
-                nbytes -= extent.nbytes
+                taken.append(self._take(min(nbytes, largest)))
+                nbytes -= taken[-1].nbytes
         except BaseException:
             for extent in taken:
                 self.free(extent)
@@ -105,16 +96,18 @@ class Slabs:
         """Free *extent*."""
         extents = self._files.get(extent.file)
         if extents is not None:  # None after close
-            extents.free(extent.offset)
-            self.used_bytes -= extents.rounded(extent.nbytes)
+            size = _whole_granules(extent.nbytes)
+            extents.add(extent.offset, extent.offset + size)
+            self.used_bytes -= size
 
     def grow(self, nbytes: int) -> None:
         """Allocate *nbytes* more on the drive. Raises: NoSpaceError."""
-        size = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+        size = _whole_granules(nbytes)
         if size > 0:
-            self._files[self._engine.open_anonymous(self.path, size, padded=True)] = Extents(
-                size, GRANULE_BYTES
-            )
+            file = self._engine.open_anonymous(self.path, size, padded=True)
+            self._files[file] = Extents()
+            self._files[file].add(0, size)
+            self.nbytes += size
 
     def close(self) -> None:
         """Return all space to the drive, once the transfers in flight have finished."""
@@ -122,29 +115,35 @@ class Slabs:
             file.close()
         self._files.clear()
 
-    def _allocate_contiguous(self, nbytes: int) -> Extent | None:
-        for file, extents in self._files.items():
-            offset = extents.allocate(nbytes)
-            if offset is not None:
-                self.used_bytes += extents.rounded(nbytes)
-                return Extent(self, file, offset, nbytes)
-        return None
+    @property
+    def _largest_free_bytes(self) -> int:
+        return max((extents.largest_bytes for extents in self._files.values()), default=0)
 
-    def _grow_for(self, nbytes: int) -> bool:
+    def _take(self, nbytes: int) -> Extent:
+        """Take *nbytes*, at most `_largest_free_bytes`, from the first file that has them."""
+        size = _whole_granules(nbytes)
+        file, extents, offset = next(
+            (file, extents, offset)
+            for file, extents in self._files.items()
+            if (offset := extents.best_fit(size)) is not None
+        )
+        extents.remove(offset, offset + size)
+        self.used_bytes += size
+        return Extent(self, file, offset, nbytes)
+
+    def _grow_for(self, nbytes: int) -> None:
         # Steps of at most a quarter of the free space leave space for others; large steps keep the
         # number of open files small.
         step = min(max(_GROWTH_BYTES, self.nbytes // 10), self.available_bytes // 4)
-        return any(self._try_grow(size) for size in (max(nbytes, step), nbytes))
-
-    def _largest_free_bytes(self) -> int:
-        return max((extents.largest_free_bytes for extents in self._files.values()), default=0)
+        if not (step > nbytes and self._try_grow(step)):
+            self._try_grow(nbytes)
 
     def _grow_remaining(self, nbytes: int) -> int:
         size = min(nbytes, self.available_bytes // GRANULE_BYTES * GRANULE_BYTES)
         # A filesystem may need part of the available space for metadata.
         while size >= GRANULE_BYTES:
             if self._try_grow(size):
-                return self._largest_free_bytes()
+                return self._largest_free_bytes
             size = size // 2 // GRANULE_BYTES * GRANULE_BYTES
         return 0
 
@@ -263,6 +262,10 @@ class Stripes:
         return NoSpaceError(
             errno.ENOSPC, reason, operation=operation, path=path, offset=0, nbytes=0, done=0
         )
+
+
+def _whole_granules(nbytes: int) -> int:
+    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 def _fullness(drive: Slabs) -> float:

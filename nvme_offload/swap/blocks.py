@@ -59,7 +59,7 @@ class Blocks:
     """
 
     def __init__(self, nbytes: int, granule: int) -> None:
-        self.arena: Arena[Value] = Arena(nbytes)
+        self.arena = Arena(nbytes)
         self.prefetched = Prefetched()
         self.reservations: dict[str, Value] = {}
         self.copies: dict[str, Value] = {}

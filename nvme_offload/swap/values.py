@@ -1,15 +1,13 @@
-"""`Value`: the planner's record of a value. `Uses`: the values in use. `Need`: the value that is
+"""`Value`: the planner's record of a value. `Block`: its memory. `Uses`: the values in use. `Need`: the value that is
 requested next.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias
 
 from ..errors import InvariantError
 from ..store.transfer import Transfer
-from .arena import Block
 from .value_states import TABLE, Event, State
 
 IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
@@ -27,7 +25,7 @@ class Value:
     exists: bool = True  # False: a reservation
     lowest: bool = False  # placed as low as possible
     state: State = State.NEW
-    block: Block[Value] | None = None
+    block: Block | None = None
     read: Transfer | None = None
     write: Transfer | None = None  # in flight, from its block or from an earlier block
     home: int | None = None  # the offset reserved for it as a resident
@@ -55,7 +53,15 @@ class Value:
         return self.state in IDLE and self.block is not None and not self.block.reclaimable
 
 
-ValueBlock: TypeAlias = Block[Value]
+@dataclasses.dataclass(eq=False, slots=True)
+class Block:
+    """The bytes from *start* to *end*."""
+
+    start: int
+    end: int
+    owner: Value | None = None  # of the contents
+    writes: tuple[Transfer, ...] = ()  # from these bytes; they must end before the next contents
+    reclaimable: bool = False  # another value may get the block
 
 
 class Uses:

@@ -10,7 +10,7 @@ from .access_order import AccessOrder
 from .blocks import Blocks
 from .residency import Residency
 from .value_states import State
-from .values import EVICTABLE, Need, Uses, Value, ValueBlock
+from .values import EVICTABLE, Block, Need, Uses, Value
 
 # The next use of a value as a number, for Belady eviction: the victim is the value whose next use
 # is farthest. Positions of the learned order lie between these two.
@@ -152,9 +152,7 @@ class Victims:
             self.add(value)
         return found
 
-    def _extended(
-        self, victim: Value, size: int, beyond: int, above: bool
-    ) -> deque[ValueBlock] | None:
+    def _extended(self, victim: Value, size: int, beyond: int, above: bool) -> deque[Block] | None:
         """The block of *victim* and enough of its neighbours, farthest next use first, to have
         *size* bytes in total; None if there are not enough.
         """
@@ -162,23 +160,23 @@ class Victims:
         if above and low.start < self._arena.boundary:
             return None
         blocks = deque([low])
-        left = self._block_priority(low.previous, beyond, above)
-        right = self._block_priority(high.following, beyond, above)
+        left = self._block_priority(self._arena.previous(low), beyond, above)
+        right = self._block_priority(self._arena.following(high), beyond, above)
         while high.end - low.start < size:
             self._blocks.operations += 1
             if left is None and right is None:
                 return None
             if right is None or (left is not None and left > right):
-                low = known(low.previous)
+                low = known(self._arena.previous(low))
                 blocks.appendleft(low)
-                left = self._block_priority(low.previous, beyond, above)
+                left = self._block_priority(self._arena.previous(low), beyond, above)
             else:
-                high = known(high.following)
+                high = known(self._arena.following(high))
                 blocks.append(high)
-                right = self._block_priority(high.following, beyond, above)
+                right = self._block_priority(self._arena.following(high), beyond, above)
         return blocks
 
-    def _block_priority(self, block: ValueBlock | None, beyond: int, above: bool) -> int | None:
+    def _block_priority(self, block: Block | None, beyond: int, above: bool) -> int | None:
         """The next use of the owner of *block*: a later use makes a better victim. None if the
         block must stay.
         """

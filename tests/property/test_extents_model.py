@@ -31,30 +31,34 @@ def holes(owners: list[int | None]) -> list[tuple[int, int]]:
     steps=st.lists(st.one_of(ALLOCATE, FREE), max_size=60),
 )
 def test_every_answer_is_the_models(start: int, steps: list[tuple[str, int]]) -> None:
-    extents = Extents(start * GRANULE, GRANULE)
+    extents = Extents()
+    if start:
+        extents.add(0, start * GRANULE)
     owners: list[int | None] = [None] * start
     live: list[int] = []  # offsets
     for number, (step, value) in enumerate(steps):
         if step == "allocate":
             granules = -(-value // GRANULE)
             fitting = [hole for hole in holes(owners) if hole[0] >= granules]
-            offset = extents.allocate(value)
+            offset = extents.best_fit(granules * GRANULE)
             if not fitting:
                 assert offset is None
             else:
                 first = min(fitting)[1]
                 assert offset == first * GRANULE
+                extents.remove(offset, offset + granules * GRANULE)
                 owners[first : first + granules] = [number] * granules
                 live.append(offset)
         elif live:
             offset = live.pop(value % len(live))
             owner = owners[offset // GRANULE]
+            extents.add(offset, offset + owners.count(owner) * GRANULE)
             owners = [None if one == owner else one for one in owners]
-            extents.free(offset)
         assert (
-            extents.largest_free_bytes
+            extents.largest_bytes
             == max([length for length, _ in holes(owners)], default=0) * GRANULE
         )
+        assert extents.nbytes == owners.count(None) * GRANULE
     for offset in live:
-        extents.free(offset)
-    assert extents.largest_free_bytes == extents.nbytes == len(owners) * GRANULE
+        extents.add(offset, offset + owners.count(owners[offset // GRANULE]) * GRANULE)
+    assert extents.largest_bytes == extents.nbytes == len(owners) * GRANULE

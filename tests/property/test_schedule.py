@@ -816,8 +816,7 @@ def blocks_are_a_partition(schedule: Schedule) -> None:
     """Each byte is in one block, each value in its own, and the runs are the reclaimable bytes."""
     arena = schedule._blocks.arena
     position, reclaimable, taken = 0, 0, 0
-    block = arena.first
-    while block is not None:
+    for block in arena.blocks():
         assert block.start == position < block.end
         assert block.reclaimable or block.owner is not None
         reclaimable += block.reclaimable * (block.end - block.start)
@@ -825,12 +824,12 @@ def blocks_are_a_partition(schedule: Schedule) -> None:
             assert block.owner.block is block
             assert block.end - block.start == block.owner.size
             taken += block.owner.size * block.owner.exists
-        position, block = block.end, block.following
+        position = block.end
     assert position == schedule.nbytes
-    assert (
-        reclaimable
-        == arena.reclaimable_bytes
-        == sum(end - start for start, (end, _) in arena._runs.items())
+    assert reclaimable == arena.reclaimable_bytes
+    assert all(
+        block.reclaimable == arena.is_reclaimable(block.start, block.end)
+        for block in arena.blocks()
     )
     assert taken == schedule.used_bytes
 

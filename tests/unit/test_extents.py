@@ -1,67 +1,67 @@
-"""Where best fit places ranges, and which arguments are refused."""
+"""Where best fit finds ranges, how these merge, and which calls are refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from nvme_offload.errors import UsageError
+from nvme_offload.errors import InvariantError
 from nvme_offload.io.extents import Extents
 
 
-def test_space_is_rounded_up_to_granules():
-    extents = Extents(4 * 4096)
-    assert [extents.allocate(nbytes) for nbytes in (1, 4096, 4097)] == [0, 4096, 8192]
-    assert extents.largest_free_bytes == 0
-    assert extents.allocate(1) is None
+def free(*ranges: tuple[int, int]) -> Extents:
+    extents = Extents()
+    for start, end in ranges:
+        extents.add(start, end)
+    return extents
 
 
 def test_the_smallest_hole_that_fits_is_taken_and_the_first_of_equals():
-    extents = Extents(100, granule=1)
-    for nbytes in (30, 1, 10, 1, 20, 1, 10, 1):
-        extents.allocate(nbytes)
-    for offset in (0, 31, 42, 63):  # holes of 30, 10, 20 and 10, and one of 26 at the end
-        extents.free(offset)
-    assert extents.largest_free_bytes == 30
-    assert [extents.allocate(nbytes) for nbytes in (10, 9, 20, 26, 27, 27)] == [
-        31,
-        63,
-        42,
-        74,
-        0,
-        None,
-    ]
+    extents = free((0, 30), (31, 41), (42, 62), (63, 73), (74, 100))
+    assert extents.largest_bytes == 30
+    found = []
+    for nbytes in (10, 9, 20, 26, 27, 27):
+        offset = extents.best_fit(nbytes)
+        if offset is not None:
+            extents.remove(offset, offset + nbytes)
+        found.append(offset)
+    assert found == [31, 63, 42, 74, 0, None]
 
 
 def test_a_freed_extent_joins_the_holes_on_both_sides():
-    extents = Extents(5, granule=1)
-    for _ in range(5):
-        extents.allocate(1)
-    for offset in (1, 3, 2):
-        extents.free(offset)
-    assert extents.largest_free_bytes == 3
-    assert extents.allocate(3) == 1
+    extents = free((1, 2), (3, 4), (2, 3))
+    assert extents.largest_bytes == extents.nbytes == 3
+    assert extents.best_fit(3) == 1
+    assert extents.containing(2) == (1, 4)
+    assert extents.containing(0) is extents.containing(4) is None
 
 
 def test_an_empty_range_has_no_extents():
-    extents = Extents(0)
-    assert (extents.nbytes, extents.allocate(1), extents.largest_free_bytes) == (0, None, 0)
+    extents = Extents()
+    assert (extents.nbytes, extents.best_fit(1), extents.largest_bytes) == (0, None, 0)
 
 
-@pytest.mark.parametrize("offset", [0, 4096, 1, -4096])
-def test_freeing_what_is_not_taken_changes_nothing(offset):
-    extents = Extents(4 * 4096)
-    extents.allocate(8192)
-    extents.allocate(4096)
-    extents.free(0)
-    with pytest.raises(UsageError, match=f"no extent starts at {offset}"):
-        extents.free(offset)
-    assert extents.largest_free_bytes == 8192
-    assert [extents.allocate(nbytes) for nbytes in (8192, 4096, 1)] == [0, 12288, None]
+@pytest.mark.parametrize(("start", "end"), [(0, 4), (0, 1), (3, 5), (8, 9), (7, 13), (4, 9)])
+def test_freeing_what_is_free_changes_nothing(start, end):
+    extents = free((0, 4), (8, 12))
+    with pytest.raises(InvariantError, match=f"the bytes {start} to {end} are free already"):
+        extents.add(start, end)
+    assert (extents.nbytes, extents.containing(0), extents.containing(8)) == (8, (0, 4), (8, 12))
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_an_extent_of_nothing_is_refused(nbytes):
-    extents = Extents(4096)
-    with pytest.raises(UsageError, match="at least 1 byte"):
-        extents.allocate(nbytes)
-    assert extents.largest_free_bytes == 4096
+@pytest.mark.parametrize(("start", "end"), [(4, 5), (0, 5), (3, 8), (7, 9), (12, 13)])
+def test_taking_what_is_not_free_changes_nothing(start, end):
+    extents = free((0, 4), (8, 12))
+    with pytest.raises(InvariantError, match=f"the bytes {start} to {end} are not free"):
+        extents.remove(start, end)
+    assert (extents.nbytes, extents.containing(0), extents.containing(8)) == (8, (0, 4), (8, 12))
+
+
+def test_holes_on_both_sides_of_the_barrier_stay_apart():
+    extents = Extents(barrier=10)
+    for start, end in ((4, 10), (10, 13), (13, 15)):
+        extents.add(start, end)
+    assert (extents.containing(5), extents.containing(10)) == ((4, 10), (10, 15))
+    assert [extents.best_fit(6, above=above) for above in (False, True)] == [4, None]
+    assert [extents.best_fit(5, above=above) for above in (False, True)] == [4, 10]
+    extents.remove(4, 10)
+    assert [extents.best_fit(1, above=above) for above in (False, True)] == [None, 10]
