@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from ..errors import known
@@ -51,7 +51,7 @@ class Prefetcher:
         self._residency = residency
         self._uses = uses
         self._need = need
-        self._hints: deque[str] = deque()  # hints that were not acted on yet
+        self._hints: OrderedDict[str, None] = OrderedDict()  # not acted on yet
 
     def hint(self, names: Iterable[str]) -> None:
         """Expect *names* to be used next, in this order. Unknown names are ignored, and so are
@@ -62,19 +62,11 @@ class Prefetcher:
         self._blocks.operations += len(known)
         if order.followed and not any(map(order.repeats, known)):
             near = order.now + 2 * len(known) + _HINT_SLACK
-            positions = [order.next_use(name) for name in known]
-            places = [
-                position for position in positions if position is not None and position < near
-            ]
-            if len(places) == len(known) and places == sorted(places):
+            places = [place for name in known if (place := order.next_use(name)) is not None]
+            if len(places) == len(known) and places == sorted(places) and places[-1:] < [near]:
                 return
-        waiting = set(self._hints) if len(self._hints) < 2 * len(known) else None
         order.hint(known)
-        self._hints.extend(
-            known if waiting is None else (name for name in known if name not in waiting)
-        )
-        if len(self._hints) > 2 * len(self._values) + 64:  # many hints that were never followed
-            self._hints = deque(dict.fromkeys(self._hints))
+        self._hints.update(dict.fromkeys(known))
 
     def on_use(self, value: Value, expected: int) -> None:
         """Follow a use of *value*, to which the order has moved. *expected* is the position after
@@ -145,14 +137,15 @@ class Prefetcher:
         hints, order = self._hints, self._order
         while hints:
             self._blocks.operations += 1
-            value, hint = self._values.get(hints[0]), order.hinted(hints[0])
+            name = next(iter(hints))
+            value, hint = self._values.get(name), order.hinted(name)
             if (
                 value is not None
                 and hint is not None
                 and not self._prefetch(value, -1, HINTED + hint)
             ):
                 return
-            hints.popleft()
+            del hints[name]
         if not order.followed:
             return
         last = min(order.now + len(order.period), self.cursor + _POSITIONS_PER_CALL)
