@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
 import warnings
@@ -24,12 +23,22 @@ if TYPE_CHECKING:
     # a contiguous CPU tensor, or an object with the buffer protocol
     Buffer = torch.Tensor | numpy.ndarray[Any, Any] | ReadableBuffer
 
+__all__ = [
+    "DirectionStats",
+    "Engine",
+    "EngineStats",
+    "File",
+    "PendingRequest",
+    "Ticket",
+    "allocate",
+    "cancel_all",
+]
+
 Memory = _aio.Memory  # for the pool
 Request = _aio.Request  # for the store, whose transfers are several
 cancel_requests = _aio.cancel
 StrPath = Union[str, "os.PathLike[str]"]
 
-_log = logging.getLogger(__name__)
 _ACCESS = {"r": _aio.Access.READ, "w": _aio.Access.WRITE, "rw": _aio.Access.READ_WRITE}
 _DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _aio.Direct.OFF}
 
@@ -654,24 +663,8 @@ def _path(path: StrPath) -> bytes:
 
 
 def checked_nbytes(buffer: Any, writable: bool) -> int:
-    """Bytes of a buffer that the engine can read into, where it is *writable*, or write from.
-
-    Parameters
-    ----------
-    buffer : torch.Tensor or buffer
-        As in `Engine.read` and `Engine.write`.
-    writable : bool
-        Whether it must be writable.
-
-    Returns
-    -------
-    int
-        Bytes.
-
-    Raises
-    ------
-    UsageError
-        It is not contiguous, not on the CPU, or the like.
+    """Bytes of a buffer that the engine can read into, where it is *writable*, or write from. Raises:
+    UsageError.
     """
     torch = sys.modules.get("torch")  # imported already where there is a tensor
     if torch is not None and isinstance(buffer, torch.Tensor):
@@ -698,19 +691,8 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
-    """Close objects that are still open when the interpreter exits.
-
-    They are closed after the finalizers of their users, and before the members of earlier calls.
-
-    Parameters
-    ----------
-    opened : weakref.WeakSet
-        Objects with a method `close`. The set is read at exit, so members may come and go until
-        then.
-
-    Notes
-    -----
-    An `OffloadError` of `close` is printed to standard error, and the process exits with status 1.
+    """Close the members that *opened* has when the interpreter exits: after the finalizers of their
+    users, and before the members of earlier calls.
     """
 
     def close() -> None:

@@ -9,11 +9,14 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..errors import OffloadError, WaitTimeout, known
 from ..io.engine import Request, cancel_requests
 from .slabs import Extent
+
+if TYPE_CHECKING:
+    from .store import TensorStore
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,16 +58,6 @@ class Stage(IntEnum):
     ENDED = 3  # the planner of a swapper has recorded it, too
 
 
-class Recorder(Protocol):
-    """The store of a transfer."""
-
-    def check_process(self) -> None:
-        """Check that the process was not forked since. Raises: UsageError."""
-
-    def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
-        """Wait for *transfer* and record the outcome. Raises: WaitTimeout, UsageError."""
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class Transfer:
     """One put or get of a named value. `TensorStore.put`, `TensorStore.get` and the planner of a
@@ -73,49 +66,21 @@ class Transfer:
     The requests do not depend on this object: dropping it neither cancels them nor releases the
     tensor's memory. `TensorStore.close` raises a failure that no call has returned, unless the name
     was deleted.
-
-    Parameters
-    ----------
-    name : str
-        The name of the tensor.
-    writes : bool
-        Whether it is a put.
-    nbytes : int
-        Size of the tensor in bytes.
-    after : sequence of Transfer
-        The transfers of the same store that must succeed before this one starts.
-    offset, block_bytes : int
-        The place of the value in host memory, chosen by the planner, and the size of its block.
-
-    Attributes
-    ----------
-    stage : Stage
-        The progress of the transfer.
-    cancelled : bool
-        Whether it must not start, because one of *after* has failed.
-    requests : list of Request
-        One request for each segment of the value on the drives.
-    failure : OffloadError, optional
-        The recorded failure.
-    observed : bool
-        Whether a call has returned or raised the failure.
-    store, value
-        The store, and the bytes on its drives; None before the start.
     """
 
     name: str
-    writes: bool
+    writes: bool  # a put
     nbytes: int
-    after: Sequence[Transfer] = ()
-    offset: int = 0
-    block_bytes: int = 0
+    after: Sequence[Transfer] = ()  # of the same store; they must succeed before this one starts
+    offset: int = 0  # of the value in host memory, chosen by the planner
+    block_bytes: int = 0  # the size of its block there
     stage: Stage = Stage.PLANNED
-    cancelled: bool = False
-    requests: list[Request] = dataclasses.field(default_factory=list)
-    failure: OffloadError | None = None
-    observed: bool = False
-    store: Recorder | None = None
-    value: StoredTensor | None = None
+    cancelled: bool = False  # it must not start, because one of *after* has failed
+    requests: list[Request] = dataclasses.field(default_factory=list)  # one for each segment
+    failure: OffloadError | None = None  # as recorded
+    observed: bool = False  # whether a call has returned or raised the failure
+    store: TensorStore | None = None  # None before the start
+    value: StoredTensor | None = None  # the bytes on the drives; None before the start
 
     @property
     def ended(self) -> bool:
@@ -129,29 +94,13 @@ class Transfer:
         return all(blocker.done() for blocker in self.after)  # a tensor of no bytes
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until every byte has been moved. A second call has the same outcome.
+        """Wait until every byte has been moved, or for *timeout* seconds. A second call has the same
+        outcome. Returns: the size of the tensor in bytes.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; None waits without a limit.
-
-        Returns
-        -------
-        int
-            Size of the tensor in bytes.
-
-        Raises
-        ------
-        IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
-            The first failure of a request, after all requests have finished. The message names the
-            tensor.
-        CancelledError
-            The put or get never started.
-        WaitTimeout
-            *timeout* passed. The requests continue.
-        UsageError
-            The process was forked since the store was made, or *timeout* is not a number.
+        Raises: after all requests have finished, the first failure of one (IOFailure, NoSpaceError,
+        TruncatedError, CorruptionError, BufferChangedError; the message names the tensor);
+        CancelledError if the transfer never started; WaitTimeout, after which the requests continue;
+        UsageError in a forked process, or if *timeout* is not a number.
         """
         known(self.store).finish(self, timeout)
         self.raise_failure()
@@ -161,18 +110,8 @@ class Transfer:
         """Cancel the put or get before it starts. The name keeps its previous value.
 
         This transfer, and transfers that wait for it (*after*), fail with `CancelledError`, which
-        `TensorStore.close` does not report.
-
-        Returns
-        -------
-        bool
-            False if the transfer has finished, or if a part of it has been submitted to a drive. It
-            then continues.
-
-        Raises
-        ------
-        UsageError
-            The process was forked since the store was made.
+        `TensorStore.close` does not report. Returns: False if a part of the transfer has been
+        submitted to a drive; it then continues. Raises: UsageError in a forked process.
         """
         store = known(self.store)
         store.check_process()

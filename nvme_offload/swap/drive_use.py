@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..hardware.profile import Profile
     from .tier import Tier
 
+__all__ = ["DriveUse"]
+
 _log = logging.getLogger(__name__)
 
 
@@ -92,19 +94,9 @@ class DriveUse:
 
 
 class Meter:
-    """Counts all transfers of a tier, and makes `live` log during long steps.
-
-    It also logs, once, the endurance of the drives according to their profiles.
-
-    Parameters
-    ----------
-    tier : Tier
-        The tier, after its first `Tier.require`.
-
-    Raises
-    ------
-    UsageError
-        *tier* has no swapper yet.
+    """Counts all transfers of *tier*, and makes `live` log during long steps. It also logs, once, the
+    endurance of the drives according to their profiles. Raises: UsageError before the first
+    `Tier.require`.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -121,12 +113,8 @@ class Meter:
         live.watch(tier)
 
     def waited_seconds(self) -> float:
-        """How long callers of the tier have waited for a drive.
-
-        Returns
-        -------
-        float
-            Seconds since the last `take` or `begin`, or since creation.
+        """Seconds that callers of the tier have waited for a drive since the last `take` or `begin`,
+        or since creation.
         """
         return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
 
@@ -135,14 +123,7 @@ class Meter:
         self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
-        """End a step.
-
-        Returns
-        -------
-        dict
-            The fields of `DriveUse` except *step* and *seconds*, since the last `take` or `begin`,
-            or since creation.
-        """
+        """End a step. Returns: the fields of its `DriveUse` except *step* and *seconds*."""
         return self._take(ended=True)
 
     def _take(self, *, ended: bool) -> dict[str, Any]:

@@ -48,14 +48,6 @@ class Schedule:
     memory and drive together hold little more than one copy of each value.
 
     Blocks are whole granules. A use costs O(log n).
-
-    Each part is in a separate file: `Uses` and `Need` (`values`), `Blocks`, `Residency`, `Victims`,
-    `Prefetcher`.
-
-    Attributes
-    ----------
-    order : AccessOrder
-        The learned order.
     """
 
     def __init__(

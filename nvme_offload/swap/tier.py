@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 # The smallest pool. Without a minimum, the pool would grow with every small parameter.
 _LEAST_BYTES = 64 << 20
 
+# The number of ranks on this machine: torchrun, the deepspeed launcher, Open MPI, other MPIs.
+_LOCAL_RANKS = "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"
+
 _log = logging.getLogger(__name__)
 
 
 class SharedMemory:
     """*nbytes* of host memory that several tiers share. A tier may use the bytes that no other tier
-    claims.
-
-    Attributes: *lock*, held while a tier grows.
+    claims. *lock* is held while a tier grows.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -76,42 +77,16 @@ class Share(int):
 
 
 class Tier:
-    """The drives and the host memory of one rank: a store, and a swapper with one memory budget.
+    """The drives and the host memory of one rank: a store on *paths*, which are existing directories,
+    and a swapper with one memory budget for all values.
 
-    All values of a tier share the budget. The pool grows as calls of `require` announce how much
-    memory is useful.
+    The pool grows as calls of `require` announce how much memory is useful. The budget *host_memory*
+    is in bytes; "auto" takes 70 % of the memory available now, divided by the ranks of this machine.
+    With a `Share`, it also depends on the tiers that share the memory. *weights* and *checksum* are
+    as in `TensorStore`.
 
-    Parameters
-    ----------
-    paths : sequence of str
-        Existing directories, usually one per drive.
-    aio : AioConfig
-        Settings of the engine.
-    host_memory : int or "auto"
-        The budget in bytes. "auto" takes 70 % of the memory available now, divided by the ranks of
-        this machine. With a `Share`, the budget also depends on the tiers that share the memory.
-    weights : sequence of float
-        Shares of the paths; equal unless given.
-    checksum : bool
-        Verify every byte that is read against the byte that was written.
-
-    Attributes
-    ----------
-    store : TensorStore
-        The store of the tier.
-    aio, paths
-        As given.
-
-    Raises
-    ------
-    UsageError
-        A directory is missing.
-    IOFailure, UnsupportedError
-        A directory cannot be used.
-
-    Notes
-    -----
-    A tier is closed by `close`, when its last user is gone, or when the process ends.
+    A tier is closed by `close`, when its last user is gone, or when the process ends. Raises:
+    UsageError if a directory is missing; IOFailure, UnsupportedError if it cannot be used.
     """
 
     def __init__(
@@ -176,9 +151,7 @@ class Tier:
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes of host memory that were announced, and that the owner keeps outside of the
-        tier.
-        """
+        """Bytes of host memory that were announced, or that the owner keeps outside of the tier."""
         return self._needed_bytes + self._beside_bytes
 
     @property
@@ -208,7 +181,7 @@ class Tier:
     @property
     def interrupted(self) -> bool:
         """Whether an exception, such as KeyboardInterrupt or MemoryError, has interrupted a call of
-        the store or the swapper. Their values are then unusable until `reset`.
+        the store or the swapper. Their values are unusable until `reset`.
         """
         swapper = self._swapper
         return self.store.interrupted or (swapper is not None and swapper.interrupted)
@@ -275,10 +248,8 @@ class Tier:
 
     def abandon(self, names: Collection[str], announced: Collection[int] = ()) -> None:
         """Schedule `forget` of *names* and `give_back` of the bytes *announced* for the next use of
-        the swapper.
-
-        It takes no lock and never waits. It is for the garbage collector, which may run in the
-        middle of any line, including lines of the swapper and the store.
+        the swapper. For the garbage collector, which may run in the middle of any line: it takes no
+        lock and never waits.
         """
         self._abandoned.append((names, announced))
 
@@ -290,20 +261,9 @@ class Tier:
         weakref.finalize(owner, self._abandoned.append, left).atexit = False
 
     def require(self, nbytes: int, *, pin: bool = True) -> None:
-        """Announce that *nbytes* more of host memory are useful: the pool grows as far as the
-        budget allows. Undone by `give_back`.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes.
-        pin : bool
-            Whether to pin the memory now. False is for calls that others follow; `pin` ends them.
-
-        Raises
-        ------
-        MemoryError
-            The memory cannot be mapped.
+        """Announce that *nbytes* more of host memory are useful, until `give_back`: the pool grows as
+        far as the budget allows. Without *pin*, a later call or `pin` pins the memory. Raises:
+        MemoryError.
         """
         if self._swapper is not None:
             _ = self.swapper  # releases abandoned values
@@ -313,7 +273,10 @@ class Tier:
             least = _LEAST_BYTES if self._share is None else min(_LEAST_BYTES, self._share // 16)
             wanted = min(max(self._needed_bytes, least), cap)
             if self._swapper is None:
-                self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
+                self._most_bytes = max(wanted, physical_bytes())
+                self._pool = PinnedPool(wanted, reserve=self._most_bytes)
+                self._log_memory()
+                self._swapper = TensorSwapper(self.store, self._pool)
                 self._resources.callback(self._swapper.close)
             elif wanted > self._held_bytes:
                 # Doubled, since every change registers the whole pool with CUDA again.
@@ -332,9 +295,8 @@ class Tier:
             self._log_memory()
 
     def exceed(self, nbytes: int) -> None:
-        """Allow the pool to grow to *nbytes* for a value that the budget cannot hold. The caller
-        refuses the configuration later, when it knows how many bytes would be enough for all
-        values.
+        """Allow the pool to grow to *nbytes* for a value that the budget cannot hold, until the caller
+        knows how many bytes would be enough for all values and refuses the configuration.
         """
         self._exceeded_bytes = max(self._exceeded_bytes, nbytes)
 
@@ -372,12 +334,6 @@ class Tier:
     def _held_bytes(self) -> int:
         return self._pool.nbytes if self._pool is not None else 0
 
-    def _make_pool(self, nbytes: int) -> PinnedPool:
-        self._most_bytes = max(nbytes, physical_bytes())
-        self._pool = PinnedPool(nbytes, reserve=self._most_bytes)
-        self._log_memory()
-        return self._pool
-
     def _log_memory(self) -> None:
         pool = known(self._pool)
         automatic = ", from the memory available" if self._automatic else ""
@@ -391,18 +347,8 @@ class Tier:
         )
 
     def require_memory(self, whole_bytes: int) -> None:
-        """Check that the host memory is available before training starts.
-
-        Parameters
-        ----------
-        whole_bytes : int
-            Bytes of everything that is offloaded; the pool takes these, up to the budget.
-
-        Raises
-        ------
-        UsageError
-            The memory is not available; the message has the numbers. Without this check the
-            kernel's OOM killer would end the process later.
+        """Check that the machine has host memory for *whole_bytes* of values, up to the budget: the
+        kernel's OOM killer would end the process later. Raises: UsageError.
         """
         ranks = local_ranks()
         available = available_bytes() // ranks
@@ -419,26 +365,13 @@ class Tier:
     def require_space(
         self, nbytes: int, *, largest: int | None = None, twice: int = 0, growth: int = 0
     ) -> None:
-        """Check that *nbytes* more per rank fit on the drives.
+        """Check that *nbytes* more per rank fit on the drives, if the other ranks of this machine need
+        as many. The drives have two versions of *twice* bytes of them at a time.
 
-        Parameters
-        ----------
-        nbytes : int
-            Bytes of this rank; the other ranks of this machine are assumed to need as many.
-        largest : int, optional
-            Bytes of the largest value, if `foretell` will name the values. If not all values fit on
-            the drives, host memory holds as many as it can. Space for the other values is allocated
-            immediately, so that neither another rank nor another program takes it.
-        twice : int
-            Bytes of values of which the drives have two versions at a time.
-        growth : int
-            Bytes by which the values may grow. With *largest*, space for them is allocated too, if
-            it is enough for all ranks.
-
-        Raises
-        ------
-        NoSpaceError
-            The bytes do not fit; the message has the numbers.
+        *largest* is the size of the largest value, if `foretell` will name the values. If not all
+        values fit on the drives, host memory holds as many as it can. Space for the other values, and
+        for the *growth* of values if all ranks have it, is allocated immediately, so that no other
+        program takes it. Raises: NoSpaceError.
         """
         values, nbytes = nbytes, nbytes + twice
         ranks, free = local_ranks(), self._free_bytes()
@@ -475,16 +408,7 @@ class Tier:
         )
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int) -> None:
-        """Announce the first values of the tier, so that the right values stay in memory from the
-        start. Call it after `require`.
-
-        Parameters
-        ----------
-        sizes : mapping of str to int
-            Bytes of the values by name, in the order in which every step uses and changes them.
-        at_once : int
-            How many values are in use at the same time.
-        """
+        """Announce the first values of the tier after `require`: see `TensorSwapper.foretell`."""
         self._foretold = dict(sizes), at_once
         self.swapper.foretell(sizes, at_once=at_once, stay=self._reserved_bytes > 0)
 
@@ -504,20 +428,12 @@ def local_ranks() -> int:
     """The number of ranks on this machine, from the launcher's environment. If the environment has
     only the total number, at most the number of GPUs on this machine.
 
-    Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher,
-    and its plugin for Slurm, set WORLD_SIZE only.
+    Source: the environment of torchrun, the deepspeed launcher and MPI. Lightning's launcher, and
+    its plugin for Slurm, set WORLD_SIZE only.
     """
-    given = (
-        os.environ.get(name)
-        for name in (
-            "LOCAL_WORLD_SIZE",
-            "LOCAL_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-            "MPI_LOCALNRANKS",
-        )
-    )
-    if local := next(filter(None, given), None):
-        return max(int(local), 1)
+    for name in _LOCAL_RANKS:
+        if local := os.environ.get(name):
+            return max(int(local), 1)
     everywhere = int(os.environ.get("WORLD_SIZE") or 1)
     return max(
         min(everywhere, int(os.environ.get("SLURM_NTASKS_PER_NODE") or gpu_count() or everywhere)),
