@@ -96,8 +96,6 @@ class Trial(_OfSetting):
         *gb_per_s* over the control's at the same time and phase: 1.0 is DeepSpeed's defaults.
     started_seconds : float
         Since the sweep began.
-    samples : tuple of (float, int)
-        (seconds since the window began, bytes so far) pairs, for the throughput over time.
     flaw : str
         Why the trial does not count: "drifted" (the drive's speed jumped) or "impossible" (faster
         than the drive: a cache answered). "" if it counts.
@@ -113,7 +111,6 @@ class Trial(_OfSetting):
     control: bool
     relative: float
     started_seconds: float
-    samples: tuple[tuple[float, int], ...] = ()
     flaw: str = ""
 
 
@@ -478,16 +475,14 @@ class Profile:
 # speeds at one level of the drive (see `Best`).
 _READABLE = (1, 2, 3, SCHEMA_VERSION)
 _SEALED_SINCE = 3
-_FLAWS = ("drifted", "impossible")
 
 
 def _profile(data: dict[str, Any]) -> Profile:
     """The profile from its parsed file. Raises: TypeError, ValueError, KeyError, AttributeError."""
-    if data["schema_version"] == 1:
-        data["trials"] = [
-            {**trial, "flaw": trial["stage"] if trial["stage"] in _FLAWS else ""}
-            for trial in data["trials"]
-        ]
+    for trial in data["trials"]:
+        trial.pop("samples", None)  # throughput over time, in older profiles
+        if data["schema_version"] == 1:
+            trial["flaw"] = trial["stage"] if trial["stage"] in ("drifted", "impossible") else ""
     data.pop("grade", None)
     found: Profile = _decoded(Profile, {**data, "schema_version": SCHEMA_VERSION}, "")
     for key in ("path", "model", "filesystem", "device"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -151,7 +150,7 @@ _force_option = click.option(
     metavar="[FILE]",
     is_flag=False,
     flag_value="-",
-    help="Write the outcome and the profile to FILE as JSON; without FILE, print the profile. Samples over time are left out.",
+    help="Write grades and profiles as JSON to FILE; without FILE to standard output, and all else to standard error.",
 )
 @_force_option
 # DeepSpeed's launcher adds it; the variables say the same
@@ -219,26 +218,27 @@ def command(
     options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))
     profiles = _sweep(drives, options)
     kept = [results.keep(profile, force) for profile in profiles]
-    nodes = [("", profiles)]
+    notes = results.notes(profiles, kept)
     if where and where.nodes > 1:
         _progress.show("nodes", f"waiting for {where.nodes} of them")
-        nodes = launcher.gather(where, profiles, len(paths) * options.seconds)
-    if not nodes:
-        return 0
-    notes = results.notes(profiles, kept)
+        profiles = launcher.gather(where, profiles, len(paths) * options.seconds)
+        if not profiles:
+            return 0
+    said = _write_reports(profiles, report_dir)
     unset = places if any(each.refused for each in kept) else []
     notes += [f"{config}: not set, for the same reason." for config in unset]
-    _report(nodes, notes, report_dir, [] if unset else places, json_to == "-")
-    if json_to not in (None, "-"):
-        every = [_of_host(profile, host) for host, profiles in nodes for profile in profiles]
-        commit.write_file(Path(json_to), json.dumps(results.as_json(every), indent=2) + "\n")
+    if not unset:
+        notes += _apply(places, profiles)
+    _progress.clear()
+    if json_to == "-":
+        for line in [*said, *notes]:
+            _progress.say(line)
+        results.print_out(results.as_json(profiles))
+    else:
+        _print_lines([*said[:-1], *notes])
+        if json_to is not None:
+            commit.write_file(Path(json_to), results.as_json(profiles))
     return EXIT_NEGATIVE if unset else 0
-
-
-def _of_host(profile: Profile, host: str) -> Profile:
-    """*profile* with the name of its host, where there are several."""
-    engine = {**profile.engine, "host": host} if host else profile.engine
-    return dataclasses.replace(profile, engine=engine)
 
 
 def _sustained_bytes(text: str | None) -> int:
@@ -270,44 +270,30 @@ def _sweep(drives: Sequence[Drive], options: Options) -> list[Profile]:
     return profiles
 
 
-def _report(
-    nodes: Sequence[tuple[str, Sequence[Profile]]],
-    notes: list[str],
-    report_dir: Path,
-    configs: Sequence[Path],
-    as_json: bool,
-) -> None:
-    """Write and print the profiles of *nodes*, (host name, profiles) pairs, and then *notes*."""
+def _write_reports(profiles: Sequence[Profile], report_dir: Path) -> list[str]:
+    """Write the report of each profile; the lines to print."""
     said: list[str] = []
-    printed: list[str] = []
-    for host, profiles in nodes:
-        for profile in profiles:
-            profile = _of_host(profile, host)
-            said += [f"{host}:", ""] if host else []
-            drive = short_name(profile.drive["model"], profile.drive["device"])
-            name = f"{host.lower()}-{drive}" if host else drive
-            report = results.write_report(profile, name, report_dir, _progress)
-            said += [*results.summary(profile), "", f"Report: {report / 'report.html'}", ""]
-            printed.append(results.without_samples(profile).to_json().rstrip("\n"))
-            if as_json:
-                _progress.say(f"report: {report}")
-        if profiles[0].stripe:
-            said += [*results.stripe_lines(profiles[0].stripe), ""]
-    mine = [profile for _, profiles in nodes for profile in profiles]
-    if configs:
-        slowest = min(mine, key=lambda profile: profile.performance["mixed"].gb_per_s)
-        if len({profile.chosen for profile in mine}) > 1:
-            path = slowest.drive["path"]
-            notes.append(f"The configs get the setting of the slowest path, {path}.")
-        notes += [results.apply(config, slowest) for config in configs]
-    _progress.clear()
-    if as_json:
-        many = "[\n" + ",\n".join(printed) + "\n]"
-        results.print_out((printed[0] if len(printed) == 1 else many) + "\n")
-        for line in notes:
-            _progress.say(line)
-    else:
-        _print_lines([*said[:-1], *notes])
+    for profile in profiles:
+        host = profile.engine.get("host", "")
+        name = short_name(profile.drive["model"], profile.drive["device"])
+        if host:
+            said += [f"{host}:", ""]
+            name = f"{host.lower()}-{name}"
+        report = results.write_report(profile, name, report_dir, _progress)
+        said += [*results.summary(profile), "", f"Report: {report / 'report.html'}", ""]
+        if profile.stripe and profile.stripe[-1].path == profile.drive["path"]:
+            said += [*results.stripe_lines(profile.stripe), ""]
+    return said
+
+
+def _apply(configs: Sequence[Path], profiles: Sequence[Profile]) -> list[str]:
+    """Set the setting of the slowest path in *configs*; the lines to print."""
+    slowest = min(profiles, key=lambda profile: profile.performance["mixed"].gb_per_s)
+    said = [results.apply(config, slowest) for config in configs]
+    if configs and len({profile.chosen for profile in profiles}) > 1:
+        path = slowest.drive["path"]
+        said.insert(0, f"The configs get the setting of the slowest path, {path}.")
+    return said
 
 
 def _print_lines(lines: Sequence[str]) -> None:

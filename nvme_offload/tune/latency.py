@@ -29,8 +29,8 @@ def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> lis
 
     Raises: as `Rig.run`.
     """
-    directions = ("read", "write") if phase == "mixed" else (phase,)
-    depth = max(1, setting.queue_depth * setting.thread_count // len(directions))
+    ways = ("read", "write") if phase == "mixed" else (phase,)
+    depth = max(1, setting.queue_depth * setting.thread_count // len(ways))
     each = rig.request_bytes // setting.block_size
     taken: list[float] = []
     with rig.open_engine(setting) as engine:
@@ -43,7 +43,7 @@ def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> lis
                 rig.file(direction),
                 ring[index // each].data[index % each * setting.block_size :][: setting.block_size],
             )
-            for direction in directions
+            for direction in ways
             for ring in [rig.ring(direction, -(-depth // each))]
             for index in range(depth)
         ]

@@ -5,12 +5,13 @@ rank 0 gathers the profiles of the nodes, and reports.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.profile import Profile
@@ -70,23 +71,23 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return Place(rank, local_rank, local, node, nodes)
 
 
-def gather(
-    where: Place, profiles: list[Profile], seconds: float
-) -> list[tuple[str, list[Profile]]]:
-    """On rank 0 the (host name, profiles) of all nodes, in the order of the nodes. Other ranks send
-    their profiles and return [].
+def gather(where: Place, profiles: list[Profile], seconds: float) -> list[Profile]:
+    """On rank 0 the profiles of all nodes, in the order of the nodes, each with the name of its host in
+    `engine`. Other ranks send their profiles and return [].
 
     *seconds*: how long a node's sweep takes. Raises: UnsupportedError when a node does not answer,
     or torch is not installed.
     """
+    host = {"host": socket.gethostname()}
+    profiles = [dataclasses.replace(one, engine={**one.engine, **host}) for one in profiles]
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # which torch documents, and does not list
     except ImportError as error:
         raise UnsupportedError(
             f"the nodes exchange results by torch's store, which is missing ({error}): install torch, or sweep on each node separately"
         ) from None
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdecimal():
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
         raise UnsupportedError(
             "the launcher gave no MASTER_ADDR and MASTER_PORT, by which the nodes find each other: sweep on each node separately"
         )
@@ -95,21 +96,17 @@ def gather(
     timeout = datetime.timedelta(seconds=seconds + WAIT_SECONDS)
     run = f"nvme-sweep/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     try:
-        store = TCPStore(host, int(port), None, hosts, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(address, int(port), None, hosts, timeout=timeout, wait_for_workers=False)
         if where.rank != 0:
-            mine = {
-                "host": socket.gethostname(),
-                "profiles": [profile.to_json() for profile in profiles],
-            }
+            mine = [profile.to_json() for profile in profiles]
             store.set(f"{run}/{where.node}", json.dumps(mine))
             return []
-        found = [(socket.gethostname(), profiles)]
+        found: list[Profile] = []
         for node in range(where.nodes):
-            if node != where.node:
-                answer: dict[str, Any] = json.loads(store.get(f"{run}/{node}"))
-                found.insert(
-                    node, (answer["host"], [Profile.from_json(text) for text in answer["profiles"]])
-                )
+            if node == where.node:
+                found += profiles
+            else:
+                found += map(Profile.from_json, json.loads(store.get(f"{run}/{node}")))
         return found  # all nodes have sent, so the store may end with this process
     except RuntimeError as error:  # torch's DistStoreError and its like
         raise UnsupportedError(

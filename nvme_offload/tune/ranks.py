@@ -123,18 +123,19 @@ class Ranks(Closing):
                 pass_fds=[theirs.fileno()],
             )
 
-    def _pump(self, seconds: float) -> list[Point]:
+    def _pump(self, seconds: float) -> tuple[Point, Point]:
         """The points of all ranks together, at the mean of their times, which differ by less than a
         millisecond.
         """
-        by_rank: list[list[Point]] = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
-        return [
+        by_rank = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
+        first, last = (
             Point(
                 statistics.fmean(one.seconds for one in each),
                 *(sum(one.moved(way) for one in each) for way in ("read", "write")),
             )
             for each in zip(*by_rank, strict=True)
-        ]
+        )
+        return first, last
 
     def _order(
         self,
@@ -216,9 +217,9 @@ class _Rank:
         return speed, self._rig.file_bytes
 
     def load(self, setting: Setting, phase: str) -> None:
-        self._load = self._rig.load(setting, phase)
+        self._load = Load(self._rig, setting, phase)
 
-    def pump(self, begin: float, seconds: float) -> list[Point]:
+    def pump(self, begin: float, seconds: float) -> tuple[Point, Point]:
         self._pumping = True
         return self._load.pump(begin, seconds)
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,6 @@ REQUEST_BYTES = 16 << 20
 PAGE_BYTES = 4096
 LEAST_REQUESTS = 4  # in each file
 FILLERS = 3  # requests under way while the files are filled
-SAMPLES = 8  # in a window
 STUCK_SECONDS = 30.0
 READ_BACK_SHARE = 0.05  # of the written requests; one request at least
 
@@ -73,16 +72,11 @@ class Point(NamedTuple):
 
 class Rig(Closing):
     """Two unnamed files on the drive of *directory*, one to read and one to write, of *file_bytes*
-    each, and the buffers of trials.
+    each, and the buffers of trials, at most 0.4 GiB. The space is freed when the process ends.
 
     Every page starts with a stamp: the number of the request that wrote it and the page's place in
-    the file; the rest is random.
-
-    Lifetime: the space is freed by `close`, and when the process ends. Buffers take twice the bytes
-    in flight of the deepest setting and some requests more, at most 0.4 GiB. With *engine*
-    "deepspeed" trials run DeepSpeed's op, with its own buffers; this package's engine fills the files
-    and reads them back. Raises: UnsupportedError when the filesystem has no O_DIRECT and *direct* is
-    True, or when DeepSpeed's op is unavailable; NoSpaceError; IOFailure.
+    the file; the rest is random. With *engine* "deepspeed" trials run DeepSpeed's op; this package's
+    engine fills the files and reads them back. Raises: UnsupportedError; NoSpaceError; IOFailure.
     """
 
     def __init__(
@@ -168,11 +162,10 @@ class Rig(Closing):
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
         """Run requests with *setting* for a window of *seconds*, or longer if none completes in it.
 
-        Phase is "read", "write" or "mixed" (both). Raises: CorruptionError when data that were read
-        differ from the data written; IOFailure, TruncatedError; UnsupportedError when the kernel
-        lacks space for the queues.
+        Raises: CorruptionError, IOFailure, TruncatedError; UnsupportedError when the kernel lacks space
+        for the queues.
         """
-        with self.load(setting, phase) as load:
+        with Load(self, setting, phase) as load:
             result = measure(lambda window: load.pump(None, window), phase, seconds)
             load.finish()
         return result
@@ -180,10 +173,6 @@ class Rig(Closing):
     def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
         """The latency of single blocks with *setting*: see `latency.block_seconds`."""
         return block_seconds(self, setting, phase, seconds)
-
-    def load(self, setting: Setting, phase: str) -> Load:
-        """Prepare an engine and buffers for *setting*, without transfers. Raises: UnsupportedError."""
-        return Load(self, setting, phase)
 
     def close(self) -> None:
         """Free the space."""
@@ -253,38 +242,33 @@ class Rig(Closing):
 
 class Load(Closing):
     """Requests with one setting on a rig's files, from the first `pump` on; its user keeps them going
-    with `pump` and `turn`, and ends them with `finish`.
-
-    Lifetime: a context that waits for pending requests at its end. All methods raise as `Rig.run`.
+    with `pump` and `turn`, and ends them with `finish`. All methods raise as `Rig.run`.
     """
 
     def __init__(self, rig: Rig, setting: Setting, phase: str) -> None:
-        directions = _directions(phase)
+        ways = directions(phase)
         # more than the kernel holds, so that a queue never waits for this loop
-        count = max(2, -(-setting.bytes_in_flight // len(directions) // rig.request_bytes) + 1)
+        count = max(2, -(-setting.bytes_in_flight // len(ways) // rig.request_bytes) + 1)
         with contextlib.ExitStack() as undo:
             self._engine = undo.enter_context(rig.open_engine(setting))
             self._lanes = [
-                _Lane(rig, self._engine, direction, min(count, rig.requests))
-                for direction in directions
+                _Lane(rig, self._engine, direction, min(count, rig.requests)) for direction in ways
             ]
             self._undo = undo.pop_all()
         self._turns = itertools.cycle(self._lanes)
 
-    def pump(self, begin: float | None, seconds: float) -> list[Point]:
-        """Keep requests pending until *seconds* after *begin*; returns a point at *begin* and `SAMPLES`
-        more at even distances, the last at the end. With *begin* None it begins now.
+    def pump(self, begin: float | None, seconds: float) -> tuple[Point, Point]:
+        """Keep requests pending until *seconds* after *begin*, by default now; returns the points at
+        *begin* and at the end.
         """
-        points: list[Point] = []
-        for sample in range(SAMPLES + 1):
-            if begin is not None:
-                self._turn_until(begin + seconds * sample / SAMPLES)
-            points.append(_counters(self._engine))
-            if begin is None:
-                begin = points[0].seconds
-            for lane in self._lanes:
-                lane.watch(points[-1])
-        return points
+        if begin is not None:
+            self._turn_until(begin)
+        first = _counters(self._engine)
+        self._turn_until((begin or first.seconds) + seconds)
+        last = _counters(self._engine)
+        for lane in self._lanes:
+            lane.watch(last)
+        return first, last
 
     def _turn_until(self, moment: float) -> None:
         while (left := moment - time.monotonic()) > 0:
@@ -311,30 +295,22 @@ class Load(Closing):
         self._undo.close()
 
 
-def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) -> Result:
+def measure(pump: Callable[[float], tuple[Point, Point]], phase: str, seconds: float) -> Result:
     """Fill the queues, then count for a window of *seconds*, or until each direction of *phase* has
-    transferred data.
-
-    *pump* keeps requests pending for the given seconds and between its calls, and returns its points.
+    transferred data. *pump* keeps requests pending in its window and between its calls.
     """
+    ways = directions(phase)
 
-    ways = _directions(phase)
-
-    def counted(window: float) -> list[Point]:
-        points = pump(window)
-        while any(points[0].moved(way) == points[-1].moved(way) for way in ways):
-            points += pump(window)
-        return points
+    def counted(window: float) -> tuple[Point, Point]:
+        first, last = pump(window)
+        while any(first.moved(way) == last.moved(way) for way in ways):
+            last = pump(window)[1]
+        return first, last
 
     counted(RAMP_SECONDS)
-    first, *points = counted(seconds)
-    last = points[-1]
-    samples = tuple(
-        (at - first.seconds, read + written - first.read_bytes - first.write_bytes)
-        for at, read, written in points
-    )
+    first, last = counted(seconds)
     read_bytes, write_bytes = (last.moved(way) - first.moved(way) for way in ("read", "write"))
-    return Result(read_bytes, write_bytes, last.seconds - first.seconds, samples)
+    return Result(read_bytes, write_bytes, last.seconds - first.seconds)
 
 
 class _Lane:
@@ -343,14 +319,11 @@ class _Lane:
     def __init__(
         self, rig: Rig, engine: Engine | DeepSpeedEngine, direction: str, count: int
     ) -> None:
-        self._rig = rig
-        self._engine = engine
-        self._direction = direction
+        self._rig, self._engine, self._direction = rig, engine, direction
         self._file = rig.file(direction)
         self._free = rig.ring(direction, count)
         self._under_way: list[tuple[_Ticket, Bytes, int]] = []
-        # the last request of each buffer
-        self._last: dict[int, tuple[Bytes, int]] = {}
+        self._last: dict[int, tuple[Bytes, int]] = {}  # the last request of each buffer
         self._moved = 0
         # the last time of progress, and the bytes until then
         self._progress = time.monotonic(), 0
@@ -377,7 +350,16 @@ class _Lane:
         if moved != self._progress[1]:
             self._progress = point.seconds, moved
         elif point.seconds - self._progress[0] > STUCK_SECONDS:
-            raise self._failure()
+            nbytes = self._rig.request_bytes
+            raise IOFailure(
+                errno.ETIMEDOUT,
+                f"the drive completed no request for {STUCK_SECONDS:.0f} seconds",
+                operation=self._direction,
+                path=self._file.path,
+                offset=self._under_way[0][2] * nbytes,
+                nbytes=nbytes,
+                done=0,
+            )
 
     def drain(self) -> None:
         """Wait for all requests."""
@@ -429,18 +411,14 @@ class _Lane:
         if not np.array_equal(found.view(np.uint64), wanted.view(np.uint64)):
             raise self._corruption(offset + int(np.flatnonzero(found != wanted)[0]))
 
-    def _failure(self) -> IOFailure:
-        nbytes = self._rig.request_bytes
-        place = {"path": self._file.path, "offset": self._under_way[0][2] * nbytes}
-        reason = f"the drive completed no request for {STUCK_SECONDS:.0f} seconds"
-        what: dict[str, Any] = {"operation": self._direction, "nbytes": nbytes, "done": 0, **place}
-        return IOFailure(errno.ETIMEDOUT, reason, **what)
-
     def _corruption(self, offset: int) -> CorruptionError:
-        reason = "the data read differ from the data written: do not keep data on this drive before it is checked"
-        place: dict[str, Any] = {"path": self._file.path, "offset": offset}
         return CorruptionError(
-            reason, operation="read", nbytes=PAGE_BYTES, done=PAGE_BYTES, **place
+            "the data read differ from the data written: do not keep data on this drive before it is checked",
+            operation="read",
+            path=self._file.path,
+            offset=offset,
+            nbytes=PAGE_BYTES,
+            done=PAGE_BYTES,
         )
 
 
@@ -455,7 +433,8 @@ def _engine(config: AioConfig) -> Iterator[Engine]:
             engine.close()
 
 
-def _directions(phase: str) -> tuple[str, ...]:
+def directions(phase: str) -> tuple[str, ...]:
+    """The directions of transfers under *phase*."""
     return ("read", "write") if phase == "mixed" else (phase,)
 
 

@@ -44,14 +44,11 @@ class PlannedTrial:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The transfers of a trial in its window; samples are (seconds since its start, bytes so far)
-    pairs.
-    """
+    """The transfers of a trial in its window."""
 
     read_bytes: int
     write_bytes: int
     seconds: float
-    samples: tuple[tuple[float, int], ...] = ()
 
     @property
     def bytes_per_second(self) -> float:
@@ -441,6 +438,5 @@ def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
         control=seen.planned.control,
         relative=relative,
         started_seconds=seen.started_seconds,
-        samples=result.samples,
         flaw=seen.flaw,
     )

@@ -51,11 +51,6 @@ def test_counts_what_moves_in_the_window(rig: Rig, setting: Setting, phase: str)
     assert result.bytes_per_second == pytest.approx(
         (result.read_bytes + result.write_bytes) / result.seconds
     )
-    times, counts = zip(*result.samples, strict=True)
-    assert list(times) == sorted(times)
-    assert list(counts) == sorted(counts)
-    assert (times[-1], counts[-1]) == (result.seconds, result.read_bytes + result.write_bytes)
-    assert len(times) >= 2
 
 
 def test_mixed_moves_as_much_one_way_as_the_other(rig: Rig) -> None:

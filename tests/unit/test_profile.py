@@ -52,7 +52,6 @@ TRIAL = Trial(
     control=False,
     relative=1.5,
     started_seconds=12.25,
-    samples=((0.5, 1 << 30), (1.0, 2 << 30)),
 )
 PROFILE = Profile(
     tool_version="0.1.0",
@@ -69,7 +68,7 @@ PROFILE = Profile(
     engine={"backend": "posix"},
     trials=(
         TRIAL,
-        dataclasses.replace(TRIAL, control=True, samples=()),
+        dataclasses.replace(TRIAL, control=True),
         dataclasses.replace(TRIAL, flaw="drifted"),
     ),
     best={
@@ -104,7 +103,6 @@ def test_comes_back_as_it_was_written(tmp_path: Path) -> None:
     again = Profile.load(path)
     assert again == PROFILE
     assert again.to_json() == PROFILE.to_json()
-    assert isinstance(again.trials[0].samples[0], tuple)
 
 
 def test_what_was_not_measured_comes_back_as_nothing() -> None:
@@ -131,6 +129,7 @@ def test_the_first_schema_is_read_with_its_flaws_where_they_belong() -> None:
         del data[name]
     for trial in data["trials"]:
         del trial["flaw"]
+        trial["samples"] = [[0.5, 1 << 30]]
     data["trials"][2]["stage"] = "impossible"
     old = Profile.from_json(json.dumps(data))
     assert [trial.flaw for trial in old.trials] == ["", "", "impossible"]
@@ -177,7 +176,6 @@ def test_the_text_is_plain_json_with_the_keys_that_others_read() -> None:
         "overlap_events": False,
         "backend": "posix",
     }
-    assert data["trials"][0]["samples"] == [[0.5, 1 << 30], [1.0, 2 << 30]]
     assert data["warnings"] == ["the drive slowed down", "twice"]
 
 
