@@ -11,24 +11,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import UsageError
 from ..files import sealed
-from .profile_grade import PHASES as PHASES
-from .profile_grade import grade
 
 SCHEMA_VERSION = 4
+PHASES = ("read", "write", "mixed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The part of an `AioConfig` that a sweep chooses. Hashable, so that trials group by it.
-
-    Attributes
-    ----------
-    block_size, queue_depth, thread_count : int
-        As of `AioConfig`.
-    single_submit, overlap_events : bool
-        As of `AioConfig`.
-    backend : str
-        As of `AioConfig`.
+    """The part of an `AioConfig` that a sweep chooses; fields as there. Hashable, so that trials
+    group by it.
     """
 
     block_size: int
@@ -50,13 +41,7 @@ DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 @dataclasses.dataclass(frozen=True)
 class _OfSetting:
-    """The fields of a setting.
-
-    Attributes
-    ----------
-    block_size, queue_depth, thread_count, single_submit, overlap_events, backend
-        As of `Setting`.
-    """
+    """The fields of a setting, as in the files."""
 
     block_size: int
     queue_depth: int
@@ -74,20 +59,14 @@ class _OfSetting:
 
 @dataclasses.dataclass(frozen=True)
 class Trial(_OfSetting):
-    """One timed run of one setting in one phase. GB is 10**9 bytes.
+    """One timed run of one setting under one load. GB is 10**9 bytes.
 
     Attributes
     ----------
-    phase : str
-        "read", "write" or "mixed".
-    bytes : int
-        Transferred in the timed window, in both directions.
-    seconds : float
-        Length of the window.
-    gb_per_s : float
-        Speed in the window, both directions together.
-    read_gb_per_s, write_gb_per_s : float
-        Speed by direction.
+    phase : {"read", "write", "mixed"}
+        The load.
+    bytes, gb_per_s
+        Transferred in the window of *seconds*, in both directions.
     stage : str
         The round of the search, such as "screen" or "final".
     control : bool
@@ -116,22 +95,11 @@ class Trial(_OfSetting):
 
 @dataclasses.dataclass(frozen=True)
 class Best(_OfSetting):
-    """A setting and its speed in the finals.
+    """A setting and its speed in the finals: its ratio to the control, with the middle 90 %, and the
+    median speed of the control in the finals times that ratio.
 
-    Attributes
-    ----------
-    gb_per_s : float
-        The median speed of the control in the finals times *relative*.
-    relative : float
-        Ratio of the setting's speed to the control's.
-    relative_low, relative_high : float
-        The middle 90 % of *relative*.
-
-    Notes
-    -----
-    On a drive that drifts, *gb_per_s* of all settings refers to the same level of the drive: the
-    quotient of two speeds equals the quotient of their ratios. In profiles of schema 3 and older it
-    is the median of the setting's trials.
+    On a drive that drifts, *gb_per_s* of all settings refers to the same level of the drive. In
+    profiles of schema 3 and older it is the median of the setting's trials.
     """
 
     gb_per_s: float
@@ -142,26 +110,10 @@ class Best(_OfSetting):
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """The latency of requests of one block, from submission to completion, with full queues.
+    """The latency of requests of one block under the load *phase*, from submission to completion, with
+    the queues of *setting* full. One thread polls for finished requests every 0.1 ms.
 
-    Attributes
-    ----------
-    phase : str
-        The load: "read", "write" or "mixed".
-    setting : Setting
-        Whose queues were kept full.
-    blocks : int
-        Number of timed blocks, of all ranks.
-    p50_ms, p95_ms, p99_ms : float
-        Percentiles, in milliseconds.
-    max_ms : float
-        Of the slowest block, in milliseconds.
-    p999_ms : float or None
-        The 99.9th percentile, in milliseconds; None where fewer than 1000 blocks were timed.
-
-    Notes
-    -----
-    One thread polls for finished requests every 0.1 ms.
+    *blocks* counts the timed blocks of all ranks. *p999_ms* is None where they are fewer than 1000.
     """
 
     phase: str
@@ -176,24 +128,10 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """The speed of fio or of another backend with the chosen setting, interleaved with the engine.
+    """The speed of "fio" or of another backend with the chosen setting, interleaved with the engine:
+    medians of its runs and of the engine's runs in between, and the ratio of the two.
 
-    Attributes
-    ----------
-    name : str
-        "fio", or the other backend ("io_uring", "libaio").
-    version : str
-        Of fio; "" for a backend.
-    phase : str
-        "read", "write" or "mixed".
-    gb_per_s : float
-        Median of its runs.
-    chosen_gb_per_s : float
-        Median of the engine's runs in between.
-    relative : float
-        Median ratio of its runs to the engine's.
-    relative_low, relative_high : float
-        The middle 90 % of the ratios; their full range if there are fewer than 20.
+    *version* is fio's. The interval has the middle 90 % of the ratios, or all if there are fewer than 20.
     """
 
     name: str
@@ -208,16 +146,12 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """Writing without a pause with the chosen setting, to find the size of the drive's write cache.
+    """Writing to one file without a pause, to find the size of the drive's write cache.
 
     Attributes
     ----------
-    bytes : int
-        Written, to one file again and again.
-    seconds : float
-        Duration.
     samples : tuple of (float, int)
-        (seconds, bytes so far) pairs, one per round.
+        (seconds, bytes so far) pairs, one per round, from (0, 0) on.
     first_gb_per_s : float
         Median of the rounds before the speed fell, or of the first five if it did not fall.
     steady_gb_per_s : float
@@ -240,23 +174,9 @@ class Sustained:
 
 @dataclasses.dataclass(frozen=True)
 class StripePath:
-    """One of several paths, with its speeds at its own setting.
+    """One of several paths at its own setting: GB/s by phase *alone* and *together* with the others.
 
-    Attributes
-    ----------
-    path : str
-        The directory.
-    device, model : str
-        Of its drive.
-    setting : Setting
-        The setting chosen for this path.
-    alone : dict of str to float
-        GB/s by phase while only this path was used.
-    together : dict of str to float
-        GB/s by phase while all paths were used at the same time.
-    weight : float
-        Share of the bytes to put on this path, so that all paths finish at the same time. The
-        weights of all paths sum to 1.
+    *weight* is the share of the bytes to put on this path, so that all paths finish at the same time.
     """
 
     path: str
@@ -276,14 +196,10 @@ class Health:
     ----------
     source : str
         "SMART log" or "sysfs"; in older profiles also "nvme-cli" or "smartctl".
-    temperature_celsius : float or None
-        At the time of the report.
     wear : float or None
         Used share of its rated life.
-    written_bytes : int or None
-        Written in its life.
-    throttled_seconds : int or None
-        Time in its life for which heat slowed it down.
+    written_bytes, throttled_seconds : int or None
+        Written, and slowed down by heat, in its life.
     critical : str
         Its critical warnings, in words; "" for none.
     limit_celsius : float or None
@@ -308,51 +224,27 @@ class Profile:
 
     Attributes
     ----------
-    tool_version : str
-        Of this package.
     created : str
         When the sweep began: date, time and offset from UTC, as ISO 8601.
     command : str
         The command line of the sweep.
     drive : dict
-        Plain values as JSON holds them, from `Drive.as_dict`. "path", "model", "filesystem" and
-        "device" are always there, each a string.
-    workload : dict
-        The transfers that were measured, as JSON types.
-    engine : dict
-        The engine that was measured, as JSON types; "name" is "native" or "deepspeed".
-    trials : tuple of Trial
-        All trials.
-    best : dict of str to Best
-        By phase.
-    chosen : Setting
-        The setting to train with.
-    performance : dict of str to Best
-        The chosen setting by phase.
-    reasons : tuple of str
-        Sentences on why *chosen* was chosen.
+        From `Drive.as_dict`. "path", "model", "filesystem" and "device" are always there, each a
+        string.
+    workload, engine : dict
+        What was measured, and with which engine ("name" is "native" or "deepspeed"), as JSON types.
+    chosen, performance
+        The setting to train with, and its speeds by phase; *reasons* has sentences on the choice.
+    best, finals
+        By phase: the fastest setting, and all settings of the finals.
     steady : bool
         Whether the drive held its speed while it was judged.
-    warnings : tuple of str
-        Sentences.
     latencies : tuple of Latency
         Of the chosen setting, the fastest and the control.
     beside : tuple of Beside
         Comparisons at the chosen setting.
-    sustained : Sustained or None
-        If it was measured.
     stripe : tuple of StripePath
         All paths of a sweep of several paths.
-    health_before, health_after : Health or None
-        Before and after the sweep, if the drive reports it.
-    finals : dict of str to tuple of Best
-        By phase, all settings of the finals, *best* and *chosen* among them.
-    schema_version : int
-        Of the file format.
-
-    Notes
-    -----
-    *latencies*, *beside*, *stripe* and *finals* are empty where nothing was measured.
     """
 
     tool_version: str
@@ -378,56 +270,19 @@ class Profile:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """Make the text of `profile.json`.
-
-        Returns
-        -------
-        str
-            JSON with two spaces of indentation and a newline at the end; UTF-8 in a file.
-
-        Notes
-        -----
-        "sha256" is the checksum of the other keys. "grade" is the result of `profile_grade.grade`,
-        for other programs; it is not read back.
-        """
-        found = {"grade": dataclasses.asdict(grade(self))}
-        return sealed.dumps({**dataclasses.asdict(self), **found}, indent=2) + "\n"
+        """The text of `profile.json`, with a checksum of the other keys under "sha256"."""
+        return sealed.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     def beside_gb_per_s(self, other: Beside) -> float:
-        """The speed of a comparison, at the same level of the drive as *performance*.
-
-        Parameters
-        ----------
-        other : Beside
-            One of *beside*.
-
-        Returns
-        -------
-        float
-            GB/s.
-        """
+        """GB/s of *other*, one of *beside*, at the same level of the drive as *performance*."""
         return self.performance[other.phase].gb_per_s * other.relative
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Parse the text of a `profile.json`.
+        """Parse the text of a `profile.json`, of this schema or an older one.
 
-        Parameters
-        ----------
-        text : str
-            The JSON.
-        source : str
-            Its name in error messages.
-
-        Returns
-        -------
-        Profile
-            The profile; one of an older schema is converted.
-
-        Raises
-        ------
-        UsageError
-            *text* is not a profile, was altered, or is of a schema that this version does not know.
+        *source* names it in messages. Raises: UsageError when it is not a profile, was altered, or is of
+        an unknown schema.
         """
         try:
             data = sealed.loads(text)
@@ -449,25 +304,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile file.
-
-        Parameters
-        ----------
-        path : str or Path
-            The file.
-
-        Returns
-        -------
-        Profile
-            As of `from_json`.
-
-        Raises
-        ------
-        OSError
-            The file cannot be read.
-        UsageError
-            It is not a profile: see `from_json`.
-        """
+        """Read a profile file. Raises: OSError; UsageError as `from_json`."""
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 
@@ -483,7 +320,7 @@ def _profile(data: dict[str, Any]) -> Profile:
         trial.pop("samples", None)  # throughput over time, in older profiles
         if data["schema_version"] == 1:
             trial["flaw"] = trial["stage"] if trial["stage"] in ("drifted", "impossible") else ""
-    data.pop("grade", None)
+    data.pop("grade", None)  # of older profiles
     found: Profile = _decoded(Profile, {**data, "schema_version": SCHEMA_VERSION}, "")
     for key in ("path", "model", "filesystem", "device"):
         _decoded(str, found.drive[key], f"drive.{key}")

@@ -6,12 +6,8 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .profile import Profile, Setting, Trial
-
-PHASES = ("read", "write", "mixed")
+from .profile import PHASES, Profile, Setting, Trial
 
 GRADES = ("poor", "weak", "good")  # in ascending order
 
@@ -26,10 +22,8 @@ LINK_EXCESS = 1.03  # of the link's nominal speed, for clocks that run fast
 
 @dataclasses.dataclass(frozen=True)
 class Grade:
-    """How much evidence a profile has.
-
-    name: "good"; "weak", usable, but the speeds may be off; or "poor", too little to use. reasons: the
-    missing evidence, one clause each.
+    """How much evidence a profile has: "good"; "weak", usable, but the speeds may be off; or "poor", too
+    little to use. reasons: the missing evidence, one clause each.
     """
 
     name: str
@@ -45,12 +39,7 @@ class Grade:
 
 
 def grade(profile: Profile) -> Grade:
-    """Judge the evidence for the chosen setting of *profile*, which may be of any schema.
-
-    "good" takes, under each load, `GOOD_TRIALS` final trials of at least `LEAST_TRIAL_SECONDS`, a 90 %
-    interval within `GOOD_SPREAD`, and speeds that agree with each other. Below `LEAST_TRIALS`, beyond
-    `MOST_SPREAD`, or with speeds that contradict each other, it is "poor".
-    """
+    """Judge the evidence for the chosen setting of *profile*, which may be of any schema."""
     poor, weak = inconsistencies(profile), list[str]()
     for phase in PHASES:
         runs = final_trials(profile, phase)
@@ -78,17 +67,15 @@ def inconsistencies(profile: Profile) -> list[str]:
     """
     found = []
     speeds = {phase: best.gb_per_s for phase, best in profile.performance.items()}
-    if set(speeds) >= set(PHASES):
-        most = speeds["read"] + speeds["write"]
-        if speeds["mixed"] > EXCESS * most:
-            found.append(
-                f"mixed: {speeds['mixed']:.3g} GB/s is more than read and write together, {most:.3g} GB/s"
-            )
+    most = speeds["read"] + speeds["write"]
+    if speeds["mixed"] > EXCESS * most:
+        found.append(
+            f"mixed: {speeds['mixed']:.3g} GB/s is more than read and write together, {most:.3g} GB/s"
+        )
     nominal = profile.drive.get("link_bytes_per_second")
     link = nominal / 1e9 if isinstance(nominal, int | float) else 0.0
     for phase in PHASES if link else ():
-        groups = (profile.performance, profile.best)
-        reached = max((each[phase].gb_per_s for each in groups if phase in each), default=0.0)
+        reached = max(speeds[phase], profile.best[phase].gb_per_s)
         # the directions have separate lanes
         carried = link * (2 if phase == "mixed" else 1)
         if reached > LINK_EXCESS * carried:
@@ -99,14 +86,10 @@ def inconsistencies(profile: Profile) -> list[str]:
 
 
 def spread(profile: Profile, phase: str) -> float:
-    """Half of the 90 % interval of the chosen setting's speed under *phase*, as a share: 0.25 for +-25 %.
-
-    It is the interval of the ratio to the defaults, or of the speed where the defaults were chosen.
-    Infinite where the interval reaches 0; 0 without measurements.
+    """Half of the 90 % interval of the chosen setting's speed under *phase*, as a share: of the ratio to
+    the defaults, or of the speed where the defaults were chosen. Infinite where it reaches 0.
     """
-    reached = profile.performance.get(phase)
-    if reached is None:
-        return 0.0
+    reached = profile.performance[phase]
     if reached.relative_low == reached.relative_high:  # the defaults
         speeds = [trial.gb_per_s for trial in final_trials(profile, phase)]
         return speed_spread(speeds) if len(speeds) > 1 else 0.0

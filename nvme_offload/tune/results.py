@@ -207,10 +207,16 @@ def as_json(profiles: Sequence[Profile]) -> str:
     """The profiles for other programs, and for each whether its evidence is enough."""
     drives = []
     for profile in profiles:
-        bare = json.loads(profile.to_json())
-        passed = bare["grade"]["name"] != "poor"
-        place = {"path": profile.drive["path"], "host": profile.engine.get("host")}
-        drives.append({**place, "passed": passed, "grade": bare["grade"], "profile": bare})
+        evidence = grade(profile)
+        drives.append(
+            {
+                "path": profile.drive["path"],
+                "host": profile.engine.get("host"),
+                "passed": evidence.name != "poor",
+                "grade": dataclasses.asdict(evidence),
+                "profile": json.loads(profile.to_json()),
+            }
+        )
     found = {"passed": all(each["passed"] for each in drives), "drives": drives}
     return json.dumps(found, indent=2) + "\n"
 

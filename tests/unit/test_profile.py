@@ -124,7 +124,7 @@ def test_the_first_schema_is_read_with_its_flaws_where_they_belong() -> None:
     data["schema_version"] = 1
     for name in (
         *("latencies", "beside", "sustained", "stripe", "health_before", "health_after"),
-        *("finals", "grade"),
+        "finals",
     ):
         del data[name]
     for trial in data["trials"]:
@@ -277,10 +277,7 @@ def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
         else ()
     )
     for key, value in items:
-        # the grade is for other programs, and not read
-        if place or key not in (
-            "drive", "engine", "workload", "schema_version", "sha256", "grade"
-        ):  # fmt: skip
+        if place or key not in ("drive", "engine", "workload", "schema_version", "sha256"):
             yield (*place, key)
             yield from _places(value, (*place, key))
 
@@ -303,7 +300,5 @@ def test_no_value_of_another_type_is_read() -> None:
             else:
                 assert Profile.from_json(found.to_json()) == found
                 again, given = json.loads(found.to_json()), json.loads(_sealed(data))
-                assert {**again, "grade": 0, "sha256": 0} == {
-                    **given, "grade": 0, "sha256": 0
-                } or not wrong  # fmt: skip
+                assert {**again, "sha256": 0} == {**given, "sha256": 0} or not wrong
     assert tried > 1000
