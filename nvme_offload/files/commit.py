@@ -28,27 +28,10 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 def write_file(
     path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
 ) -> None:
-    """Replace the contents of a file atomically.
+    """Replace the contents of the file *path*, which need not exist, atomically. *mode* None is the
+    default of this process (umask); *owner* is a user and a group id.
 
-    Parameters
-    ----------
-    path : Path
-        The file; it need not exist.
-    data : str or bytes
-        Its new contents; text is encoded as UTF-8.
-    mode : int or None
-        Permissions; None for the default of this process (umask).
-    owner : (int, int), optional
-        User and group id.
-
-    Raises
-    ------
-    OSError
-        The file is unchanged.
-
-    Notes
-    -----
-    Source: rename(2), fsync(2).
+    Raises: OSError; the file is unchanged. Source: rename(2), fsync(2).
     """
     with _partial_path(path, 0o666 if mode is None else 0o600) as (partial, descriptor):
         _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
@@ -63,11 +46,8 @@ def write_file(
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Context that yields a temporary file, which the caller fills and syncs, and then renames it to
-    *path*. After an exception *path* is unchanged.
-
-    Missing parents of *path* are created. Permissions are the default of this process (umask). Raises:
-    OSError.
+    """Yield a temporary file, which the caller fills and syncs; then rename it to *path*, whose missing
+    parents are created. After an exception *path* is unchanged. Raises: OSError.
     """
     make_directory(path.parent)
     with _partial_path(path, 0o666) as (partial, _):
@@ -77,27 +57,11 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def overwrite_file(path: Path, data: bytes) -> None:
-    """Replace the contents of a file in place, keeping its inode: ACL, hard links and bind mounts
-    stay.
+    """Replace the contents of an existing file in place, keeping its inode: ACL, hard links and bind
+    mounts stay.
 
     An in-place write is not atomic. So the old contents are saved to `kept_of(path)` first, and
-    removed after the new ones are synced.
-
-    Parameters
-    ----------
-    path : Path
-        An existing file.
-    data : bytes
-        Its new contents.
-
-    Raises
-    ------
-    OSError
-        The file may hold a part of *data*; `kept_of(path)` has the old contents.
-
-    Notes
-    -----
-    Source: fsync(2).
+    removed after the new ones are synced. Raises: OSError; the file may hold a part of *data*.
     """
     kept = kept_of(path)
     old = path.read_bytes()
@@ -123,11 +87,8 @@ def kept_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def partial_directory(path: Path) -> Iterator[Path]:
-    """Create a temporary directory next to *path*, to be filled and then committed by
-    `publish_directory`.
-
-    Missing parents of *path* are created. On exit the directory is removed if it was not committed.
-    Raises: OSError.
+    """Yield a temporary directory next to *path*, whose missing parents are created, for
+    `publish_directory`. On exit it is removed if it was not committed. Raises: OSError.
     """
     make_directory(path.parent)
     with _partial_path(path, None) as (partial, _):
@@ -135,40 +96,18 @@ def partial_directory(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(partial: Path, path: Path, *, over: bool = False) -> Path | None:
-    """Rename the directory *partial*, whose contents are synced, to *path*.
+    """Rename *partial*, of `partial_directory`, whose contents are synced, to *path*. Returns where a
+    replaced directory is now, for the caller to remove.
 
-    Parameters
-    ----------
-    partial : Path
-        A directory of `partial_directory`.
-    path : Path
-        The target.
-    over : bool
-        Replace an existing *path*: the two names are exchanged atomically. A filesystem that cannot
-        exchange names (NFS) needs two renames; `recover_directory` undoes the first after a crash.
-
-    Returns
-    -------
-    Path or None
-        Where the replaced directory is now, for the caller to remove.
-
-    Raises
-    ------
-    FileExistsError
-        *path* exists and *over* is false.
-    OSError
-        A rename or sync failed.
-
-    Notes
-    -----
-    Source: renameat2(2).
+    With *over* an existing *path* is replaced: the two names are exchanged atomically (renameat2(2)). A
+    filesystem that cannot exchange names (NFS) needs two renames; `recover_directory` undoes the first
+    after a crash. Raises: FileExistsError; OSError.
     """
     sync_directory(partial)
     replaced: Path | None = None
     if not os.path.lexists(path):
-        partial.rename(
-            path
-        )  # rename(2) replaces a directory created meanwhile only if that is empty
+        # rename(2) replaces a directory created meanwhile only if that is empty
+        partial.rename(path)
     elif not over:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     elif _exchanged(partial, path):
@@ -184,9 +123,7 @@ def publish_directory(partial: Path, path: Path, *, over: bool = False) -> Path 
 
 def recover_directory(path: Path) -> Path | None:
     """Repair what a `publish_directory` with *over* left when it was killed between its two renames.
-
-    Returns the replaced directory where it was killed after both renames, for the caller to remove.
-    Raises: OSError.
+    Returns a replaced directory for the caller to remove. Raises: OSError.
     """
     replaced = _replaced(path)
     if not replaced.is_dir():
@@ -228,9 +165,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished() -> None:
-    """Remove the temporary files and directories of this process. For the handler of a terminating
-    signal: it may run at any point.
-    """
+    """Remove the temporary files and directories of this process, from a signal handler."""
     for partial in list(_partials):
         with contextlib.suppress(OSError):
             remove(partial)
@@ -263,9 +198,7 @@ def abandoned(directory: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
-    """A new locked file with *mode*, or a directory (None), next to *path*, and its descriptor. It
-    is removed on exit if it still exists.
-    """
+    """A new locked file with *mode*, or a directory (None), next to *path*, and its descriptor."""
     # without the right to list the directory there is nothing to find
     with contextlib.suppress(OSError):
         remove_abandoned(path.parent, re.escape(path.name))
@@ -288,9 +221,7 @@ def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
 
 
 def _claimed(partial: Path, mode: int | None) -> int | None:
-    """Create and lock *partial*; its descriptor, or None where another writer removed it as abandoned
-    before it was locked. Raises: OSError.
-    """
+    """Create and lock *partial*; its descriptor, or None where another writer removed it as abandoned."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if mode is None:
         partial.mkdir()
@@ -320,7 +251,7 @@ def claim_directory(path: Path) -> int:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; False where this is not supported. Raises: OSError."""
+    """Exchange two names atomically; False where this is not supported."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

@@ -72,42 +72,16 @@ class AioConfig:
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> AioConfig:
-        """Make the configuration with a setting of a profile.
-
-        Parameters
-        ----------
-        setting : Setting
-            Such as `Profile.chosen`.
-        **others
-            The remaining fields.
-
-        Returns
-        -------
-        AioConfig
-            The setting with *others*.
-
-        Raises
-        ------
-        UsageError
-            A value is out of range.
+        """Make the configuration with *setting*, such as `Profile.chosen`, and *others*, the remaining
+        fields. Raises: UsageError.
         """
         return cls(**{**dataclasses.asdict(setting), **others})
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """Load the settings that `nvme-sweep` chose for a drive.
+        """Load the settings that `nvme-sweep` chose for the drive of *path*, which need not exist yet.
 
-        Parameters
-        ----------
-        path : str or os.PathLike
-            A path on the drive; it need not exist yet.
-        **changes
-            Fields to override.
-
-        Returns
-        -------
-        AioConfig
-            The chosen settings with *changes*.
+        *changes* override fields. If the evidence of the profile is poor, a warning is logged once.
 
         Raises
         ------
@@ -117,10 +91,6 @@ class AioConfig:
             A field of *changes* is invalid, or the profile cannot be read.
         OSError
             *path* cannot be examined.
-
-        Notes
-        -----
-        If the evidence of the profile is not good, a warning is logged once.
         """
         return dataclasses.replace(cls.of(profile_shelf.chosen(path)), **changes)
 

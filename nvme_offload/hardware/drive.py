@@ -33,8 +33,6 @@ class Drive:
     ----------
     path : str
         As given, made absolute.
-    mount_point : str
-        Of the filesystem.
     device : str
         "/dev/nvme0n1p1", "/dev/mapper/data"; the source of a filesystem without a block device.
     filesystem : str
@@ -44,35 +42,23 @@ class Drive:
     layers : tuple of str
         Between filesystem and disks, from the top: "partition", "dm-crypt", "lvm", "raid0", "loop".
     physical_devices : tuple of str
-        The disks.
-    model, firmware, transport : str
-        Of the disks.
+        The disks. Model, firmware, transport, scheduler and link are theirs, as a text for all.
     rotational : bool
         Of any disk.
-    logical_block_bytes, physical_block_bytes : int
-        Of the top device.
     max_block_kib : int
         Largest request that the kernel does not split, in KiB.
-    scheduler : str
-        I/O scheduler of the disks.
-    queue_requests : int
-        Requests per hardware queue; the smallest of the disks.
     size_bytes, free_bytes : int
         Of the filesystem; free for this user.
-    pcie_link : str
-        As negotiated now: "16.0 GT/s x4".
+    pcie_link, pcie_link_most : str
+        As negotiated now ("16.0 GT/s x4"), and the fastest that drive and slot support.
     link_bytes_per_second : int
         Payload rate of the link in each direction, summed over the disks.
     numa_node : int
         Of the disks, where they share one.
     temperature_celsius : float
         Of the hottest disk.
-    pcie_link_most : str
-        The fastest link that drive and slot support.
-    cpu_numa_nodes : tuple of int
-        Nodes of the CPUs that this process may use.
-    gpu_numa_nodes : tuple of int
-        Nodes of the machine's NVIDIA GPUs.
+    cpu_numa_nodes, gpu_numa_nodes : tuple of int
+        Nodes of the CPUs that this process may use, and of the machine's NVIDIA GPUs.
     identity : str
         A hash that identifies drive, layers and filesystem. The same after a reboot.
     """
@@ -88,11 +74,8 @@ class Drive:
     firmware: str | None
     transport: str | None
     rotational: bool | None
-    logical_block_bytes: int | None
-    physical_block_bytes: int | None
     max_block_kib: int | None
     scheduler: str | None
-    queue_requests: int | None
     size_bytes: int
     free_bytes: int
     pcie_link: str | None
@@ -106,9 +89,7 @@ class Drive:
 
     @property
     def name(self) -> str:
-        """A short name for directories: the model or else the device, of letters, digits and
-        hyphens.
-        """
+        """See `short_name`."""
         return short_name(self.model, self.device)
 
     @property
@@ -132,43 +113,16 @@ class Drive:
 
 
 def short_name(model: str, device: str) -> str:
-    """Make a short name for directories, as `Drive.name`.
-
-    Parameters
-    ----------
-    model : str
-        Of the disk; may be empty.
-    device : str
-        Used where *model* is empty, without "/dev/".
-
-    Returns
-    -------
-    str
-        Lower-case letters, digits and hyphens, at most 48 characters; "drive" where nothing is
-        left.
+    """A name for directories, of the *model* or else the *device*: lower-case letters, digits and
+    hyphens, at most 48 characters; "drive" where nothing is left.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", (model or device.removeprefix("/dev/")).lower()).strip("-")
     return slug[:48].strip("-") or "drive"
 
 
 def filesystem_space(path: str | Path) -> os.statvfs_result:
-    """Size and free space of a filesystem; as much as a filesystem can have where a container
-    refuses the call. Source: statvfs(3).
-
-    Parameters
-    ----------
-    path : str or Path
-        On the filesystem.
-
-    Returns
-    -------
-    os.statvfs_result
-        As `os.statvfs` returns it.
-
-    Raises
-    ------
-    OSError
-        The call failed.
+    """Size and free space of the filesystem of *path*; as much as a filesystem can have where a container
+    refuses the call. Raises: OSError. Source: statvfs(3).
     """
     try:
         return os.statvfs(path)
@@ -181,29 +135,9 @@ def filesystem_space(path: str | Path) -> os.statvfs_result:
 
 
 def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:
-    """Examine what a path is on.
+    """Examine what an existing path is on, now. *proc* and *sys* are the mount points of procfs and sysfs.
 
-    Parameters
-    ----------
-    path : str or Path
-        An existing path.
-    proc, sys : Path
-        Mount points of procfs and sysfs. Fields that they lack (in a container, or for a filesystem
-        without a device) are None or empty.
-
-    Returns
-    -------
-    Drive
-        As of now.
-
-    Raises
-    ------
-    OSError
-        *path* cannot be examined.
-
-    Notes
-    -----
-    Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
+    Raises: OSError. Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
     """
     absolute = _without_dots(Path(path))
     status = filesystem_space(absolute)
@@ -216,14 +150,15 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         lineages = [sysfs.lineage_of(disk, sys) for disk in disks]
     except OSError:  # a container hides a part of /sys, or refuses to list or follow its links
         blocks, disks, lineages = [], [], []
+    queues = [disk / "queue" for disk in disks]
+    # a partition has the queue of its disk
     whole = [block.parent if (block / "partition").exists() else block for block in blocks]
-    below, top = ([place / "queue" for place in places] for places in (disks, whole))
     links = [sysfs.pcie_link(lineage) for lineage in lineages]
     rates = [link.bytes_per_second for link in links if link]
     warmth = [each for each in map(sysfs.temperature, lineages) if each is not None]
     nodes = {sysfs.number(sysfs.first(lineage, "numa_node")) for lineage in lineages}
     node = nodes.pop() if len(nodes) == 1 else None
-    rotational = _numbers(below, "rotational")
+    rotational = _numbers(queues, "rotational")
     device = _device_name(blocks[0]) if blocks else mount.source or mount.filesystem
 
     def of_disks(*names: str) -> str | None:
@@ -241,11 +176,8 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         firmware=of_disks("firmware_rev", "rev"),
         transport=of_disks("transport"),
         rotational=any(rotational) if rotational else None,
-        logical_block_bytes=max(_numbers(top, "logical_block_size"), default=None),
-        physical_block_bytes=max(_numbers(top, "physical_block_size"), default=None),
-        max_block_kib=min(_numbers(top, "max_sectors_kb"), default=None),
-        scheduler=_alternatives(map(sysfs.scheduler, below)),
-        queue_requests=min(_numbers(below, "nr_requests"), default=None),
+        max_block_kib=min(_numbers([b / "queue" for b in whole], "max_sectors_kb"), default=None),
+        scheduler=_alternatives(map(sysfs.scheduler, queues)),
         size_bytes=status.f_blocks * status.f_frsize,
         free_bytes=status.f_bavail * status.f_frsize,
         pcie_link=_joined(link and link.text for link in links) or None,
@@ -302,9 +234,7 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _mount_identity(path: Path, proc: Path) -> str | None:
-    """The mount id from the kernel, right also where one mount hides another; None where procfs
-    lacks it.
-    """
+    """The mount id from the kernel, right also where one mount hides another."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -323,9 +253,7 @@ def _unescape(text: str) -> str:
 
 
 def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
-    """The sysfs directories of the block devices of *mount*: one, several for btrfs, none without a
-    device.
-    """
+    """The sysfs directories of the block devices of *mount*: one, several for btrfs, or none."""
     block = sys / "dev/block" / mount.device_number
     if block.exists():
         return [block.resolve()]
@@ -349,10 +277,8 @@ def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
 def _disks_below(
     block: Path, proc: Path, sys: Path, layers: list[str], depth: int = 0
 ) -> list[Path]:
-    """The disks below *block*; appends the layers on the way. The depth is limited, because with a
-    bind mount a loop device can back itself.
-    """
-    if depth > 16:
+    """The disks below *block*; appends the layers on the way."""
+    if depth > 16:  # with a bind mount a loop device can back itself
         return []
     if (block / "partition").exists():
         layers.append("partition")
@@ -384,17 +310,13 @@ def _device_name(block: Path) -> str:
 def _identity(
     path: Path, device: str, mount: _Mount, layers: list[str], lineages: list[list[Path]]
 ) -> str:
-    """A hash, which keeps serial numbers private.
-
-    Disks with a serial number are identified by it. Others (virtual disks, loop devices) are
-    identified by the UUID of the filesystem and by the machine, since copies of a disk image share
-    the UUID.
-    """
+    """A hash, which keeps serial numbers private."""
     serials = [sysfs.serial(lineage) for lineage in lineages]
     between = [layer for layer in dict.fromkeys(layers) if layer != "partition"]
     if serials and all(serials) and "loop" not in layers:
         known = ["disks", *sorted(map(str, serials)), *between, mount.filesystem]
     else:
+        # virtual disks and loop devices; copies of a disk image share the UUID
         machine = sysfs.read(Path("/etc/machine-id")) or ""
         uuid = _filesystem_uuid(path) or f"{device} at {mount.point}"
         known = ["filesystem", uuid, *between, mount.filesystem, machine]

@@ -140,11 +140,8 @@ def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
         firmware="4B2QJXD7",
         transport="pcie",
         rotational=False,
-        logical_block_bytes=512,
-        physical_block_bytes=4096,
         max_block_kib=128,
         scheduler="none",
-        queue_requests=1023,
         size_bytes=space.f_blocks * space.f_frsize,
         free_bytes=drive.free_bytes,  # moves while the test runs
         pcie_link="16.0 GT/s x4",
@@ -272,7 +269,7 @@ def test_raid0_of_two_nvme_adds_the_links(machine: Machine) -> None:
     assert drive.firmware == "4B2QJXD7"
     assert drive.pcie_link == "2x 16.0 GT/s x4"
     assert drive.link_bytes_per_second == 2 * 7_876_923_076
-    assert (drive.max_block_kib, drive.logical_block_bytes) == (1280, 4096)
+    assert drive.max_block_kib == 1280
     assert drive.numa_node is None
     assert drive.temperature_celsius == 55.85
     assert drive.name == "2x-made-up-drive-2tb"
@@ -319,7 +316,6 @@ def test_loop_file_leads_to_the_disk_of_its_file(machine: Machine) -> None:
     assert drive.layers == ("loop", "partition")
     assert drive.physical_devices == ("/dev/nvme0n1",)
     assert drive.model == "Made-Up Drive 2TB"
-    assert drive.logical_block_bytes == 4096
     assert any("losetup --direct-io=on /dev/loop7" in warning for warning in warnings(drive))
 
 
