@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from ..errors import OffloadError
 from ..hardware.machine import usable_cpus
@@ -21,18 +20,6 @@ from ..swap.cores import launcher_chose_one_thread
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
-
-
-def least(number: int) -> int:
-    """The minimum of *number* over all ranks, so that all ranks compute the same plan."""
-    numbers = torch.tensor([number], device=get_accelerator().current_device_name())
-    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
-    return int(numbers.item())
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """The *value* of every rank. It must be picklable."""
-    return all_ranks().gather(value)
 
 
 def all_ranks(group: Any = None) -> Ranks:
@@ -47,15 +34,20 @@ def all_ranks(group: Any = None) -> Ranks:
     return Ranks(dist.get_rank(group), dist.get_world_size(group), gather)
 
 
-def all_or_none(action: Callable[[], None], group: Any = None) -> None:
-    """Run *action* on every rank of *group*, or of the training. If it fails on one rank, the other
-    ranks raise too instead of waiting for the failed rank.
-    """
-    all_ranks(group).together(action, "this rank cannot train")
+def of_all_ranks(value: Any) -> list[Any]:
+    """The *value* of every rank. It must be picklable."""
+    return all_ranks().gather(value)
 
 
-def everywhere(action: Callable[[], _Result]) -> _Result:
-    """Run *action* on every rank and return its result once every rank has succeeded.
+def least(number: int) -> int:
+    """The minimum of *number* over all ranks, so that all ranks compute the same plan."""
+    smallest: int = min(of_all_ranks(number))
+    return smallest
+
+
+def everywhere(action: Callable[[], _Result], group: Any = None) -> _Result:
+    """Run *action* on every rank of *group*, or of the training, and return its result once every
+    rank has succeeded: the others would wait in collective calls for a rank that has failed.
 
     Raises: the error, on every rank; if several ranks failed, the first one's.
     """
@@ -65,24 +57,22 @@ def everywhere(action: Callable[[], _Result]) -> _Result:
     except Exception as error:
         failure = error
     named = failure is None or isinstance(failure, OffloadError | OSError)  # can be pickled
-    failures = of_all_ranks(
+    ranks = all_ranks(group)
+    failures = ranks.gather(
         failure if named else OffloadError(f"{type(failure).__name__}: {failure}")
     )
     first = next((rank for rank, found in enumerate(failures) if found is not None), None)
     if first is None:
         return result
-    if failure is not None and (not named or first == dist.get_rank()):
+    if failure is not None and (not named or first == ranks.rank):
         raise failure
     raise failures[first] from failure
 
 
 def share_cores() -> None:
-    """Make this rank's updates compute on its share of the cores, which other ranks may use, too.
-
-    Without OMP_NUM_THREADS, torch starts a thread for every core, in each rank. OpenMP's threads
-    spin while they wait, so ranks with more threads than cores take the cores from each other, and
-    steps take many times as long. A value of OMP_NUM_THREADS that the user chose is kept; a warning
-    is logged if it is far off. A launcher's default of 1 is replaced.
+    """Make this rank's updates compute on its share of the cores: OpenMP's threads spin while they
+    wait, so ranks with more threads than cores make steps take many times as long. A value of
+    OMP_NUM_THREADS that the user chose is kept; a launcher's default of 1 is replaced.
 
     Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone.
     """

@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..files import commit
 from ..io import archive
 from . import compat, states
-from .agreement import all_ranks, everywhere
+from .agreement import everywhere
 from .checkpoint_engines import Complete, Generation, engine_of, loads, offloads, streams
 from .checkpoint_load import (
     Opened,
@@ -280,7 +280,7 @@ def _name_latest(save_dir: str, tag: str, here: bool) -> None:
         except OSError as error:
             raise archive.as_failure(error, latest) from error
 
-    all_ranks().together(write, f"the checkpoint {tag} was not saved")
+    everywhere(write)
 
 
 def _attempt(engine: Any, save: Callable[[], None]) -> None:

@@ -164,8 +164,7 @@ CONTRACT: Mapping[str, str] = {
         BASE_OPTIMIZER_STATE FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES
         LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS
     """,
-    "deepspeed.comm": "all_reduce(tensor, op, ...) get_rank(...) get_world_size(...) ReduceOp",
-    "deepspeed.comm:ReduceOp": "MIN",
+    "deepspeed.comm": "get_rank(...) get_world_size(...)",
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
         current_device() current_device_name() current_stream(...) device_name(device_index)
         is_synchronized_device() resolves_data_dependency() set_device(device_index)

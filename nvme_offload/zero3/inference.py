@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import compat
-from .agreement import all_or_none
+from .agreement import everywhere
 from .moving import move_partitions
 from .param_swapper import require_budget, return_to_device, swappers_of
 from .settings import SECTION
@@ -31,7 +31,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         super().__init__(module, timers, ds_config, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
         try:
-            all_or_none(lambda: require_budget(module))
+            everywhere(lambda: require_budget(module))
         except BaseException:
             super().destroy()
             compat.let_go_of(module)

@@ -26,7 +26,7 @@ from ..device.staging import CPU
 from ..errors import UnsupportedError
 from ..io.archive import Provider
 from . import compat, fragments, partition_states, states
-from .agreement import all_or_none
+from .agreement import everywhere
 from .once_per_step import OncePerStep, computed_from_values, one_step
 from .reader import MASTER, CheckpointReader
 from .step_stats import StepClock
@@ -90,7 +90,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         """
         self._is_planned = True
         self._prepare_tier(self._open_tier)
-        all_or_none(self._fill)
+        everywhere(self._fill)
 
     def _open_tier(self) -> None:
         """Plan the states, and check that they fit in memory and on the drives. Raises: UsageError

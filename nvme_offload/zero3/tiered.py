@@ -21,7 +21,7 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import compat, states
 from .adam_powers import AdamPowers
-from .agreement import all_or_none, least, share_cores
+from .agreement import everywhere, least, share_cores
 from .gradients import Gradients, KeptGradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working
@@ -104,9 +104,9 @@ class Tiered:
         any rank, on every rank.
         """
         share_cores()
-        all_or_none(open_tier)
+        everywhere(open_tier)
         self.tier.cap_bytes = least(self.tier.cap_bytes)
-        all_or_none(self._plan)
+        everywhere(self._plan)
 
     def _plan(self) -> None:
         """Check that the budget of host memory is large enough. Raises: UsageError."""
