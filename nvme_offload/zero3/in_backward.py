@@ -5,14 +5,13 @@ it updates a sub-group as soon as the gradients of all its parameters are reduce
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from .overlap import STEPS, left_out_since, needs_order, tell_left_out
+from .overlap import left_out_since, needs_order, route, tell_left_out
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -32,19 +31,15 @@ class InBackward:
         self._reduced: dict[int, set[int]] = {}  # sub-group -> ids of parameters
         self._reason: str | None = None  # why this pass updates nothing, "" if it does, once known
         self._told: set[str] = set()
-        self._methods: dict[str, Callable[..., None]] = {}
-        for name in STEPS:
-            self._methods[name] = getattr(stage3, name)
-            setattr(stage3, name, functools.partial(self._unless_updated, self._methods[name]))
+        self._methods = route(stage3, self._unless_updated)
 
-    def _unless_updated(self, method: Callable[..., None], index: int, *rest: Any) -> None:
+    def _unless_updated(self, name: str, index: int, *rest: Any) -> None:
         if index not in self.updated:
-            method(index, *rest)
+            self._methods[name](index, *rest)
 
     def reduced(self, index: int, params: Iterable[Any]) -> None:
-        """Record that backward has reduced the gradients of *params* in sub-group *index* for the
-        whole step, and update the sub-group if it is complete. Raises: UsageError if an update has
-        consumed the gradients; any error of an update.
+        """Record that backward has reduced the gradients of *params* in sub-group *index*, and update
+        the sub-group if it is complete. Raises: UsageError; any error of an update.
         """
         stage3 = self._stage3
         if index in self.updated:
@@ -59,21 +54,17 @@ class InBackward:
         ):
             return
         if self._reason is None:  # once in a pass: it looks at all sub-groups
-            self._reason = self._left_out_since()
+            self._reason = left_out_since(stage3) or (
+                "updates depend on the order of sub-groups"
+                if needs_order(stage3)
+                else "gradients are clipped or scaled"
+                if stage3.clip_grad > 0 or stage3.loss_scale != 1
+                else ""
+            )
         if self._reason:
             tell_left_out(self._told, self._reason, "step_in_backward")
             return
         self._update(index)
-
-    def _left_out_since(self) -> str:
-        stage3 = self._stage3
-        if reason := left_out_since(stage3):
-            return reason
-        if needs_order(stage3):
-            return "updates depend on the order of sub-groups"
-        if stage3.clip_grad > 0 or stage3.loss_scale != 1:
-            return "gradients are clipped or scaled"
-        return ""
 
     @torch.no_grad()
     def _update(self, index: int) -> None:

@@ -1,9 +1,8 @@
-"""`Overlap` implements `"overlap_step"` for one engine. DeepSpeed's `step` iterates over the
-sub-groups. `Overlap` records its calls for each sub-group, and `Updates` makes them later.
+"""`Overlap` implements `"overlap_step"` for one engine: it records the calls that DeepSpeed's `step`
+makes for each sub-group, and `Updates` makes them later.
 
-`step` itself makes the updates of the first step, which creates the states, and of the first step
-after a load. If deferring updates could change results, `step` makes all updates itself and logs
-the reason.
+`step` itself makes the updates of a step that creates states, and all updates if deferring them
+could change results.
 """
 
 from __future__ import annotations
@@ -42,6 +41,16 @@ STEPS = (
 _log = logging.getLogger(__name__)
 
 
+def route(stage3: Stage3, call: Callable[..., None]) -> dict[str, Callable[..., None]]:
+    """Make *stage3* call `call(name, index, *rest)` in place of each of `STEPS`. Returns: these
+    methods, by name.
+    """
+    methods = {name: getattr(stage3, name) for name in STEPS}
+    for name in STEPS:
+        setattr(stage3, name, functools.partial(call, name))
+    return methods
+
+
 class Scaling(NamedTuple):
     """The loss scale and the largest norm, by which gradients are unscaled and clipped."""
 
@@ -66,8 +75,7 @@ class Overlap:
         self._order: list[int] = []  # the order in which the last step's sub-groups are updated
         self._places: dict[int, int] = {}  # sub-group -> place in this order
         self._wanted: list[int] = []  # the order of the last forward pass
-        for name in STEPS:
-            setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
+        self._methods = route(stage3, self._do_or_note)
 
     @property
     def holds_gradients(self) -> bool:
@@ -96,13 +104,9 @@ class Overlap:
 
     @contextlib.contextmanager
     def gathers_nothing(self) -> Iterator[None]:
-        """Context in which DeepSpeed's `step` does not gather, at its end, the small parameters
-        that it keeps on the accelerator (`stage3_param_persistence_threshold`). The forward pass
-        gathers each one at its first use, as in the very first step, and waits for its update
-        there.
-
-        Every step uses this context, even if it defers no update, because all ranks gather
-        together.
+        """Context in which DeepSpeed's `step` does not gather the small parameters that it keeps on
+        the accelerator: the forward pass gathers each one at its first use, after its update. Steps
+        that defer no update use it, too, because all ranks gather together.
         """
         stage3 = self._stage3
         kept, stage3.persistent_parameters = stage3.persistent_parameters, []
@@ -111,14 +115,13 @@ class Overlap:
         finally:
             stage3.persistent_parameters = kept
 
-    def _do_or_note(self, method: Callable[..., None], name: str, index: int, *rest: Any) -> None:
-        """Call *method* of stage 3 for sub-group *index*, or record the call for its update."""
+    def _do_or_note(self, name: str, index: int, *rest: Any) -> None:
         if self._noted is None:
-            method(index, *rest)
+            self._methods[name](index, *rest)
             return
         self._has_noted = True
-        action = self.step_optimizer if name == "_optimizer_step" else method
-        self._noted[index].append(functools.partial(action, index, *rest))
+        method = self.step_optimizer if name == "_optimizer_step" else self._methods[name]
+        self._noted[index].append(functools.partial(method, index, *rest))
 
     def step_optimizer(self, index: int) -> None:
         """Update the master weights of sub-group *index*, which is in memory."""
@@ -156,14 +159,12 @@ class Overlap:
         return True
 
     def cancel(self) -> bool:
-        """Cancel a step that an exception has ended. Returns: whether it had deferred updates."""
+        """Cancel a step that an exception has ended. Returns: whether it had deferred calls."""
         self._noted = None
         return self._has_noted
 
     def begin_load(self) -> None:
-        """Prepare for a load of states: complete the updates that can be made, and forget failed
-        ones.
-        """
+        """Prepare for a load of states: make the updates that can be made, and forget the others."""
         error = self.updates.abandon()
         if error is not None:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)
@@ -179,18 +180,13 @@ class Overlap:
             return waits
 
     def following(self, index: int, count: int) -> Sequence[int]:
-        """At most *count* sub-groups in the last step's order of updates, from *index* on. Empty if
-        *index* was not among them.
-        """
+        """At most *count* sub-groups in the last step's order of updates, from *index* on, if any."""
         place = self._places.get(index, len(self._order))
         return self._order[place : place + count]
 
     def _in_order(self) -> list[int]:
-        """The sub-groups in the order of the step before, for which the swapper has planned. If the
-        last two forward passes used them in one different order, that order.
-
-        The first step uses the model's order. Sub-groups that were used together, or not at all,
-        keep their present order.
+        """The sub-groups in the model's order at first, then in the order of the step before, for
+        which the swapper has planned; in the order of the last two forward passes if they agree.
         """
         groups = self._stage3.fp16_groups
         if needs_order(self._stage3):
@@ -269,26 +265,27 @@ def tell_left_out(told: set[str], reason: str, setting: str = "overlap_step") ->
 def left_out_since(stage3: Stage3) -> str:
     """Why sub-groups must be updated in `step` and in their order; "" if they need not be."""
     optimizer: Any = stage3.optimizer
-    name = type(optimizer).__name__
-    if not all(map(stage3._swappable_optimizer_subgroup, range(len(stage3.fp16_groups)))):
-        return '"ratio" keeps some states on the accelerator'
-    if not known(optimizer):
-        return (
-            f"{name} is not among the optimizers that are known to update sub-groups in any order"
-        )
-    if replaces_step(optimizer):
-        return f"the method step of this {name} was replaced"
-    if has_hooks(optimizer):
-        return f"hooks are called before or after the steps of {name}"
-    if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
-        return "torch_autocast in float16 scales in the optimizer's step"
-    if type(stage3.timers).__name__ != "NoopTimer":
-        return '"wall_clock_breakdown" times the updates'
-    if get_accelerator().device_name() not in ("cpu", "cuda"):
-        return f"it was never tried with {get_accelerator().device_name()} devices"
-    if _anything_is_compiled():
-        return "torch.compile is used in this process"
-    return ""
+    name, device = type(optimizer).__name__, get_accelerator().device_name()
+    reasons = {
+        '"ratio" keeps some states on the accelerator': not all(
+            map(stage3._swappable_optimizer_subgroup, range(len(stage3.fp16_groups)))
+        ),
+        f"{name} is not among the optimizers that are known to update sub-groups in any order": (
+            not known(optimizer)
+        ),
+        f"the method step of this {name} was replaced": replaces_step(optimizer),
+        f"hooks are called before or after the steps of {name}": has_hooks(optimizer),
+        "torch_autocast in float16 scales in the optimizer's step": (
+            getattr(stage3, "torch_autocast_gradscaler", None) is not None
+        ),
+        '"wall_clock_breakdown" times the updates': type(stage3.timers).__name__ != "NoopTimer",
+        f"it was never tried with {device} devices": device not in ("cpu", "cuda"),
+        # It has compiled something, or could without waiting for updates first.
+        "torch.compile is used in this process": (
+            not compiling.wait_first(quiesce_all) or compiling.was_used()
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def needs_order(stage3: Stage3) -> bool:
@@ -305,8 +302,8 @@ def needs_order(stage3: Stage3) -> bool:
 
 
 def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context that gives another thread this thread's settings while it makes updates: the number
-    of threads and the device. On a GPU it also enters a separate stream.
+    """A context for updates in another thread: this thread's number of threads and device, and on a
+    GPU a separate stream.
     """
     threads, accelerator = torch.get_num_threads(), get_accelerator()
     device = stream = None
@@ -330,16 +327,9 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
     return like
 
 
-def _anything_is_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process, or could without waiting for
-    updates first.
-    """
-    return not compiling.wait_first(quiesce_all) or compiling.was_used()
-
-
 def waiting(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """*enter* of `zero.Init`, wrapped to wait for all updates first: inside the context, DeepSpeed
-    replaces torch's functions that make tensors, in all threads.
+    """*enter* of `zero.Init`, after all updates: inside the context, DeepSpeed replaces torch's
+    functions that make tensors, in all threads.
     """
 
     @functools.wraps(enter)
