@@ -1,12 +1,9 @@
-"""`bound` limits how much a forward pass of DeepSpeed gathers ahead of use, with `"overlap_step"`.
+"""`Ahead` limits how much a forward pass of DeepSpeed gathers ahead of use, with `"overlap_step"`.
 
-Gathering a parameter waits for the parameter's update. DeepSpeed gathers another
-`stage3_prefetch_bucket_size` elements ahead before every module, up to
-`stage3_max_live_parameters`. A model of a billion parameters would therefore wait for all of its
-updates before its first layer. Here `stage3_prefetch_bucket_size` limits the elements gathered
-ahead in total.
-
-The limit does not depend on which parameters were updated, so all ranks gather the same ones.
+Gathering a parameter waits for its update. DeepSpeed gathers another `stage3_prefetch_bucket_size`
+elements before every module, up to `stage3_max_live_parameters`: a model of a billion parameters
+would wait for all updates before its first layer. Here the bucket limits the elements gathered
+ahead in total, whichever parameters were updated, so all ranks gather the same ones.
 """
 
 from __future__ import annotations
@@ -19,37 +16,28 @@ from typing import Any
 import torch
 
 
-def bound(coordinator: Any) -> Ahead:
-    """Have the forward passes of *coordinator*, of one engine, gather less ahead."""
-    compiler: Any = torch.compiler
-    ahead = Ahead(coordinator)
-    coordinator.fetch_sub_module = compiler.disable(ahead.fetch)
-    return ahead
-
-
 class Ahead:
-    """Each use of a module is a step of a pass. DeepSpeed records the steps of one pass. In later
-    passes it gathers ahead from a queue of the uses of parameters that follow; a use leaves the
-    queue when its parameter is gathered or used.
+    """Each use of a module is a step of a pass. DeepSpeed records the steps of one pass of
+    *coordinator*. In later passes it gathers ahead from a queue of the uses of parameters that
+    follow; a use leaves the queue when its parameter is gathered or used.
 
     Attributes: *fetches*, the number of uses of modules so far. DeepSpeed requests the parameters
     that one use gathers in the order of a set.
-
-    _turn: the step of the recorded pass at which its backward part begins, None without one.
-    _steps: the step of each use in the forward part, in the order of the queue.
-    _elements: for each use in the forward part, the elements of the uses before it; last, the
-    total.
-    _backward: the uses in the backward part, while they are not in the queue.
     """
 
     def __init__(self, coordinator: Any) -> None:
         self.fetches = 0
         self._coordinator = coordinator
         self._fetch = coordinator.fetch_sub_module
+        # The step of the recorded pass at which its backward part begins, None without one.
         self._turn: int | None = None
+        # Of the uses in the forward part, in the order of the queue: the step of each, and the
+        # elements of the uses before it; last, the total.
         self._steps: list[int] = []
         self._elements: list[int] = [0]
-        self._backward: list[Any] = []
+        self._backward: list[Any] = []  # the uses in the backward part, while not in the queue
+        compiler: Any = torch.compiler
+        coordinator.fetch_sub_module = compiler.disable(self.fetch)
 
     def fetch(self, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's method, which gathers less ahead in the forward part of a recorded pass."""
@@ -76,9 +64,8 @@ class Ahead:
             self._get("param_queue").extend(self._backward)
 
     def _begin(self, turn: int | None) -> None:
-        """Add up the uses of the forward part of a pass. Keep the pass from gathering ahead for its
-        backward part, which begins at *turn*. An evaluation has no backward part: the gathers would
-        stay in flight, and `GatheredParameters` refuses parameters in flight.
+        """Keep the pass from gathering ahead for its backward part, which begins at *turn*: in an
+        evaluation, which has none, these gathers would stay in flight.
         """
         uses = list(self._get("param_queue"))
         steps = [use.step_id_last_used_at for use in uses]

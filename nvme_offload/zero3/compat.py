@@ -72,11 +72,9 @@ def at_accumulation_boundary(stage3: Any) -> bool:
     return bool(boundary() if callable(boundary) else boundary)
 
 
-def let_go_of(module: Any) -> None:
-    """Drop DeepSpeed's references to the *module* of a destroyed engine and to its submodules.
-    DeepSpeed keeps them indefinitely, as the modules of a forward pass and in the cache of a
-    method. Their hooks refer to the engine, so its memory and its space on drives would stay in
-    use.
+def drop_references(module: Any) -> None:
+    """Drop DeepSpeed's references to the *module* of a destroyed engine and to its submodules, whose
+    hooks refer to the engine: the modules of a forward pass, and the cache of a method.
     """
     zero = "deepspeed.runtime.zero"
     stack = importlib.import_module(f"{zero}.parameter_offload").FWD_MODULE_STACK
@@ -93,9 +91,7 @@ def let_go_of(module: Any) -> None:
 
 
 def end_backward(stage3: Any) -> None:
-    """Discard a backward pass that an exception ended. The next pass would otherwise reduce the
-    gradients that it left behind.
-    """
+    """Discard the gradients that a backward pass left behind when an exception ended it."""
     for bucket in stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ():
         bucket.params.clear()
         getattr(bucket, "grads", []).clear()  # of stages 1 and 2
@@ -122,7 +118,7 @@ def lacks_reductions(stage3: Any) -> bool:
 
 def sums_on_accelerator(optimizer: Any, group: int) -> bool:
     """Whether the *optimizer* of stage 1 or 2 sums the gradients of a parameter group on the
-    accelerator, in a buffer of the group's dtype. Newer releases do.
+    accelerator, as newer releases do.
     """
     return bool(
         hasattr(optimizer, "_use_compact_grad_partition_buffer")
@@ -141,7 +137,7 @@ def lists_by_sub_group(stage3: Any) -> list[str]:
 
 def keeps_powers_for_a_step() -> bool:
     """Whether DeepSpeed's Adam for the CPU uses the same powers of its betas for every sub-group of
-    a step. Older releases multiply the powers for the first sub-group from the last step's powers.
+    a step, unlike older releases.
     """
     return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
 
@@ -156,9 +152,7 @@ def norm_dtype() -> torch.dtype:
 
 
 def is_trained(param: Any) -> bool:
-    """Whether *param* belongs to the optimizer. Newer releases also exclude parameters without
-    elements.
-    """
+    """Whether *param* belongs to the optimizer: in newer releases only if it has elements."""
     asked = getattr(
         importlib.import_module("deepspeed.runtime.utils"), "is_optimized_parameter", None
     )
@@ -177,8 +171,6 @@ def writes_archives(checkpoint_engine: Any) -> bool:
 def model_states_path(
     engine: Any, directory: str, tag: str | None, rank: int, mp_placeholder: str | None = None
 ) -> str:
-    """The file of *rank*'s model states. Older releases can only name this rank's file. Under ZeRO-1
-    and ZeRO-2 all ranks have one.
-    """
+    """The file of *rank*'s model states. Older releases can only name this rank's file."""
     own = Path(engine._get_ckpt_name(directory, tag, mp_placeholder=mp_placeholder))
     return str(own.with_name(re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", own.name)))

@@ -34,7 +34,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
             everywhere(lambda: require_budget(module))
         except BaseException:
             super().destroy()
-            compat.let_go_of(module)
+            compat.drop_references(module)
             raise
         self.clock = StepClock(self._tiers[0]) if self._tiers else None
         self.tier = next(iter(self._tiers), None)
@@ -46,7 +46,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     def destroy(self) -> None:
         """Drop the hooks, as the base class does, and DeepSpeed's references to the module."""
         super().destroy()
-        compat.let_go_of(self.module)
+        compat.drop_references(self.module)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_pass(self, *_: Any) -> None:

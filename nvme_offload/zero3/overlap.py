@@ -22,7 +22,8 @@ from ..device.staging import CPU
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
 from ..update.queue import quiesce_all
-from . import ahead, compat
+from . import compat
+from .ahead import Ahead
 from .once_per_step import has_hooks, replaces_step
 from .updates import Updates
 
@@ -63,7 +64,7 @@ class Overlap:
 
     def __init__(self, stage3: Stage3) -> None:
         self._stage3 = stage3
-        gathered = ahead.bound(stage3.parameter_offload.get_param_coordinator())
+        gathered = Ahead(stage3.parameter_offload.get_param_coordinator())
         self.updates = Updates(stage3.tier, lambda: gathered.fetches)
         self.scaling = Scaling(1.0, 0.0)
         self._drive_seconds = 0.0  # that updates have waited for the drive

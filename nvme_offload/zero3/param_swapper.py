@@ -2,10 +2,9 @@
 in its own dtype.
 
 It replaces DeepSpeed's `AsyncPartitionedParameterSwapper` and has the same methods. A partition
-that is swapped in is copied to the accelerator immediately, where the all-gather needs it anyway.
-No host memory is held between two calls, so the budget suffices for any number of parameters that
-DeepSpeed keeps alive. Copies of partitions that stay in host memory run on separate streams, and
-only the stream that gathers waits for them.
+that is swapped in is copied to the accelerator immediately, where the all-gather needs it anyway,
+so no host memory is held between two calls. Copies of partitions that stay in host memory run on
+separate streams, and only the stream that gathers waits for them.
 
 DeepSpeed passes a list of parameters to the swapper of the first one, even if others belong to
 another `zero.Init` or another engine. Each method therefore uses the swapper of each parameter.
@@ -65,8 +64,7 @@ class _Value:
 class ParameterSwapper:
     """Keeps parameter partitions in *tier*, which has one such swapper: see `open_swapper`.
 
-    Lifetime: a partition is discarded when its parameter is dropped. Raises: UsageError; IOFailure
-    or UnsupportedError if the directory cannot be used.
+    Lifetime: a partition is discarded when its parameter is dropped.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -123,9 +121,7 @@ class ParameterSwapper:
         self._read(param, dest_buffer.device, dest_buffer)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop the copies on the accelerator, except copies that a gather in flight still reads:
-        DeepSpeed calls again when it partitions these parameters.
-        """
+        """Drop the copies on the accelerator. DeepSpeed calls again for those in flight."""
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
                 continue
@@ -134,9 +130,7 @@ class ParameterSwapper:
             _drop_copy(param)
 
     def available_swap_in_buffers(self) -> int:
-        """How many partitions may be prefetched: any number. The swapper prefetches only those that
-        fit.
-        """
+        """How many partitions may be prefetched: the swapper prefetches those that fit."""
         return _MANY
 
     def synchronize_reads(self) -> None:
@@ -163,9 +157,7 @@ class ParameterSwapper:
 
     @contextlib.contextmanager
     def with_shape(self, param: Any) -> Iterator[None]:
-        """Context in which an offloaded partition of *param* shows its number of elements, but has
-        no memory: for callers that need only the shape.
-        """
+        """Context in which an offloaded partition of *param* has its shape, but no memory."""
         if not self.is_offloaded(param):
             yield
             return
@@ -232,10 +224,8 @@ class ParameterSwapper:
         self._release(param, changed=True, done=done)
 
     def _used(self, use: Callable[[], _Result]) -> _Result:
-        """The result of *use*, which has one value in use while it runs. Other threads' calls wait.
-
-        If the value does not fit in host memory together with the values of an update, *use* runs
-        between updates.
+        """The result of *use*, which has one value in use while it runs: between updates, if the
+        value does not fit in host memory together with theirs.
         """
         try:
             with self.tier.swapper.exclusive():
@@ -247,9 +237,7 @@ class ParameterSwapper:
             return use()
 
     def _take(self, param: Any) -> str:
-        """The name of *param*. It is marked as in use before the use begins, so that an exception
-        in between leaves no unrecorded use.
-        """
+        """Record that *param*'s value is about to be in use, and return its name."""
         self._give_back()
         name = _name(param)
         self._returns.release(at_most=0 if name in self._returns else len(self._returns))
@@ -257,7 +245,6 @@ class ParameterSwapper:
         return name
 
     def _release(self, param: Any, changed: bool, done: Any = None) -> None:
-        """End the use of *param*'s value, after the event *done* if it is given."""
         if done is None:
             self.tier.swapper.release(_name(param), changed=changed)
         else:
@@ -265,9 +252,7 @@ class ParameterSwapper:
         self._taken = None
 
     def _copies_beside(self, param: Any, device: torch.device) -> bool:
-        """Whether a copy of *param*'s value to or from *device* may run asynchronously, because its
-        host memory is used for nothing else.
-        """
+        """Whether the value stays in host memory, so that copies of it may be asynchronous."""
         return device.type == "cuda" and self.tier.swapper.stays(_name(param))
 
     def _create(self, param: Any, numel: int) -> torch.Tensor:
@@ -324,13 +309,13 @@ def _drop_copy(param: Any) -> None:
 
 
 def _may_be_shared(param: Any) -> bool:
-    """Whether the gathered *param* may be the memory of its partition: a group of one rank gathers
-    several parameters without copying. Where the accelerator is the CPU, "device": "cpu" therefore
-    keeps a change to them without modifier_rank. Source: `_no_gather_coalesced`.
+    """Whether the gathered *param* may be the memory of its partition: on the CPU, a group of one
+    rank gathers several parameters without copying, so "device": "cpu" keeps a change to them
+    without modifier_rank. Source: `_no_gather_coalesced`.
     """
-    if param.ds_tensor.data.device.type != "cpu":
-        return False
-    return bool(dist.get_world_size(group=param.ds_process_group) == 1)
+    return param.ds_tensor.data.device.type == "cpu" and bool(
+        dist.get_world_size(group=param.ds_process_group) == 1
+    )
 
 
 def _has_changed(param: Any) -> bool:
@@ -351,37 +336,33 @@ def _dtype(param: Any) -> torch.dtype:
 
 
 def _placeholder(param: Any) -> torch.Tensor:
-    """The tensor that stands in for an offloaded partition: a scalar of its dtype. DeepSpeed
-    recognizes it by its 0 dimensions.
-    """
+    """The scalar in place of an offloaded partition. DeepSpeed looks at its dimensions."""
     placeholder: torch.Tensor = param.ds_tensor.new_ones((), device="cpu")
     return placeholder
 
 
 def has_value(param: Any) -> bool:
-    """Whether a `ParameterSwapper` keeps *param*'s partition. If a context has a swapper, DeepSpeed
-    assigns it to each of the context's parameters, including parameters in memory.
+    """Whether a `ParameterSwapper` keeps *param*'s partition. DeepSpeed assigns a context's swapper
+    to parameters in memory, too.
     """
     return hasattr(param, "nvme_value")
 
 
 def zero_padding(param: Any, partition: torch.Tensor) -> None:
-    """Set the elements of *partition*, flat, after the end of *param* to zero. DeepSpeed leaves
-    them undefined, and an optimizer may compute a norm of the whole partition.
+    """Set the elements of *partition* after the end of *param* to zero: DeepSpeed leaves them
+    undefined, and an optimizer may compute a norm of the whole partition.
     """
     start = partition.numel() * dist.get_rank(group=param.ds_process_group)
     partition[max(param.ds_numel - start, 0) :].zero_()
 
 
 def value_bytes(param: Any) -> int:
-    """The host memory that *param*'s partition needs while it is in use, in bytes; 0 if no
-    `ParameterSwapper` keeps it.
-    """
+    """The host memory that a partition in a `ParameterSwapper` needs while it is in use, in bytes."""
     return param.nvme_value.nbytes if has_value(param) else 0
 
 
 def is_offloaded(param: Any) -> bool:
-    """Whether a `ParameterSwapper` keeps *param*'s partition, and the accelerator has no copy."""
+    """Whether *param*'s partition is in a `ParameterSwapper` alone."""
     return has_value(param) and bool(param.nvme_swapper.is_offloaded(param))
 
 
@@ -409,9 +390,7 @@ _swappers: weakref.WeakValueDictionary[Tier, ParameterSwapper] = weakref.WeakVal
 
 
 def swappers_of(module: torch.nn.Module) -> list[ParameterSwapper]:
-    """The swappers of *module*'s parameters: several if the parameters belong to contexts of
-    `zero.Init` with different settings; none if no parameter is offloaded.
-    """
+    """The swappers of *module*'s parameters, one for each setting of their `zero.Init`s."""
     params: Iterator[Any] = module.parameters()
     return list(dict.fromkeys(param.nvme_swapper for param in params if has_value(param)))
 
@@ -420,17 +399,16 @@ def require_budget(module: torch.nn.Module) -> None:
     """Check that host memory can hold each partition of *module*'s parameters. Raises: UsageError."""
     params: Iterator[Any] = module.parameters()
     for param in params:
-        nbytes = value_bytes(param)
-        if nbytes and nbytes > param.nvme_swapper.tier.cap_bytes:
+        if (nbytes := value_bytes(param)) and nbytes > (cap := param.nvme_swapper.tier.cap_bytes):
             largest = max(map(value_bytes, module.parameters()))
             raise UsageError(
-                f'"host_memory" of {format_bytes(param.nvme_swapper.tier.cap_bytes)} cannot hold the largest parameter: allow at least {largest} bytes'
+                f'"host_memory" of {format_bytes(cap)} cannot hold the largest parameter: allow at least {largest} bytes'
             )
 
 
 def return_to_device(module: torch.nn.Module) -> None:
-    """Move the parts of a used module that are not partitioned back to the accelerator: Lightning
-    leaves them on the CPU after each run.
+    """Move the parts of *module* that are not partitioned back to the accelerator: Lightning leaves
+    them on the CPU after each run.
     """
     device = torch.device(get_accelerator().current_device_name())
     whole = [
@@ -444,9 +422,7 @@ def return_to_device(module: torch.nn.Module) -> None:
 
 
 def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory to replace *original*, DeepSpeed's parameter swapper. It makes the swapper that the
-    configuration selects.
-    """
+    """A factory in place of *original*, DeepSpeed's: of the swapper that the configuration selects."""
 
     def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
         # zero.Init makes the swapper, on all ranks of the group over which it partitions.

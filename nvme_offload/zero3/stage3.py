@@ -55,7 +55,7 @@ class Stage3(Access):
         try:
             super().__init__(*args, **named)
         except BaseException:
-            compat.let_go_of(module)
+            compat.drop_references(module)
             raise
         every: dict[str, Any] = dict(module.named_parameters())
         grouped = set(map(id, itertools.chain.from_iterable(self.fp16_groups)))
@@ -88,7 +88,7 @@ class Stage3(Access):
 
     def _drop(self) -> None:
         super()._drop()
-        compat.let_go_of(self.module)
+        compat.drop_references(self.module)
 
     # The step.
 
