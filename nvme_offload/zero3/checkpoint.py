@@ -23,13 +23,20 @@ from ..files import commit
 from ..io import archive
 from . import compat, states
 from .agreement import everywhere
-from .checkpoint_engines import Complete, Generation, engine_of, loads, offloads, streams
+from .checkpoint_engines import (
+    Complete,
+    Generation,
+    engine_of,
+    loads,
+    offloads,
+    replacing,
+    streams,
+)
 from .checkpoint_load import (
     Opened,
     agree_on_checkpoint,
     load_module,
     open_checkpoint,
-    refuse_swap_files,
     takes_weights_alone,
     verify,
 )
@@ -65,9 +72,7 @@ def _bound(method: _Method, original: _Method) -> _Method:
 
 
 def _replaces(method: _Method) -> _Method:
-    """Mark *method* as a replacement for the method of the engine with its name, which it gets as
-    *original*.
-    """
+    """Make *method* replace the engine's method of its name, which it gets as *original*."""
     _methods[method.__name__] = method
     return method
 
@@ -94,7 +99,11 @@ def save_checkpoint(
     """Save a checkpoint. If states are offloaded, it appears complete or not at all."""
     arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
     if not streams(engine):
-        with _complete(engine):
+        with (
+            replacing(engine, Complete(engine.checkpoint_engine, engine.optimizer))
+            if offloads(engine)
+            else contextlib.nullcontext()
+        ):
             saved: bool = original(engine, *arguments)
         if engine.use_node_local_storage() and save_latest and isinstance(engine.optimizer, Stage3):
             tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
@@ -103,14 +112,21 @@ def save_checkpoint(
     return _save(engine, original, *arguments)
 
 
-@_replaces
-def _save_checkpoint(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
-    _attempt(engine, lambda: original(engine, *args, **named))
+def _attempt(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
+    """Record a failure, and leave it to be raised when the ranks agree. They make collective calls
+    before that, in which the others would wait for this rank.
+    """
+    generation = engine.checkpoint_engine
+    if not isinstance(generation, Generation):
+        original(engine, *args, **named)
+    elif generation.failure is None:
+        try:
+            original(engine, *args, **named)
+        except Exception as error:
+            generation.failure = archive.as_failure(error, generation.directory.place)
 
 
-@_replaces
-def _save_zero_checkpoint(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
-    _attempt(engine, lambda: original(engine, *args, **named))
+_methods |= {"_save_checkpoint": _attempt, "_save_zero_checkpoint": _attempt}
 
 
 @_replaces
@@ -118,8 +134,6 @@ def load_checkpoint(
     original: _Method, engine: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any
 ) -> Any:
     """Load the checkpoint that all ranks find, after its bytes have been checked."""
-    if isinstance(engine.optimizer, Stage3) and engine.optimizer.swaps_natively:
-        everywhere(lambda: refuse_swap_files(load_dir, tag))
     found = None
     if isinstance(engine.optimizer, Stage3 | Inference) or offloads(engine):
         found = agree_on_checkpoint(engine, load_dir, tag)
@@ -250,16 +264,14 @@ def _save(
     exclude_frozen: bool,
 ) -> bool:
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
-    original = engine.checkpoint_engine
-    generation = Generation(engine, original, save_dir, tag)
+    generation = Generation(engine, engine.checkpoint_engine, save_dir, tag)
     engine.optimizer.leaves_states_offloaded = True
     try:
         generation.directory.begin()
-        engine.checkpoint_engine = generation
-        save(engine, save_dir, tag, client_state, False, exclude_frozen)
+        with replacing(engine, generation):
+            save(engine, save_dir, tag, client_state, False, exclude_frozen)
     finally:
         engine.optimizer.leaves_states_offloaded = False
-        engine.checkpoint_engine = original
         generation.directory.discard()
     if save_latest:
         _name_latest(save_dir, tag, generation.directory.publishes)
@@ -267,9 +279,7 @@ def _save(
 
 
 def _name_latest(save_dir: str, tag: str, here: bool) -> None:
-    """Write *tag* to the file `latest` in *save_dir*, on the ranks with *here*. Raises: the first
-    rank's error, on every rank.
-    """
+    """Write *tag* to the file `latest` in *save_dir*, on the ranks with *here*."""
     latest = Path(save_dir) / "latest"
 
     def write() -> None:
@@ -281,32 +291,6 @@ def _name_latest(save_dir: str, tag: str, here: bool) -> None:
             raise archive.as_failure(error, latest) from error
 
     everywhere(write)
-
-
-def _attempt(engine: Any, save: Callable[[], None]) -> None:
-    """Record a failure, and leave it to be raised when the ranks agree. They make collective calls
-    before that, in which the others would wait for this rank.
-    """
-    generation = engine.checkpoint_engine
-    if not isinstance(generation, Generation):
-        save()
-    elif generation.failure is None:
-        try:
-            save()
-        except Exception as error:
-            generation.failure = archive.as_failure(error, generation.directory.place)
-
-
-@contextlib.contextmanager
-def _complete(engine: Any) -> Iterator[None]:
-    """Context in which no file that lacks states is saved."""
-    original = engine.checkpoint_engine
-    if offloads(engine):
-        engine.checkpoint_engine = Complete(original, engine.optimizer)
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = original
 
 
 def _provider(param: Any) -> archive.Provider:

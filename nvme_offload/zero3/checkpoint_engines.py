@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -9,7 +10,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ def streams(engine: Any) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def replacing(engine: Any, instead: Any) -> Iterator[None]:
+    """Context in which *instead* takes the place of *engine*'s checkpoint engine."""
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = instead
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = original
+
+
 class _Instead:
     """Replaces *original*, a checkpoint engine of DeepSpeed."""
 
@@ -116,7 +128,7 @@ class Generation(_Instead):
         )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory. The temporary directory stands in for the tag's, and exists already."""
+        """Make a directory, unless it is the tag's, for which a temporary directory stands in."""
         if Path(path).resolve() != self.directory.place:
             os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103 - as DeepSpeed does
 
@@ -140,9 +152,7 @@ class Generation(_Instead):
         self.directory.write(str(Path(path).resolve().relative_to(self.directory.place)), write)
 
     def commit(self, info: Any) -> bool:
-        """Publish the checkpoint if every rank has written all of its files. Raises: the first
-        rank's error, on every rank.
-        """
+        """Publish the checkpoint if every rank has written all of its files."""
         if self.failure is None and not self._has_states:
             self.failure = _lacking(self._optimizer)
         self.directory.publish(self.failure, self._step)
@@ -151,9 +161,7 @@ class Generation(_Instead):
 
 
 class Complete(_Instead):
-    """Replaces *original*, any checkpoint engine of DeepSpeed, while *optimizer* is saved, and
-    refuses to write a file that lacks states.
-    """
+    """Replaces *original* while *optimizer* is saved, and refuses to write a file that lacks states."""
 
     def __init__(self, original: Any, optimizer: Any) -> None:
         super().__init__(original)

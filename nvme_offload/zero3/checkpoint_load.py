@@ -28,6 +28,7 @@ from .checkpoint_engines import (
     Reader,
     engine_of,
     loads,
+    replacing,
     streams,
 )
 from .inference import Inference
@@ -59,6 +60,12 @@ def agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | No
         if name is None:
             return
         place = Path(load_dir, name).resolve()
+        if (place / SWAP_FILES).is_dir() and getattr(engine.optimizer, "swaps_natively", False):
+            raise UnsupportedError(
+                f'{Path(load_dir, name)} was saved with the optimizer in DeepSpeed\'s own swap files (its directory "{SWAP_FILES}"), which lack '
+                "moments and steps and fit only the run that made them; to go on from its weights, load it with "
+                '"nvme_offload": {"swappers": "deepspeed"}, write them with engine.save_16bit_model, and start from those'
+            )
         if _has_states(place):
             saved = Manifest.read(place)
             found = name if saved is None else f"{name} (save {saved.generation[:8]})"
@@ -81,19 +88,6 @@ def _has_states(directory: Path) -> bool:
         return any(entry.name.endswith(STATE_FILES) for entry in directory.iterdir())
     except OSError:
         return False
-
-
-def refuse_swap_files(load_dir: str, tag: str | None) -> None:
-    """Raises: UnsupportedError if the checkpoint has DeepSpeed's own swap files."""
-    latest = Path(load_dir) / "latest"
-    if tag is None and latest.is_file():
-        tag = _latest(latest)
-    if tag is not None and (Path(load_dir) / str(tag) / SWAP_FILES).is_dir():
-        raise UnsupportedError(
-            f'{Path(load_dir) / str(tag)} was saved with the optimizer in DeepSpeed\'s own swap files (its directory "{SWAP_FILES}"), which lack '
-            "moments and steps and fit only the run that made them; to go on from its weights, load it with "
-            '"nvme_offload": {"swappers": "deepspeed"}, write them with engine.save_16bit_model, and start from those'
-        )
 
 
 def verify(engine: Any, place: Path) -> None:
@@ -135,10 +129,9 @@ def takes_weights_alone(engine: Any, given: Mapping[str, Any]) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """A checkpoint that was checked and is about to be loaded: the reader of its *values*; the *tree*
-    of one rank's file of model states, in memory; *read*, which returns any other such file in the
-    same form; and the *weights*, by name, of the parameters that are loaded separately from states:
-    frozen ones, all, or under ZeRO-1 and ZeRO-2, where DeepSpeed loads them, none. *alone*: whether
-    all weights are loaded this way, and no states.
+    of one rank's file of model states; *read*, which returns any other such file; and the *weights*,
+    by name, that are loaded separately from states: frozen ones, all, or under ZeRO-1 and ZeRO-2
+    none. *alone*: whether all weights are loaded this way, and no states.
     """
 
     values: CheckpointReader
@@ -220,14 +213,12 @@ def load_module(
     engine: Any, load: Callable[..., Any], opened: Opened, given: Mapping[str, Any]
 ) -> Any:
     """Load the parts of a checkpoint other than optimizer states. DeepSpeed's method *load*, which
-    takes changes of the arguments *given*, loads buffers and counters. Frozen weights, and all
-    weights if no states are loaded, are loaded here.
-
-    Without states, DeepSpeed would gather all weights of the tag "latest" in memory. From a
-    universal checkpoint it loads neither buffers nor frozen weights.
+    takes changes of the arguments *given*, loads buffers and counters, but from a universal
+    checkpoint no buffers. Frozen weights, and all weights if no states are loaded, are loaded here.
     """
     optimizer, tree = engine.optimizer, opened.tree
-    with _reading(engine, opened.read), _without_refresh(optimizer):
+    reader = Reader(engine.checkpoint_engine, opened.read)
+    with replacing(engine, reader), _without_refresh(optimizer):
         # Without states DeepSpeed would gather all weights here.
         result = load(**({"load_optimizer_states": True} if opened.alone else {}))
     if engine.load_universal_checkpoint() and tree["mp_world_size"] == engine.mp_world_size:
@@ -260,7 +251,6 @@ def _without_refresh(optimizer: Any) -> Iterator[None]:
 
 
 def _latest(path: Path) -> str:
-    """The tag in the file *path*. Raises: CorruptionError; OSError."""
     try:
         tag = path.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
@@ -271,9 +261,7 @@ def _latest(path: Path) -> str:
 
 
 def _read_states(path: str, engine: io.Engine) -> Any:
-    """`archive.read` for a file that belongs to the manifest in its directory. Raises:
-    CorruptionError.
-    """
+    """`archive.read` for a file that belongs to the manifest in its directory."""
     tree = archive.read(path, engine)
     generation = tree.get(GENERATION) if isinstance(tree, dict) else None
     if generation is not None:
@@ -286,13 +274,3 @@ def _read_states(path: str, engine: io.Engine) -> Any:
         if found.generation != generation:
             raise corrupt(Path(path), f"it belongs to another save than {manifest.NAME} beside it")
     return tree
-
-
-@contextlib.contextmanager
-def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
-    original = engine.checkpoint_engine
-    engine.checkpoint_engine = Reader(original, read)
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = original

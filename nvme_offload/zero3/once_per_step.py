@@ -37,11 +37,10 @@ class OncePerStep:
     """The calls of *optimizer*'s `step` for the sub-groups of one training step.
 
     It covers the options of all groups, the optimizer's attributes, and the entries of its state
-    with string keys. Their values may be numbers, strings, tensors of up to `UNIT` elements, and
-    lists and dictionaries of these.
+    with string keys: numbers, strings, tensors of up to `UNIT` elements, lists and dictionaries.
 
     Attributes: *conflict*, the name of the first value that differs between two calls for one
-    group, "" for none. No single call for the group could leave both values.
+    group, "" for none.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -100,9 +99,7 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def replaces_step(optimizer: Any) -> bool:
-    """Whether the method `step` of *optimizer* was replaced. Replacements by torch's schedulers do
-    not count: they only observe whether it was called.
-    """
+    """Whether the method `step` of *optimizer* was replaced, other than by torch's schedulers."""
     step = vars(optimizer).get("step")
     return step is not None and not any(hasattr(step, mark) for mark in _SCHEDULERS)
 
@@ -122,8 +119,8 @@ def _may_count(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def one_step(optimizer: torch.optim.Optimizer, sub_groups: int) -> Iterator[OncePerStep]:
-    """Context of a step that calls *optimizer* for each of *sub_groups*. After an exception it has
-    the values at the beginning of the step. Logs a warning if hooks run more than once.
+    """Context of a step that calls *optimizer* for each of *sub_groups*. An exception restores the
+    values at its beginning. Warns if hooks run more than once.
     """
     if sub_groups > 1 and has_hooks(optimizer):
         _warn_of_hooks(type(optimizer).__name__, sub_groups)
@@ -138,7 +135,6 @@ def one_step(optimizer: torch.optim.Optimizer, sub_groups: int) -> Iterator[Once
 
 @functools.cache
 def _warn_of_hooks(name: str, count: int) -> None:
-    """Warn, once, that hooks run more than once per step."""
     _log.warning(
         "hooks of the step of %s are called %d times in a step, once for each sub-group of this rank: do not count steps in them",
         name,
@@ -156,8 +152,7 @@ def depends_on_values(optimizer: torch.optim.Optimizer, name: str) -> Unsupporte
 
 def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
     """The name of an option or attribute that *optimizer* computes in a step from the values of its
-    parameters, such as Prodigy's "d"; "" for none. A trial that updates two small parameters
-    separately finds it.
+    parameters, such as Prodigy's "d"; "" for none. Found by updating two small parameters.
     """
     if known(optimizer) is not None:
         return ""
@@ -185,9 +180,7 @@ def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
 
 
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
-    """Update the scale of *scaler* after a step. *found_inf*: whether the step was skipped because
-    a gradient was not finite.
-    """
+    """Update the scale of *scaler* after a step. *found_inf*: a gradient was not finite."""
     sample = torch.zeros(1, requires_grad=True)
     sample.grad = torch.full((1,), torch.inf if found_inf else 0.0)
     scaler.scale(torch.zeros(1))  # creates the scale of a scaler that has scaled no loss
@@ -223,9 +216,7 @@ class _Snapshot:
                 tensor.detach().copy_(copied)
 
     def difference(self, other: _Snapshot) -> str:
-        """The name of the first number or tensor that *other* lacks or has with another value; ""
-        if there is none.
-        """
+        """The name of the first value that *other* does not have; "" if there is none."""
         for path in {**self._leaves, **other._leaves}:
             one, two = self._leaves.get(path, path), other._leaves.get(path, path)
             tensors = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
@@ -258,7 +249,6 @@ def _same_objects(container: Any, content: list[Any]) -> bool:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both tensors have equal values. NaNs count as equal."""
     return torch.equal(one, other) or (
         (one.dtype, one.shape) == (other.dtype, other.shape)
         and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -1,9 +1,8 @@
 """`CheckpointReader` reads a checkpoint of ZeRO by parameter, on any number of ranks.
 
-Four forms hold the same values. In a directory that `save_checkpoint` wrote under ZeRO-3, each
-rank's files have a partition of every parameter. Partitions of trained parameters are in flat
-sub-groups of master weights and states, in the order of `param_shapes`; a partition of a frozen
-parameter is a fragment in the parameter's dtype. Under ZeRO-1 and ZeRO-2, each rank's file has a
+Four forms hold the same values. Under ZeRO-3, each rank's files have a partition of every
+parameter: of a trained one in flat sub-groups of master weights and states, in the order of
+`param_shapes`, of a frozen one as a fragment. Under ZeRO-1 and ZeRO-2, each rank's file has a
 partition of every flat parameter group. A universal checkpoint has a file for each parameter and
 state. DeepSpeed's state dict of an optimizer has the partitions of one rank.
 
@@ -74,9 +73,8 @@ def in_flat_groups(
     partition_sizes: Sequence[int],
     paddings: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Saved]:
-    """The weights of each flat parameter group of ZeRO-1 and ZeRO-2, given by name, with their
-    shapes and in order. *partition_sizes*: the elements of a rank's partition of each group.
-    *paddings*: the elements between a weight and the next.
+    """The weights of each flat parameter group of ZeRO-1 and ZeRO-2, from their shapes by name, in
+    order. *paddings*: the elements between a weight and the next.
     """
     found: dict[str, Saved] = {}
     for number, group in enumerate(groups):
@@ -88,9 +86,7 @@ def in_flat_groups(
 
 
 def as_of_stage_3(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's state dict *tree* of ZeRO-1 or ZeRO-2, with the keys of ZeRO-3's. Raises:
-    UnsupportedError.
-    """
+    """DeepSpeed's state dict of ZeRO-1 or ZeRO-2, with ZeRO-3's keys. Raises: UnsupportedError."""
     if not isinstance(tree[BASE_OPTIMIZER_STATE], Mapping):
         raise UnsupportedError(
             'the checkpoint was saved with "elastic_checkpoint": load it with "device": "cpu", save it without that setting, and load the new one'
@@ -142,11 +138,8 @@ class CheckpointReader:
         read: Callable[[str], Any],
         universal: Path | None = None,
     ) -> CheckpointReader:
-        """The values of a directory of ZeRO-3.
-
-        *tree* is the contents of one rank's file of model states. *model_states* returns the path
-        of a given rank's file. *read* returns the contents of a file; its tensors may be in the
-        file. *universal* is the directory of a universal checkpoint's trained weights.
+        """The values of a directory of ZeRO-3. *tree*: the contents of one rank's file of model
+        states. *model_states* returns the path of a given rank's file.
         """
         ranks = int(tree["dp_world_size"])
 
@@ -164,7 +157,6 @@ class CheckpointReader:
             return Saved(tuple(shape), -(-math.prod(shape) // ranks))
 
         count = ranks if universal is None else 1
-
         return cls(
             ranks,
             in_sub_groups(
@@ -187,10 +179,8 @@ class CheckpointReader:
         read: Callable[[str], Any],
         alignment: int,
     ) -> CheckpointReader:
-        """The values of a directory of ZeRO-1 or ZeRO-2.
-
-        *tree* is the contents of the file *model_states*. The number of elements of a partition is
-        a multiple of *alignment*. *read*: see `of_directory`.
+        """The values of a directory of ZeRO-1 or ZeRO-2. *tree*: the contents of *model_states*. The
+        number of elements of a partition is a multiple of *alignment*.
         """
         place = Path(model_states)
 
@@ -270,10 +260,8 @@ class CheckpointReader:
         return {name: param for name, param in params.items() if name not in missing}
 
     def load_weights(self, params: Mapping[str, Any], half_away_from_zero: bool) -> None:
-        """Set this rank's partitions of *params*, by name, to the weights in the checkpoint.
-
-        Master weights are rounded to nearest: ties to even or, with *half_away_from_zero*, away
-        from zero as in the packed state formats.
+        """Set this rank's partitions of *params*, by name, to the weights in the checkpoint. Master
+        weights are rounded to nearest, ties to even or away from zero.
         """
         for name, param in params.items():
             with _partition(param) as partition:
@@ -322,9 +310,7 @@ class CheckpointReader:
     def _pieces(
         self, name: str, key: str, first: int, into: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-        """The pieces of *into*, a few megabytes each: the source tensor, the first element to copy
-        from it, and the target.
-        """
+        """The source, the first element to copy from it, and the target of each piece of *into*."""
         saved = known(self.find(name))
         end = min(first + into.numel(), math.prod(saved.shape))
         into[max(end - first, 0) :].zero_()
@@ -350,7 +336,6 @@ def shape_of(param: Any) -> tuple[int, ...]:
 
 
 def _optimizer_states(model_states: str) -> str:
-    """The file of optimizer states of the rank that wrote the file *model_states*."""
     path = Path(model_states)
     name = path.name.replace("_model_states", "_optim_states")
     found = next((n for n in (name, f"bf16_{name}") if (path.parent / n).exists()), name)
@@ -358,7 +343,6 @@ def _optimizer_states(model_states: str) -> str:
 
 
 def _flat(tree: Any) -> torch.Tensor:
-    """The tensor in the contents of a file of a universal checkpoint, flat."""
     tensor: torch.Tensor = tree[PARAM] if isinstance(tree, Mapping) else tree
     flat = tensor.view(-1)
     if hasattr(tensor, "stored"):

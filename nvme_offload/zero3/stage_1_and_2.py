@@ -2,9 +2,7 @@
 reduced gradients in a tier.
 
 DeepSpeed flattens each parameter group, and every rank updates one partition of it. Here that
-partition is cut into sub-groups, as in stage 3, which `OptimizerSwapper` loads into memory one
-after another. The 16-bit weights stay where DeepSpeed keeps them. Losses and weights equal a run
-with `"device": "cpu"`, bit for bit.
+partition is cut into sub-groups, as in stage 3. The 16-bit weights stay where DeepSpeed keeps them.
 
 The base class treats `"device": "nvme"` like `"device": "cpu"`. Here it makes its flat partitions
 on the meta device. When it copies masters to weights, it copies the 16-bit partition onto itself.
@@ -69,9 +67,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     @property
     def device(self) -> str:
-        """The device on which the base class makes partitions of master weights: the meta device
-        during its construction.
-        """
+        """The device on which the base class makes partitions of master weights."""
         return "cpu" if self._is_planned else "meta"
 
     @device.setter
@@ -85,17 +81,12 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
     # Sub-groups and swapper.
 
     def initialize_optimizer_states(self) -> None:
-        """Move master weights, and the states that an optimizer has before its first step, to the
-        tier. The base class has made everything else.
-        """
+        """Make master weights, and the states that an optimizer has before its first step."""
         self._is_planned = True
         self._prepare_tier(self._open_tier)
         everywhere(self._fill)
 
     def _open_tier(self) -> None:
-        """Plan the states, and check that they fit in memory and on the drives. Raises: UsageError
-        or NoSpaceError with the numbers.
-        """
         self.master_weights_and_grads_dtype = self.single_partition_of_fp32_groups[0].dtype
         # Whether the base class passes on sums of several micro-batches as gradients.
         sums_apart = self.use_grad_accum_attribute or any(
@@ -108,7 +99,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._require_room(self._footprint_of(self._gradient_dtype, CPU), sizes, largest)
 
     def _plan(self) -> None:
-        """Cut the partitions into sub-groups. Raises: UsageError if host memory cannot hold one."""
+        """Cut the partitions into sub-groups."""
         self._require_memory(f"a sub-group of {self._least_sub_group} elements")
         cap = self.tier.cap_bytes
         wanted = min(self._footprint.wanted_elements(cap), self._footprint.most_elements(cap))
@@ -120,7 +111,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             self.spans += [(group, start, min(start + starts.step, size)) for start in starts]
 
     def _fill(self) -> None:
-        """Make the swapper, and make the master weights from the 16-bit weights."""
         self._make_swappers(self.fp16_partitioned_groups_flat_numel, self._gradient_dtype)
         self.fp32_partitioned_groups_flat = [
             torch.empty(0, dtype=self.master_weights_and_grads_dtype, requires_grad=True)
@@ -189,8 +179,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def pieces(self, group: int, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
         """The parts, by sub-group, of *numel* elements from *start* in this rank's partition of
-        *group*. Each part has the index of its sub-group, its first element in the sub-group, its
-        first element among the *numel*, and its number of elements.
+        *group*: the sub-group, the first element in it and among the *numel*, and their number.
         """
         for index, (number, first, end) in enumerate(self.spans):
             low, high = max(first, start), min(end, start + numel)
@@ -210,11 +199,8 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             get_accelerator().synchronize()
 
     def _add(self, param: Any, gradient: torch.Tensor, *, to_earlier: bool) -> None:
-        """Store *gradient*, the part of *param* that this rank updates, and write the sum to it."""
-        group, _, start, numel = self.grad_position[self.get_param_id(param)]
-        self._begin_gradients()
-        for index, offset, first, count in self.pieces(group, start, numel):
-            piece = gradient.narrow(0, first, count)
+        """Store *gradient*, this rank's part of *param*, and write the sum to it."""
+        for index, offset, piece in self._arriving(param, gradient):
             total = self.gradient_store.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
             if to_earlier:
                 piece.copy_(total)
@@ -222,26 +208,27 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._wait_for_copies()
 
     def _finish(self, param: Any, gradient: torch.Tensor) -> None:
-        """Accept *gradient*, of the part of *param* that this rank updates, as complete for the
-        step.
-        """
+        """Accept *gradient*, this rank's part of *param*, as complete for the step."""
         if not self.keeps_last:
             self._add(param, gradient, to_earlier=False)
             return
-        group, _, start, numel = self.grad_position[self.get_param_id(param)]
-        self._begin_gradients()
-        for index, offset, first, count in self.pieces(group, start, numel):
-            self.gradient_store.complete(index, [(offset, gradient.narrow(0, first, count))])
+        for index, offset, piece in self._arriving(param, gradient):
+            self.gradient_store.complete(index, [(offset, piece)])
         self._wait_for_copies()
 
-    def _begin_gradients(self) -> None:
+    def _arriving(
+        self, param: Any, gradient: torch.Tensor
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The sub-group, the place in it, and the values of each part of *gradient*."""
         self._partly_reduced = True
         quiesce(self.tier)
         self.optimizer_swapper.give_back()
         self.gradient_store.partial = not compat.at_accumulation_boundary(self)
+        group, _, start, numel = self.grad_position[self.get_param_id(param)]
+        for index, offset, first, count in self.pieces(group, start, numel):
+            yield index, offset, gradient.narrow(0, first, count)
 
     def _own_part(self, param: Any) -> torch.Tensor:
-        """The part of the gradient of *param* that this rank updates."""
         _, first, _, numel = self.grad_position[self.get_param_id(param)]
         gradient: torch.Tensor = self.get_param_gradient_attribute(param)
         return gradient.detach().view(-1).narrow(0, first, numel)
@@ -271,8 +258,8 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self.clear_grad_attribute(param)
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
-        """As in the base class, but gradients that it has summed in a buffer on the accelerator go
-        to the tier. The base class would copy them to a buffer in host memory.
+        """As in the base class, which has summed some gradients in a buffer on the accelerator and
+        would copy these to host memory.
         """
         number = group[0] if group else None
         if number is None or not compat.sums_on_accelerator(self, number):
@@ -296,9 +283,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._awaits_backward = self._partly_reduced = False
 
     def reset_cpu_buffers(self) -> None:
-        """Discard the norms of the finished step, as the base class does. From now on its gradients
-        are only read.
-        """
+        """End the step, as in the base class. From now on its gradients are only read."""
         super().reset_cpu_buffers()
         self._summed.clear()
         self.gradient_store.spend()
@@ -359,9 +344,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     @contextlib.contextmanager
     def _weights_as_masters(self) -> Iterator[None]:
-        """Context in which the base class sees this rank's 16-bit weights as master weights, so
-        that it copies them onto themselves.
-        """
+        """Context in which the base class sees this rank's 16-bit weights as master weights."""
         weights = [self._own_weights(group) for group in range(len(self.bit16_groups))]
         kept = self.single_partition_of_fp32_groups
         self.single_partition_of_fp32_groups = weights
@@ -426,9 +409,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         return partition_states.masters(self, self._lenders)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the base class: one flat parameter for each parameter group. Tensors are
-        `archive.offloaded` while a checkpoint is saved, and in memory otherwise.
-        """
+        """As in the base class: one flat parameter for each parameter group."""
         quiesce(self.tier)
         self.require_whole()
         self.give_back()
