@@ -1,10 +1,9 @@
 """Sets the `aio` section of a DeepSpeed config file. Every other byte stays.
 
-DeepSpeed 0.19.8 parses the file with hjson (`DeepSpeedConfig.__init__` in
-deepspeed/runtime/config.py) and refuses duplicate keys. So a config may have comments, trailing
-commas, unquoted keys and strings, or no outer braces: no JSON writer would preserve them. The text
-is parsed into nodes with positions (hjson_reader.py), and an edit replaces or inserts text at these
-positions only.
+DeepSpeed parses the file with hjson and refuses duplicate keys. This module reads the part of hjson
+that people write: JSON with comments and trailing commas. It blanks these out, which moves no other
+character, so that `json` finds the values and their positions. Source: `DeepSpeedConfig.__init__` in
+deepspeed/runtime/config.py.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 from ..files import commit
 from ..hardware.config import AioConfig
 from ..hardware.profile import Profile, Setting
-from .hjson_reader import STOP, Member, Node, Reader
 
 # DeepSpeed's key -> ours (deepspeed/runtime/swap_tensor/constants.py). DeepSpeed ignores
 # `thread_count`, which its documentation and Lightning write.
@@ -35,11 +33,6 @@ _OUR_NAMES = {
     "single_submit": "single_submit",
     "overlap_events": "overlap_events",
 }
-# A plain, 'single' or "double" quoted scalar. `accelerate config` writes the first.
-_YAML_FILE = re.compile(
-    r"""^[ \t]+deepspeed_config_file:[ \t]+(?:'([^'\n]+)'|"([^"\\\n]+)"|([^\s'"#{\[&*!|>%@][^\n]*?))[ \t]*(?:[ \t]#.*)?$""",
-    re.MULTILINE,
-)
 _FLAGS = ("single_submit", "overlap_events")
 # DeepSpeed's defaults (deepspeed/runtime/swap_tensor/constants.py).
 DEEPSPEED_AIO: dict[str, int | bool] = {
@@ -50,6 +43,15 @@ DEEPSPEED_AIO: dict[str, int | bool] = {
     "overlap_events": True,
 }
 _READ_BY_DEEPSPEED = (*_OUR_NAMES, "use_gds")
+# A plain, 'single' or "double" quoted scalar. `accelerate config` writes the first.
+_YAML_FILE = re.compile(
+    r"""^[ \t]+deepspeed_config_file:[ \t]+(?:'([^'\n]+)'|"([^"\\\n]+)"|([^\s'"#{\[&*!|>%@].*?))[ \t]*(?:[ \t]#.*)?\r?$""",
+    re.MULTILINE,
+)
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"{_STRING}|#[^\r\n]*|//[^\r\n]*|/\*(?:.|\n)*?\*/")
+_TRAILING_COMMA = re.compile(rf"{_STRING}|[\[{{]\s*,|,(?=\s*[}}\]])")
+_BLANKS = re.compile(r"\s*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     Raises
     ------
     UsageError
-        *path* is not a regular file, or DeepSpeed would not read it; with file, line and column.
+        *path* is not a regular file, or not JSON with comments and trailing commas.
     OSError
         The file cannot be written.
 
@@ -211,7 +213,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     commit.kept_of(path.resolve()).unlink(missing_ok=True)
     with _naming(path):
         edited = edit(text, wanted)
-        before = _section_values(Reader(text))
+        before = _section_of(parse(text))
     if edited != text:
         _replace_file(path, edited.encode("utf-8"))
     return Applied(
@@ -224,7 +226,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
 
 
 def read_aio(path: str | Path) -> dict[str, Any]:
-    """Read the `aio` section as DeepSpeed will.
+    """Read the `aio` section of a config.
 
     Parameters
     ----------
@@ -238,19 +240,14 @@ def read_aio(path: str | Path) -> dict[str, Any]:
 
     Raises
     ------
-    UsageError
-        DeepSpeed would not read the file; with file, line and column.
-    OSError
-        The file cannot be read.
+    UsageError, OSError
+        As `read`.
     """
-    path = Path(path)
-    text = _read_text(path)
-    with _naming(path):
-        return _section_values(Reader(text))
+    return _section_of(read(path))
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read the whole config as DeepSpeed will.
+    """Read a config.
 
     Parameters
     ----------
@@ -264,8 +261,10 @@ def read(path: str | Path) -> dict[str, Any]:
 
     Raises
     ------
-    UsageError, OSError
-        As `read_aio`.
+    UsageError
+        The file is not JSON with comments and trailing commas.
+    OSError
+        The file cannot be read.
     """
     path = Path(path)
     text = _read_text(path)
@@ -299,12 +298,7 @@ def locate(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
         return path
-    section = re.search(
-        r"^deepspeed_config:[ \t]*(?:#.*)?$((?:\n(?:[ \t].*|[ \t]*#.*|[ \t]*))*)",
-        _read_text(path).replace("\r\n", "\n"),
-        re.MULTILINE,
-    )
-    named = _YAML_FILE.search(section[1]) if section else None
+    named = _YAML_FILE.search(_read_text(path))
     if named is None:
         raise UsageError(
             f"{path} names no DeepSpeed config: an aio section needs a separate DeepSpeed config, so write one and name it there as deepspeed_config_file, "
@@ -327,10 +321,6 @@ def is_writable(path: str | Path) -> bool:
     ----------
     path : str or Path
         An existing file.
-
-    Returns
-    -------
-    bool
     """
     target = Path(path).resolve()
     if not target.stat().st_mode & 0o222:
@@ -339,12 +329,12 @@ def is_writable(path: str | Path) -> bool:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse a config as DeepSpeed does, with the rules of hjson.
+    """Parse a config.
 
     Parameters
     ----------
     text : str
-        The config.
+        JSON, possibly with comments (`//`, `#`, `/* */`) and trailing commas.
 
     Returns
     -------
@@ -354,10 +344,25 @@ def parse(text: str) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        DeepSpeed would refuse it; with line and column.
+        It is something else, or a key is there twice, which DeepSpeed refuses.
     """
-    root = Reader(text).root
-    return root.value if root else {}
+    try:
+        config = json.loads(
+            _json(text),
+            object_pairs_hook=_without_duplicates,
+            parse_float=_number,
+            parse_constant=_refuse_constant,
+        )
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"line {error.lineno}, column {error.colno}: {error.msg}; a config is JSON, in which comments and trailing commas may be"
+        ) from None
+    except RecursionError:
+        raise UsageError("brackets are nested too deeply to be read; remove some levels") from None
+    if not isinstance(config, dict):
+        raise UsageError("DeepSpeed needs an object, { ... }")
+    _section_of(config)
+    return config
 
 
 def edit(text: str, aio: Mapping[str, Any]) -> str:
@@ -378,186 +383,136 @@ def edit(text: str, aio: Mapping[str, Any]) -> str:
     Raises
     ------
     UsageError
-        DeepSpeed would refuse *text*, with line and column; or its `aio` is not an object.
+        As `parse` and `aio_section`.
 
     Notes
     -----
     A value is replaced unless it is written as JSON would: `"8"` and `8.0` become `8`, because
-    plain-JSON readers such as Hugging Face's expect an integer. Missing keys, or a missing section,
-    are appended in the style of the file.
+    readers such as Hugging Face's expect an integer. Missing keys, or a missing section, are
+    appended, with the indentation of the file.
     """
-    wanted = {key: json.dumps(value) for key, value in aio_section(aio).items()}
-    reader = Reader(text)
-    newline = next(iter(re.findall(r"\r\n|\r|\n", text)), "\n")
-    return reader.splice(
-        [(start, end, new.replace("\n", newline)) for start, end, new in _edits(reader, wanted)]
-    )
+    aio = aio_section(aio)
+    config = parse(text)
+    root = _Object(text, _skip(_json(text), 0))
+    if not isinstance(config.get("aio"), dict):
+        lines = root.lines or not root.values
+        new = json.dumps(aio, indent=root.unit if lines else None)
+        new = new.replace("\n", "\n" + (root.indentation if lines else ""))
+        edits = root.set({"aio": new}, lines)
+    else:
+        section = _Object(text, root.values["aio"][0], root.unit)
+        lines = section.lines if section.values else root.lines
+        edits = section.set({key: json.dumps(value) for key, value in aio.items()}, lines)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    pieces, done = [], 0
+    for begin, end, new in sorted(edits, key=lambda edit: edit[0]):
+        pieces += [text[done:begin], new.replace("\n", newline)]
+        done = end
+    return "".join([*pieces, text[done:]])
 
 
-# Editing
+class _Object:
+    """The object that starts at *begin* of *text*.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Style:
-    """How an object is written: one member per line behind *indent*, or on one line with *gap*
-    after a comma.
+    values: start and end of the value of each key. lines: whether it has several. unit: the
+    indentation of a level. outer, indentation: of the object's first line, and of its members.
     """
 
-    lines: bool
-    indent: str
-    quote: str = '"'
-    colon: str = ": "
-    gap: str = " "
-    comma: str = ","  # between lines hjson needs no comma
+    def __init__(self, text: str, begin: int, unit: str | None = None) -> None:
+        self._whole, plain, decoder = text, _json(text), json.JSONDecoder()
+        self.values: dict[str, tuple[int, int]] = {}
+        self._begin, at, first = begin, _skip(plain, begin + 1), None
+        while plain[at] != "}":
+            first = first or at
+            key, at = decoder.raw_decode(plain, at)
+            value = _skip(plain, _skip(plain, at) + 1)
+            _, at = decoder.raw_decode(plain, value)
+            self.values[key] = value, at
+            at = _skip(plain, at)
+            at = _skip(plain, at + 1) if plain[at] == "," else at
+        self._close = at
+        self.lines = bool(re.search("[\r\n]", text[begin:at]))
+        self.outer = _indentation(text, begin)
+        self.unit = "  " if unit is None else unit
+        self.indentation = self.outer + self.unit
+        if first is not None and "\n" in text[begin:first]:
+            self.indentation = _indentation(text, first)
+            self.unit = self.indentation.removeprefix(self.outer)
 
-    def member(self, key: str, value: str) -> str:
-        return f"{self.quote}{key}{self.quote}{self.colon}{value}"
-
-    def join(self, members: list[str]) -> str:
-        return (f"{self.comma}\n{self.indent}" if self.lines else f",{self.gap}").join(members)
-
-
-def _edits(reader: Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
-    """The replacements that set the section to *wanted*, which maps keys to the text of their
-    values.
-    """
-    end = len(reader.text)
-    if reader.root is None:
-        style = _Style(lines=True, indent="  ")
-        begin = "\n" if reader.text and not reader.text.endswith("\n") else ""
-        member = style.member("aio", _new_section(style, "  ", "  ", wanted))
-        yield end, end, f"{begin}{{\n  {member}\n}}\n"
-        return
-    unit = next(_indentations(reader, reader.root), "  ")
-    style = _style_of(reader, reader.root, unit, None)
-    section = _section(reader)
-    if section is None:
-        member = style.member("aio", _new_section(style, style.indent, unit, wanted))
-        yield from _additions(reader, reader.root, style, [member])
-        return
-    node = section.node
-    if node.value is None:
-        new = _new_section(style, reader.indentation(section.start), unit, wanted)
-        yield node.start, node.end, new
-        return
-    for each in node.members:
-        if each.key in wanted:
-            yield from _replacement(reader, each.node, wanted[each.key])
-    style = _style_of(reader, node, unit, style)
-    missing = [style.member(key, wanted[key]) for key in wanted if key not in node.value]
-    if missing:
-        yield from _additions(reader, node, style, missing)
-
-
-def _replacement(reader: Reader, node: Node, new: str) -> Iterator[tuple[int, int, str]]:
-    if reader.text[node.start : node.end] == new:
-        return
-    follower = len(reader.text) - len(reader.text[node.end :].lstrip(" \t"))
-    # In hjson a quoted value needs no comma before the next key. A number does: without it the text
-    # that follows would make it a string.
-    yield node.start, node.end, new if STOP.match(reader.text, follower) else f"{new},"
+    def set(self, wanted: Mapping[str, str], lines: bool) -> Iterator[tuple[int, int, str]]:
+        """The edits (start, end, new) that set *wanted* keys to these texts; added keys are on
+        separate lines, or on the line of the others.
+        """
+        for key, new in wanted.items():
+            if key in self.values:
+                yield (*self.values[key], new)
+        added = [f'"{key}": {new}' for key, new in wanted.items() if key not in self.values]
+        if not added:
+            return
+        if self.values:
+            last = max(end for _, end in self.values.values())
+            behind = _COMMENT.sub(_blank, self._whole[last : self._close])
+            if "," not in behind:
+                yield last, last, ","
+        before = self._whole[self._begin + 1 : self._close]
+        at = self._begin + 1 + len(before.rstrip())
+        start = f"\n{self.indentation}" if lines else " " if self.values else ""
+        text = start + (f",\n{self.indentation}" if lines else ", ").join(added)
+        if lines and "\n" not in self._whole[at : self._close]:
+            text += f"\n{self.outer}"
+        yield at, at, text
 
 
-def _additions(
-    reader: Reader, node: Node, style: _Style, members: list[str]
-) -> Iterator[tuple[int, int, str]]:
-    """Append *members* to the object *node*."""
-    begin = f"\n{style.indent}" if style.lines else ""
-    if not node.members:
-        start, end = node.inside
-        kept = len(reader.text[start:end].rstrip(" \t\n"))
-        if not style.lines:
-            yield start, start, style.join(members)
-        elif "\n" in reader.text[start + kept : end]:
-            yield start + kept, start + kept, begin + style.join(members)
-        else:
-            yield end, end, f"{begin}{style.join(members)}\n{reader.indentation(node.start)}"
-        return
-    last = node.members[-1]
-    at = last.node.end
-    if last.comma is not None:
-        at = last.comma + 1
-    # an unquoted string would include the comma
-    elif not last.node.bare and (style.comma or not style.lines):
-        yield at, at, ","
-    if style.lines:  # a comment after the last member stays with it
-        at = _end_of_comments(reader, at)
-    yield at, at, (begin or style.gap) + style.join(members) + ("" if last.comma is None else ",")
+def _json(text: str) -> str:
+    """*text* with blanks for byte order mark, comments and trailing commas."""
+    text = re.sub("^\ufeff", " ", text)
+    return _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
 
 
-def _end_of_comments(reader: Reader, at: int) -> int:
-    while True:
-        following = at
-        while reader.text[following : following + 1] in (" ", "\t"):
-            following += 1
-        after = reader.after_comment(following)
-        if after is None:
-            return at
-        at = after
+def _blank(found: re.Match[str]) -> str:
+    kept = found[0].startswith(('"', "[", "{"))
+    return found[0] if kept else re.sub(r"[^\r\n]", " ", found[0])
 
 
-def _new_section(style: _Style, outer: str, unit: str, wanted: Mapping[str, str]) -> str:
-    """The text of an `aio` object with its closing brace behind *outer*."""
-    inner = dataclasses.replace(style, indent=outer + unit)
-    members = inner.join([inner.member(key, value) for key, value in wanted.items()])
-    return f"{{\n{inner.indent}{members}\n{outer}}}" if style.lines else f"{{{members}}}"
+def _skip(text: str, at: int) -> int:
+    """The first position from *at* on without whitespace."""
+    found = _BLANKS.match(text, at)
+    return found.end() if found else at
 
 
-def _style_of(reader: Reader, node: Node, unit: str, parent: _Style | None) -> _Style:
-    """The style of the object *node*, from its last member; an empty object inherits from *parent*."""
-    text, outer = reader.text, reader.indentation(node.start)
-    if not node.members:
-        lines = parent is None or parent.lines or "\n" in text[slice(*node.inside)]
-        return dataclasses.replace(
-            parent or _Style(lines=lines, indent=""), lines=lines, indent=outer + unit
+def _indentation(text: str, at: int) -> str:
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return line[: len(line) - len(line.lstrip(" \t"))]
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UsageError(
+            f"key {json.dumps(twice)} is there twice; DeepSpeed refuses that: remove one of the two"
         )
-    last = node.members[-1]
-    earlier = node.members[:-1]
-    previous_end = earlier[-1].node.end if earlier else node.inside[0]
-    own_line = "\n" in text[previous_end : last.start] or (not earlier and text[node.start] != "{")
-    quote = text[last.start] if text[last.start] in "\"'" else ""
-    colon = text[last.key_end : last.node.start]
-    colon = colon if colon in (":", ": ", " : ") else ": "
-    gap = colon[1:]
-    if earlier and earlier[-1].comma is not None:
-        gap = text[earlier[-1].comma + 1 : last.start]
-    commas = any(member.comma is not None for member in node.members)
-    commas = commas or (not earlier and quote != "")
-    return _Style(
-        lines=own_line or last.node.bare,
-        indent=reader.indentation(last.start) if own_line else outer + unit,
-        quote=quote,
-        colon=colon,
-        gap=gap if gap in ("", " ") else " ",
-        comma="," if commas else "",
-    )
+    return found
 
 
-def _indentations(reader: Reader, node: Node) -> Iterator[str]:
-    """The indentation of the members of each object in *node*, itself first."""
-    if node.members and "\n" in reader.text[node.inside[0] : node.members[0].start]:
-        outer, inner = reader.indentation(node.start), reader.indentation(node.members[0].start)
-        if inner.startswith(outer) and inner != outer:
-            yield inner.removeprefix(outer)
-    for member in node.members:
-        yield from _indentations(reader, member.node)
+def _number(text: str) -> int | float:
+    """As hjson reads a number with a fraction or an exponent."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 1e10 else value
 
 
-def _section(reader: Reader) -> Member | None:
-    members = reader.root.members if reader.root else []
-    section = next((member for member in members if member.key == "aio"), None)
-    # null means DeepSpeed's defaults
-    if section and not (section.node.value is None or isinstance(section.node.value, dict)):
-        reader.fail(
-            section.node.start,
-            'DeepSpeed needs an object here: make it "aio": {}, or remove the key',
-        )
+def _refuse_constant(text: str) -> NoReturn:
+    raise UsageError(f"{text} is not JSON, and a string for DeepSpeed: put it in quotes")
+
+
+def _section_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    section = config.get("aio")
+    if section is None:  # null means DeepSpeed's defaults
+        return {}
+    if not isinstance(section, dict):
+        raise UsageError('DeepSpeed needs an object as "aio": make it {}, or remove the key')
     return section
-
-
-def _section_values(reader: Reader) -> dict[str, Any]:
-    section = _section(reader)
-    return (section.node.value or {}) if section else {}
 
 
 # Files
@@ -589,11 +544,9 @@ def _read_text(path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        valid = data[: error.start].decode("utf-8").removeprefix("\ufeff")
-        line = re.split("\r\n|\r|\n", valid)
-        place = f"line {len(line)}, column {len(line[-1]) + 1}"
+        line = data.count(b"\n", 0, error.start) + 1
         raise UsageError(
-            f"{path}: {place}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
+            f"{path}: line {line}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
         ) from None
 
 

@@ -107,7 +107,7 @@ _force_option = click.option(
     metavar="FILE",
     multiple=True,
     type=_named,
-    help="A DeepSpeed config (JSON or hjson) whose aio section is set, or Accelerate's YAML that names one. Repeatable.",
+    help="A DeepSpeed config (JSON, possibly with comments) whose aio section is set, or Accelerate's YAML that names one. Repeatable.",
 )
 @click.option(
     "--report-dir",

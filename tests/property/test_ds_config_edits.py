@@ -45,7 +45,6 @@ PLAIN = [
     "[]",
     '[{"aio": 1}, 2]',
 ]
-BARE = ["/local_nvme, # all of it", "8 MB", "true 8 MB"]  # strings that take the rest of their line
 OTHERS: dict[str, Any] = {
     "zero_optimization": {"stage": None, "aio": {"block_size": None}},
     "empty": {},
@@ -75,7 +74,6 @@ class Writer:
         self.newline = draw(st.sampled_from(["\n", "\r\n"]))
         self.unit = draw(st.sampled_from(["", " ", "  ", "    ", "\t"]))
         self.plain = draw(st.booleans())  # as json.loads takes it
-        self.commas = self.plain or draw(st.booleans())
         self.colon = draw(st.sampled_from([":", ": ", " : "]))
 
     def seldom(self) -> bool:
@@ -85,7 +83,7 @@ class Writer:
         """A comment, or nothing."""
         if self.plain or not self.seldom():
             return ""
-        words = self.draw(st.sampled_from(["why", '"aio": {', "}", "'''", "a, b: 1"]))
+        words = self.draw(st.sampled_from(["why", '"aio": {', "}", '"', "a, b: 1"]))
         return self.draw(
             st.sampled_from(
                 [f" /* {words} */", f" // {words}{self.newline}", f" # {words}{self.newline}"]
@@ -96,48 +94,26 @@ class Writer:
 
     def key(self, key: str) -> str:
         quoted = [json.dumps(key), '"' + "".join(f"\\u{ord(letter):04x}" for letter in key) + '"']
-        return self.draw(st.sampled_from(quoted if self.plain else [*quoted, f"'{key}'", key]))
+        return self.draw(st.sampled_from(quoted))
 
-    def value(self, lines: bool) -> Value:
-        others = (
-            []
-            if self.plain
-            else [
-                "'single \"'",
-                *([*BARE, f"'''{self.newline}two{self.newline}  lines '''"] if lines else []),
-            ]
-        )
-        return Value(self.draw(st.sampled_from([*PLAIN, *others])))
-
-    def object(
-        self, members: list[tuple[str, Any]], indent: str, lines: bool, braces: bool = True
-    ) -> Pieces:
+    def object(self, members: list[tuple[str, Any]], indent: str, lines: bool) -> Pieces:
         """The pieces of an object; a member's content is its pieces, a dict to be written as an
         object, or None for any value.
         """
-        inner = indent + self.unit if braces else indent
+        inner = indent + self.unit
         between = self.newline + inner if lines else self.draw(st.sampled_from(["", " "]))
         trailing = not self.plain and self.seldom()
-        pieces: Pieces = ["{" + self.remark(lines)] if braces else []
+        pieces: Pieces = ["{" + self.remark(lines)]
         for index, (key, content) in enumerate(members):
-            pieces.append((between if index or braces else "") + self.key(key) + self.colon)
+            pieces.append(between + self.key(key) + self.colon)
             if isinstance(content, dict):
                 pieces += self.object(list(content.items()), inner, lines and not self.seldom())
             else:
-                pieces += content or [self.value(lines)]
-            last = pieces[-1]
-            if not (isinstance(last, Value) and last.text in BARE):
-                comma = trailing if index == len(members) - 1 else self.commas or not lines
-                pieces.append(("," if comma else "") + self.remark(lines))
-        if braces:
-            pieces.append(
-                (
-                    self.newline + indent
-                    if lines and members
-                    else self.draw(st.sampled_from(["", " "]))
-                )
-                + "}"
-            )
+                pieces += content or [Value(self.draw(st.sampled_from(PLAIN)))]
+            comma = trailing if index == len(members) - 1 else True
+            pieces.append(("," if comma else "") + self.remark(lines))
+        blank = self.draw(st.sampled_from(["", " "]))
+        pieces.append((self.newline + indent if lines and members else blank) + "}")
         return pieces
 
 
@@ -167,7 +143,6 @@ def documents(draw: st.DrawFn) -> Pieces:
             "null",
             "[8]",
             "{}",
-            *(BARE if section_lines and not writer.plain else []),
         ]
         keys = draw(st.lists(st.sampled_from([*KEYS, "thread_count", "use_gds"]), unique=True))
         section = [
@@ -179,10 +154,9 @@ def documents(draw: st.DrawFn) -> Pieces:
         )
     elif kind == "null":
         members.insert(draw(st.integers(0, len(members))), ("aio", [Value("null", "aio")]))
-    braces = writer.plain or not members or draw(st.booleans())
     return [
         draw(st.sampled_from(["", "\ufeff"])),
-        *writer.object(members, "", lines, braces),
+        *writer.object(members, "", lines),
         draw(st.sampled_from(["", writer.newline])),
     ]
 
@@ -304,82 +278,31 @@ def test_hjson_reads_an_edited_document_as_it_is_read_here(
 
 
 TOKENS = [
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ":",
-        "\n",
-        "\r\n",
-        "\r",
-        " ",
-        "\t",
-        "\u00a0",
-        "\x0b",
-        "'",
-        '"',
-        "'''",
-        "\\",
-        "\\u0061",
-        "\\n",
-        "/",
-        "//",
-        "/*",
-        "*/",
-        "#",
-        "# x\n",
-    ),
-    *(
-        "a",
-        "aio",
-        "block_size",
-        "true",
-        "false",
-        "null",
-        "8",
-        "-",
-        "1.5",
-        "1e3",
-        ".5",
-        "007",
-        "\u0663",
-        "x y",
-        '"aio"',
-        '"a": ',
-        "b: ",
-        "{}",
-        '"x"',
-        "\ufeff",
-    ),
+    *("{", "}", "[", "]", ",", ":", "\n", "\r\n", " ", "\t", "\u00a0", '"', "\\", "\\n"),
+    *("/", "//", "/*", "*/", "#", "# x\n", "a", "true", "null", "8", "-", "1.5", "1e3", "007"),
+    *('"aio"', '"a": ', "{}", '"x"', "\ufeff", "aio"),
 ]
 
 
 @needs_hjson
 @given(
     st.lists(st.sampled_from(TOKENS), max_size=24).map("".join) | st.text(max_size=20),
-    st.sampled_from(["%s", "{%s}", "{a: %s}", '{\n  "aio": {%s},\n}', "x: 1\n%s"]),
+    st.sampled_from(["%s", "{%s}", '{"b": %s}', '{\n  "aio": {%s},\n}', '{"x": 1,\n%s}']),
 )
-def test_any_text_is_read_or_refused_as_by_hjson(text: str, frame: str) -> None:
+def test_what_is_read_is_read_as_by_hjson(text: str, frame: str) -> None:
     text = frame.replace("%s", text)
     try:
-        config: dict[str, Any] | None = parse(text)
-    except UsageError as error:
-        config, message = None, str(error)
+        config = parse(text)
+    except UsageError:
         event("refused")
-    else:
-        message = "line 0, column 0: read"
-        event("read")
-    expected = read_by_hjson(text)
-    assert json.dumps(config) == json.dumps(expected)
-    assert re.match(r"line \d+, column \d+: ", message)
-    if config is not None and isinstance(config.get("aio") or {}, dict):
-        edited = edit(text, {"block_size": 4096, "single_submit": True})
-        after = read_by_hjson(edited)
-        assert after is not None
-        assert after["aio"].items() >= {"block_size": 4096, "single_submit": True}.items()
-        assert without(after, ("block_size", "single_submit")) == without(
-            config, ("block_size", "single_submit")
-        )
-        assert edit(edited, {"block_size": 4096, "single_submit": True}) == edited
+        return
+    event("read")
+    assert json.dumps(config) == json.dumps(read_by_hjson(text))
+    edited = edit(text, {"block_size": 4096, "single_submit": True})
+    after = read_by_hjson(edited)
+    assert after is not None
+    assert after["aio"].items() >= {"block_size": 4096, "single_submit": True}.items()
+    assert without(after, ("block_size", "single_submit")) == without(
+        config, ("block_size", "single_submit")
+    )
+    assert edit(edited, {"block_size": 4096, "single_submit": True}) == edited

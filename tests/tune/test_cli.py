@@ -413,7 +413,7 @@ def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) ->
         ([disk, "--sustained", "1MiB"], "--sustained must be at least 1 GiB"),
         ([disk, "--engine", "deepspeed", "--backend", "posix"], "is built on libaio, not on posix"),
         ([disk, "--config", missing], "does not exist"),
-        ([disk, "--config", broken], "broken.json: line 1, column"),
+        ([disk, "--config", broken], 'broken.json: key "a" is there twice'),
         ([disk, "--config", config, "--config", tmp_path], "is a directory"),
         ([disk, "--report-dir", config], "no report can be written"),
         ([disk, "--report-dir", "/proc/reports/deep"], "no report can be written"),

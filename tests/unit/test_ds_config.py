@@ -57,21 +57,19 @@ HUGGING_FACE = """\
 TUNED_BY_HAND = """\
 # the team's config; ask before you change it
 {
-  zero_optimization: {
-    stage: 3   // needed for nvme
-    offload_param: { device: "nvme", nvme_path: "/local_nvme" }
-  }
+  "zero_optimization": {
+    "stage": 3,   // needed for nvme
+    "offload_param": { "device": "nvme", "nvme_path": "/local_nvme" }
+  },
   /* was measured in 2021 */
   "aio" : {
     "queue_depth" : 8, # "queue_depth": 99
     "block_size": 1e6  /* bytes */ ,
-    thread_count: 8
-  }
-  notes: '''
-    "aio": { not this one }
-    '''
-  nested: { aio: { block_size: 1 } }
-  train_micro_batch_size_per_gpu: 1
+    "thread_count": 8
+  },
+  "notes": "# \\"aio\\": { not this one }",
+  "nested": { "aio": { "block_size": 1 } },
+  "train_micro_batch_size_per_gpu": 1,
 }
 """
 
@@ -101,8 +99,8 @@ def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
         "1e6", "8388608"
     )
     expected = expected.replace(
-        "    thread_count: 8\n",
-        "    thread_count: 8,\n    intra_op_parallelism: 4,\n    single_submit: false,\n    overlap_events: true\n",
+        '    "thread_count": 8\n',
+        '    "thread_count": 8,\n    "intra_op_parallelism": 4,\n    "single_submit": false,\n    "overlap_events": true\n',
     )
     assert edit(TUNED_BY_HAND, AIO) == expected
 
@@ -110,18 +108,13 @@ def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param('{"a":1}', '{"a":1,"aio":' + ONE_LINE.replace(" ", "") + "}", id="minified"),
+        pytest.param('{"a":1}', '{"a":1, "aio": ' + ONE_LINE + "}", id="minified"),
         pytest.param('{ "a": 1 }', '{ "a": 1, "aio": ' + ONE_LINE + " }", id="one line"),
         pytest.param(
-            '{"a": 1,}', '{"a": 1, "aio": ' + ONE_LINE + ",}", id="one line, trailing comma"
+            '{"a": 1,}', '{"a": 1, "aio": ' + ONE_LINE + "}", id="one line, trailing comma"
         ),
         pytest.param(
-            '{"a": 1 /* c */}', '{"a": 1, "aio": ' + ONE_LINE + " /* c */}", id="one line, comment"
-        ),
-        pytest.param(
-            '{"a": 1 // c\n}',
-            '{"a": 1, "aio": ' + ONE_LINE + " // c\n}",
-            id="one line, comment to its end",
+            '{"a": 1 /* c */}', '{"a": 1, /* c */ "aio": ' + ONE_LINE + "}", id="one line, comment"
         ),
         pytest.param('{"aio": {}}', '{"aio": ' + ONE_LINE + "}", id="empty section on one line"),
         pytest.param(
@@ -133,11 +126,6 @@ def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
             '{"aio": {"block_size": 1}}', '{"aio": ' + ONE_LINE + "}", id="section on one line"
         ),
         pytest.param('{"\\u0061io": {}}', '{"\\u0061io": ' + ONE_LINE + "}", id="escaped key"),
-        pytest.param(
-            "{'a': 'x'}",
-            "{'a': 'x', 'aio': " + ONE_LINE.replace('"', "'") + "}",
-            id="single quotes",
-        ),
     ],
 )
 def test_one_line_stays_one_line(before: str, after: str) -> None:
@@ -148,15 +136,14 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
     ("before", "after"),
     [
         pytest.param("{}", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty object"),
-        pytest.param("", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n', id="empty file"),
         pytest.param(
-            "# only this",
-            '# only this\n{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
-            id="comment only",
+            '{"a": 1 // c\n}',
+            '{"a": 1, // c\n  "aio": {\n    "queue_depth": 2\n  }\n}',
+            id="comment to the end of the first line",
         ),
         pytest.param(
             '{\n  "a": 1 // one\n  // end\n}\n',
-            '{\n  "a": 1, // one\n  "aio": {\n    "queue_depth": 2\n  }\n  // end\n}\n',
+            '{\n  "a": 1, // one\n  // end\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
             id="comment behind the last member",
         ),
         pytest.param(
@@ -166,7 +153,7 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
         ),
         pytest.param(
             '{\n  "a": 1,\n}\n',
-            '{\n  "a": 1,\n  "aio": {\n    "queue_depth": 2\n  },\n}\n',
+            '{\n  "a": 1,\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
             id="trailing comma",
         ),
         pytest.param(
@@ -175,18 +162,7 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
             id="tabs",
         ),
         pytest.param(
-            '{\n"a": 1\n}', '{\n"a": 1,\n"aio": {\n  "queue_depth": 2\n}\n}', id="no indentation"
-        ),
-        pytest.param(
-            "a: 1\nb: some, text",
-            "a: 1\nb: some, text\naio: {\n  queue_depth: 2\n}",
-            id="no braces, no line end",
-        ),
-        pytest.param("a: 1, b: 2", "a: 1, b: 2, aio: {queue_depth: 2}", id="no braces, one line"),
-        pytest.param(
-            "{ a: text }\n}",
-            "{ a: text }\n  aio: {\n    queue_depth: 2\n  }\n}",
-            id="a string without quotes takes its line",
+            '{\n"a": 1\n}', '{\n"a": 1,\n"aio": {\n"queue_depth": 2\n}\n}', id="no indentation"
         ),
         pytest.param(
             '{\n  "aio": { // none\n  }\n}',
@@ -205,7 +181,7 @@ def test_lines_stay_lines(before: str, after: str) -> None:
     assert edit(before, {"queue_depth": 2}) == after
 
 
-@pytest.mark.parametrize("newline", ["\r\n", "\r"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_line_ends_and_the_byte_order_mark_stay(newline: str) -> None:
     before, after = HUGGING_FACE, edit(HUGGING_FACE, AIO)
     assert edit("\ufeff" + before.replace("\n", newline), AIO) == "\ufeff" + after.replace(
@@ -224,7 +200,7 @@ def test_mixed_line_ends_stay_mixed() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["4", "8.0", "1e6", '"8"', "'8'", "null", "true", "{}", '{"a": [1]}', "[8]", "-8"]
+    "value", ["4", "8.0", "1e6", '"8"', "null", "true", "{}", '{"a": [1]}', "[8]", "-8"]
 )
 def test_a_value_that_is_not_the_integer_itself_is_replaced(value: str) -> None:
     assert (
@@ -241,34 +217,10 @@ def test_a_value_that_is_not_the_boolean_itself_is_replaced(value: str) -> None:
     )
 
 
-def test_a_value_may_be_followed_by_its_next_key_without_a_comma() -> None:
-    edited = edit(
-        """{"aio": {"queue_depth": "8" "block_size": '4096' /* c */ thread_count: 1}}""",
-        {"queue_depth": 2, "block_size": 4096},
-    )
-    assert edited == """{"aio": {"queue_depth": 2, "block_size": 4096 /* c */ thread_count: 1}}"""
-    assert parse(edited) == {"aio": {"queue_depth": 2, "block_size": 4096, "thread_count": 1}}
-
-
-def test_a_string_without_quotes_is_replaced_to_the_end_of_its_line() -> None:
-    before = "aio: {\n  block_size: 1MB, # not a comment\n  queue_depth: 8, # a comment\n}\n"
-    assert (
-        edit(before, {"block_size": 1048576})
-        == "aio: {\n  block_size: 1048576\n  queue_depth: 8, # a comment\n}\n"
-    )
-
-
-def test_a_blank_that_hjson_strips_is_not_left_behind_a_number() -> None:
-    # hjson reads "8\u00a0" as a string: only blanks and tabs may follow a number.
-    assert parse(edit("aio: {\n  queue_depth: 8\u00a0\n}", {"queue_depth": 8})) == {
-        "aio": {"queue_depth": 8}
-    }
-
-
 def test_a_second_edit_changes_nothing() -> None:
     once = edit(TUNED_BY_HAND, AIO)
     assert edit(once, AIO) == once
-    assert parse(once)["notes"] == '"aio": { not this one }'
+    assert parse(once)["notes"] == '# "aio": { not this one }'
 
 
 # Refusals
@@ -276,65 +228,35 @@ def test_a_second_edit_changes_nothing() -> None:
 REFUSED = [
     pytest.param(
         '{\n  "a": 1,\n  "b": {"c": 1, "c": 2}\n}',
-        'line 3, column 17: key "c" is at line 3 already',
+        'key "c" is there twice; DeepSpeed refuses that',
         id="duplicate key",
     ),
+    pytest.param('{"aio": {},\r\n "\\u0061io": {}}', 'key "aio" is there twice', id="two sections"),
+    pytest.param("[1]", "DeepSpeed needs an object", id="list"),
+    pytest.param('"text"', "DeepSpeed needs an object", id="string"),
+    pytest.param('\ufeff{\n  "a": {\n}', "line 3, column 2: ", id="unclosed object"),
+    pytest.param('{"a": "x\n"}', "line 1, column 9: ", id="unclosed string"),
+    pytest.param("{} /* x", "line 1, column 4: ", id="unclosed comment"),
+    pytest.param('{"a": 1}\n}', "line 2, column 1: ", id="more text"),
+    pytest.param('{"a": /* none */ }', "line 1, column 18: ", id="no value"),
+    pytest.param('{"a": 1,, "b": 2}', "line 1, column 9: ", id="two commas"),
+    pytest.param('{"a": "\\x"}', "line 1, column 8: ", id="unknown escape"),
+    pytest.param('{"a": ' * 100_000, "brackets are nested too deeply", id="nested too deeply"),
     pytest.param(
-        '{"aio": {},\r\n "\\u0061io": {}}',
-        'line 2, column 2: key "aio" is at line 1 already',
-        id="duplicate section",
+        '{\n  "aio": "auto"\n}', 'DeepSpeed needs an object as "aio"', id="section is no object"
     ),
-    pytest.param("[1]", "line 1, column 1: the config is a list", id="list"),
-    pytest.param("42", "line 1, column 1: a key and ':' should be here", id="number"),
-    pytest.param('"text"', "line 1, column 7: ':' should follow the key \"text\"", id="string"),
-    pytest.param(
-        '\ufeff{\n  "a": {\n}', "line 1, column 1: this '{' is never closed", id="unclosed object"
-    ),
-    pytest.param(
-        '{\r\n  "a": [1,\r\n', "line 2, column 8: this '[' is never closed", id="unclosed list"
-    ),
-    pytest.param(
-        '{"a": "x\n"}',
-        "line 1, column 7: this string is not closed on its line",
-        id="unclosed string",
-    ),
-    pytest.param(
-        "{a: '''x\n}", "line 1, column 5: this ''' string is never closed", id="unclosed lines"
-    ),
-    pytest.param(
-        "{} /* x", "line 1, column 4: this comment is never closed", id="unclosed comment"
-    ),
-    pytest.param(
-        '{"a": 1}\n}', "line 2, column 1: there is more text after the end", id="more text"
-    ),
-    pytest.param('{"a": }', "line 1, column 7: a value should be here", id="no value"),
-    pytest.param(
-        '{"a":', "line 1, column 6: the file ends where a value should be", id="no value at the end"
-    ),
-    pytest.param(
-        '{"a": 1,, "b": 2}', "line 1, column 9: a key and ':' should be here", id="two commas"
-    ),
-    pytest.param(
-        '{"a": "\\x"}', "line 1, column 7: this string has the unknown escape", id="unknown escape"
-    ),
-    pytest.param(
-        '{"a": 1e999}', "line 1, column 7: this number is too large", id="number too large"
-    ),
-    pytest.param(
-        '{"a": ' * 100_000,
-        "line 1, column 1: brackets are nested too deeply",
-        id="nested too deeply",
-    ),
-    pytest.param(
-        '{\n  "aio": "auto"\n}',
-        'line 2, column 10: DeepSpeed needs an object here: make it "aio": {}',
-        id="section is no object",
-    ),
+]
+HJSON = [
+    pytest.param("", "line 1, column 1: ", id="empty"),
+    pytest.param("{a: 1}", "line 1, column 2: ", id="no quotes"),
+    pytest.param("{'a': 1}", "line 1, column 2: ", id="single quotes"),
+    pytest.param('{"a": 1\n "b": 2}', "line 2, column 2: ", id="no comma"),
+    pytest.param('"a": 1', "line 1, column 4: ", id="no braces"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED)
-def test_what_deepspeed_would_refuse_is_refused_with_its_place_and_left_alone(
+@pytest.mark.parametrize(("text", "message"), [*REFUSED, *HJSON])
+def test_a_config_that_is_not_json_with_comments_is_refused_and_left_alone(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "ds.json"
@@ -351,7 +273,7 @@ def test_a_file_that_is_not_utf_8_is_refused_with_its_place(tmp_path: Path) -> N
     path.write_bytes('{\r\n  "é": "'.encode() + b'\xe9"}')
     with pytest.raises(
         UsageError,
-        match=r"ds\.json: line 2, column 9: byte 0xe9 is not UTF-8; save the file as UTF-8",
+        match=r"ds\.json: line 2: byte 0xe9 is not UTF-8; save the file as UTF-8",
     ):
         apply(path, SETTING)
 
@@ -619,7 +541,7 @@ def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
         apply(tmp_path / "dangling", SETTING)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"aio": null}', "# nothing"])
+@pytest.mark.parametrize("text", ["{}", '{"aio": null}', "# nothing\n{}"])
 def test_a_config_without_a_section_reads_as_empty(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
@@ -629,9 +551,7 @@ def test_a_config_without_a_section_reads_as_empty(tmp_path: Path, text: str) ->
 def test_a_section_that_is_no_object_does_not_read(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"aio": [1]}')
-    with pytest.raises(
-        UsageError, match=r"ds\.json: line 1, column 9: DeepSpeed needs an object here"
-    ):
+    with pytest.raises(UsageError, match=r"ds\.json: DeepSpeed needs an object as"):
         read_aio(path)
 
 
@@ -712,11 +632,9 @@ def test_deepspeed_refuses_what_is_refused_here_and_takes_the_rest(tmp_path: Pat
     refused = [str(case.values[0]) for case in REFUSED]
     taken = [
         "{}",
-        "",
-        "# nothing",
-        "a: text, to the end\r\nb: {c: 1}",
+        "# nothing\r\n{}",
         '{"aio": null}',
-        '{"aio": {"queue_depth": "8" "block_size": 1}}',
+        '{"aio": {"queue_depth": 8, /* c */ "block_size": 1e6,},}',
         "\ufeff{}",
     ]
     paths = []
@@ -778,10 +696,6 @@ def test_a_name_is_looked_for_in_the_working_directory_first(
             "names the DeepSpeed config absent.json, which does not exist",
         ),
         ("deepspeed_config:\n  zero_stage: 3\n", "names no DeepSpeed config"),
-        (
-            "deepspeed_config: {}\nother:\n  deepspeed_config_file: ds.json\n",
-            "names no DeepSpeed config",
-        ),
         ("", "names no DeepSpeed config"),
     ],
 )

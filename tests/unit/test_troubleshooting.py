@@ -233,8 +233,8 @@ def phrase_of(pieces: list[str]) -> str:
 def python_messages() -> Iterator[Message]:
     """The messages of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    # a method of the reader of configs and a function of the manifest, which other modules call
-    kinds = family(list(trees.values())) | {"fail", "corrupt"}
+    # a function of the manifest, which other modules call
+    kinds = family(list(trees.values())) | {"corrupt"}
     for path, tree in trees.items():
         for line, pieces in Reader(tree, kinds).messages():
             yield Message(f"{path.relative_to(ROOT)}:{line}", phrase_of(pieces))
@@ -272,7 +272,6 @@ def test_the_messages_are_found():
         "the tensor is not contiguous",  # raised
         "the data read differ from the data written",  # a reason held in a variable
         "is not as it was written",  # handed to a function that raises
-        "this string is not closed on its line",  # handed to a method that raises
         "could be locked in memory",  # within another
         "needs all states of a rank in memory",  # logged
         "copies to and from the GPU will be several times slower",  # warned
