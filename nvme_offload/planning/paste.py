@@ -17,6 +17,7 @@ from .traffic import WEIGHT_BYTES
 # Usual ones for training all weights of a pretrained model, and for adapters next to frozen weights.
 _LEARNING_RATE, _ADAPTER_LEARNING_RATE = 1e-5, 1e-4
 _CLIP_NORM = 1.0
+_WEIGHTS = '"/models/safetensors"'  # of a model that is read from files
 
 
 def ds_config(plan: Plan, question: Question) -> dict[str, Any]:
@@ -125,14 +126,22 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     # the model
     if strategy.door == "zero3":
         yield "nvme_offload.zero3.enable()"
+    if strategy.stage == 3 and not plain and world.zero_init:
+        yield "# the memory of the plan is for a `model` that is made here, under"
+        yield '# deepspeed.zero.Init(config_dict_or_path="ds_config.json")'
     if shards:
         if machine.gpu:
             yield 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
         yield f'dist.init_process_group("{"nccl" if machine.gpu else "gloo"}")'
-    whole = WEIGHT_BYTES * question.model.parameters * world.ranks
-    if shards and whole > machine.host_bytes:
+    too_large = WEIGHT_BYTES * question.model.parameters * world.ranks > machine.host_bytes
+    if plain and too_large and streams:
+        yield f"# host memory cannot have it: make `model` on the meta device, and give {_WEIGHTS}"
+        yield '# the directory of its files (docs/streaming.md, "From files of safetensors")'
+    elif plain and too_large and shards:
         yield "# all ranks together cannot have it in host memory: make `model` under torch.device('meta'),"
         yield "# and load its weights after fully_shard (torch.distributed.checkpoint.state_dict)"
+    elif plain and too_large:
+        yield "# host memory cannot have it: make `model` on the GPU, under torch.device('cuda')"
     if plain:
         to_gpu = '"cuda", ' if machine.gpu and not shards and not streams else ""
         yield f"model.to({to_gpu}torch.bfloat16)"
@@ -169,7 +178,8 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
         own = parameters_budget(question.model, budget)
         device = "cuda" if machine.gpu else "cpu"
         yield f"memory = Offload({where}, host_memory={budget})"
-        yield f'memory.parameters(model, "{device}", host_memory={own})'
+        files = f", weights={_WEIGHTS}" if too_large else ""
+        yield f'memory.parameters(model, "{device}", host_memory={own}{files})'
         budget -= own
     if plain:
         yield f"optimizer = {'memory.optimizer' if streams else 'NVMeOptimizer'}("

@@ -20,9 +20,12 @@ from patience import PATIENCE
 from ports import free_port
 
 pytest.importorskip("transformers", reason="the pasted code trains a model of transformers")
+pytest.importorskip("accelerate", reason="it makes a model on the meta device")
 
+from accelerate import init_empty_weights
 from pasted import make_batches, make_model, trained, weights_of
 
+from nvme_offload.hardware.machine import Gpu
 from nvme_offload.planning.advice import Question
 from nvme_offload.planning.model import of_count
 from nvme_offload.planning.passes import Work
@@ -111,6 +114,28 @@ def test_the_code_trains_as_in_memory(name, work, tmp_path):
     else:
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)
+
+
+def test_a_model_that_host_memory_cannot_have_is_read_from_files(tmp_path):
+    asked = question(tmp_path / "drive")
+    machine = dataclasses.replace(asked.machine, gpu=Gpu("L4", 24 << 30), host_bytes=3_000_000_000)
+    asked = dataclasses.replace(asked, model=of_count("1.8B"), machine=machine)
+    text = code(asked, BY_NAME["streamed-in-backward"])
+    make_model().to(torch.bfloat16).save_pretrained(tmp_path / "weights")
+    text = text.replace("/models/safetensors", str(tmp_path / "weights")).replace("cuda", "cpu")
+    with init_empty_weights():
+        model = make_model()
+    exec(text, {"model": model, "batches": make_batches()})
+    assert equal(weights_of(model), expected(clips=False))
+    assert "torch.device('cuda')" in code(asked, BY_NAME["plain-compact"])
+
+
+@pytest.mark.parametrize("name", ["zero3", "nvme-both"])
+def test_zero3_says_where_its_model_is_made(name, tmp_path):
+    text = code(question(tmp_path), BY_NAME[name])
+    assert text.index("deepspeed.zero.Init") < text.index("deepspeed.initialize")
+    whole = dataclasses.replace(question(tmp_path), world=World(1, zero_init=False))
+    assert "zero.Init" not in code(whole, BY_NAME[name])
 
 
 def test_gradients_are_clipped_in_the_reference():
