@@ -112,7 +112,7 @@ class Bucketing:
                     home=tensors[0].device,
                     device=self._place_updates(kind[0].parameter),
                     traits=kind[0].traits,
-                    unit=unit,
+                    alignment=unit,
                 )
                 for which, start, stop in parts:
                     bucket.add(kind[which], start, stop)
@@ -126,15 +126,11 @@ class Bucketing:
         """
         values, beside = [], []
         for bucket in buckets:
-            states, rest_bytes = bucket.foreseen()
-            layout = self._format.layout(bucket.numel, states, bucket.dtype, self._name)
-            bucket.room_bytes = layout.nbytes + rest_bytes
+            bucket.room_bytes = self._value_bytes(bucket, self._format)
             values.append(bucket.room_bytes)
             if bucket.device.type == "cpu":
                 each = self._beside_bytes(bucket.traits, bucket.dtype, bucket.device)
-                if rest_bytes and layout.master is not None:
-                    each += 4  # a copy of the master, while the first step re-creates the value
-                beside.append(bucket.numel * each + rest_bytes)
+                beside.append(bucket.numel * each + bucket.foreseen()[1])
         cap = self._budget.cap_bytes
         if cap < LEAST_BUDGET_BYTES and len(buckets) > _MANY and "cap" not in self._told:
             self._told.add("cap")
@@ -160,9 +156,14 @@ class Bucketing:
 
     def _wide_bytes(self, bucket: Bucket) -> int:
         """The bytes of the bucket's value if its states turn out to need 16 bits."""
-        wide = dataclasses.replace(self._format, wide=self._format.eight_bit)
+        return self._value_bytes(
+            bucket, dataclasses.replace(self._format, wide=self._format.eight_bit)
+        )
+
+    def _value_bytes(self, bucket: Bucket, state_format: StateFormat) -> int:
         states, rest_bytes = bucket.foreseen()
-        return wide.layout(bucket.numel, states, bucket.dtype, self._name).nbytes + rest_bytes
+        layout = state_format.layout(bucket.numel, states, bucket.dtype, self._name)
+        return layout.nbytes + rest_bytes
 
     def goes_on_with(
         self,
@@ -190,12 +191,9 @@ class Bucketing:
 
     def _steps_over(self, group: Mapping[str, Any], before: torch.dtype, now: torch.dtype) -> bool:
         sample = torch.nn.Parameter(torch.ones(2, 2, dtype=before))
-        options = {
-            key: value for key, value in group.items() if key not in ("params", "param_names")
-        }
         with torch.random.fork_rng(devices=()):
             try:
-                optimizer = self._make([{**copy.deepcopy(options), "params": [sample]}])
+                optimizer = self._maker(group)([sample])
                 for dtype in (before, now):
                     sample.grad = None
                     sample.data = sample.data.to(dtype)
@@ -243,19 +241,8 @@ class Bucketing:
             bucket, group = fragment.bucket, groups[fragment.group]
             kind = fragment.group, max(local(weight.parameter).dim(), 1), bucket.update_dtype
             if kind not in needed:
-                options = {
-                    key: value
-                    for key, value in group.items()
-                    if key not in ("params", "param_names")
-                }
-
-                def make(
-                    samples: Sequence[torch.Tensor], options: Mapping[str, Any] = options
-                ) -> torch.optim.Optimizer:
-                    return self._make([{**copy.deepcopy(dict(options)), "params": list(samples)}])
-
                 device = local(weight.parameter).device
-                needed[kind] = lasting_keys(make, kind[1], kind[2], device)
+                needed[kind] = lasting_keys(self._maker(group), kind[1], kind[2], device)
             missing, others = needed[kind] - state.keys(), state.keys() - needed[kind]
             if missing:
                 raise UsageError(
@@ -271,9 +258,7 @@ class Bucketing:
         before: Mapping[int, Weight],
         updated: Container[Weight],
     ) -> Iterator[tuple[list[Weight], int]]:
-        """Yield runs of consecutive *parameters* of one kind, each with the largest number of
-        elements that a bucket of it should have.
-        """
+        """Yield runs of *parameters* of one kind, each with the most elements for its buckets."""
 
         def weight(parameter: torch.Tensor, traits: Traits) -> Weight:
             made = Weight.of(parameter, traits, index)
@@ -334,15 +319,21 @@ class Bucketing:
     ) -> Traits:
         key = repr(options), tuple(dimensions), dtype, device  # many groups share the same options
         if key not in self._found:
-
-            def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-                return self._make([{**copy.deepcopy(dict(options)), "params": list(samples)}])
-
+            make = self._maker(options)
             self._found[key] = examine(
                 self._name, make, dimensions, dtype, device, declared=self._declared
             )
             self._tell(self._found[key])
         return self._found[key]
+
+    def _maker(
+        self, group: Mapping[str, Any]
+    ) -> Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]:
+        """A function that makes an optimizer of samples with the options of *group*."""
+        options = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+        return lambda samples: self._make([{**copy.deepcopy(options), "params": list(samples)}])
 
     def _tell(self, traits: Traits) -> None:
         what = (
@@ -370,9 +361,7 @@ def _listed(keys: Iterable[Any]) -> str:
 
 
 def _rest_share(weight: Weight) -> float:
-    """Bytes per element of *weight* for its states that are not elementwise, rounded up as in a
-    bucket.
-    """
+    """Bytes per element, rounded up, of the states of *weight* that are not elementwise."""
     if not weight.traits.rest:
         return 0.0
     shape = local(weight.parameter).shape

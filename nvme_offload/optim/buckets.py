@@ -348,14 +348,14 @@ class Bucket(Unit):
     group, or to several if the optimizer updates all parameters together.
 
     *home*: the device of the parameters. *device*: the device of their updates; a GPU also for
-    parameters in host memory if `update_device` chose it. *unit*: alignment of the fragments, in
+    parameters in host memory if `update_device` chose it. *alignment*: of the fragments, in
     elements. *numel*: the elements of all fragments and of the gaps between them.
     """
 
     update_dtype: torch.dtype
     home: torch.device
     traits: Traits
-    unit: int = 1
+    alignment: int = 1
     fragments: list[Fragment] = dataclasses.field(default_factory=list)
     inner: torch.optim.Optimizer | None = None
 
@@ -394,9 +394,7 @@ class Bucket(Unit):
         dict[Fragment, tuple[dict[Key, tuple[int, ...]], dict[Key, Place]]],
         int,
     ]:
-        """The states of the layout, each fragment's keys and places in the rest, and the bytes of
-        the rest.
-        """
+        """As `arrange`, and each fragment's keys and places in the rest."""
         # A state may be elementwise for some parameters only, such as vectors. In the layout it
         # would waste room for all other parameters, such as matrices.
         uneven = {
@@ -452,7 +450,7 @@ class Bucket(Unit):
 
     @property
     def _next_place(self) -> int:
-        return -(-self.numel // self.unit) * self.unit
+        return -(-self.numel // self.alignment) * self.alignment
 
     @property
     def groups(self) -> list[int]:
@@ -611,9 +609,7 @@ def cut(
 
 
 def _parts(size: int, most: int, room: int) -> Iterator[tuple[int, int]]:
-    """The bounds of parts of *size* elements: the first part fills *room*, the others have at most
-    *most*.
-    """
+    """The bounds of parts of *size* elements: the first fills *room*."""
     start, count = 0, room // UNIT * UNIT
     while start < size:
         if count:

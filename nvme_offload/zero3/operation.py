@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 class OpenFile:
     """An open file with its path and identity. *file* is None if the engine cannot open it."""
 
-    __slots__ = ("file", "identity", "path")
-
     def __init__(self, file: File | None, path: str, status: os.stat_result) -> None:
         self.file = file
         self.path = path
@@ -37,21 +35,6 @@ class OpenFile:
 
 class Operation:
     """A read or write of a handle: the bytes that it touches, and its failure, if any."""
-
-    __slots__ = (
-        "begin",
-        "buffer",
-        "end",
-        "engine",
-        "failure",
-        "memory",
-        "memory_end",
-        "place",
-        "staging",
-        "ticket",
-        "validate",
-        "writing",
-    )
 
     def __init__(
         self,
