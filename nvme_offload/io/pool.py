@@ -147,12 +147,17 @@ class PinnedPool(Closing):
         return memoryview(self._live())
 
     def take(self, user: object) -> None:
-        """Take the pool for one user. Raises: UsageError if it has another user, or is closed.
+        """Take the pool for one user.
 
         Parameters
         ----------
         user : object
-            The user, until `give_back` or until the object is gone.
+            Which nothing shares the pool with, until `give_back` or until the object is gone.
+
+        Raises
+        ------
+        UsageError
+            Another user has the pool, or the pool is closed.
         """
         self._live()
         if self._user is not None and self._user() is not None:
@@ -180,8 +185,10 @@ class PinnedPool(Closing):
         ------
         UsageError
             *nbytes* exceeds the reservation, or the pool is closed.
-        MemoryError, UnsupportedError
-            As when the pool was made.
+        MemoryError
+            The memory cannot be mapped.
+        UnsupportedError
+            *pin* is True and not all of the arena can be pinned.
         """
         count = -(-whole_number("nbytes", nbytes) // _GRANULE_BYTES) * _GRANULE_BYTES
         with self._lock:
@@ -204,12 +211,19 @@ class PinnedPool(Closing):
             self.pinned, self.pinned_bytes, self.is_pin_due = "none", 0, True
 
     def pin(self) -> None:
-        """Pin the whole arena if a call of `grow` has left that out; otherwise do nothing. Raises: as
-        `grow`.
+        """Pin the whole arena if a call of `grow` has left that out; otherwise do nothing.
+
+        Raises
+        ------
+        UsageError
+            The pool is closed.
+        UnsupportedError
+            *pin* is True and not all of the arena can be pinned.
         """
-        with self._lock:
-            if self.is_pin_due:
-                self._pin(self._live())
+        if self.is_pin_due:
+            with self._lock:
+                if self.is_pin_due:
+                    self._pin(self._live())
 
     def close(self) -> None:
         """Refuse further use. A second call does nothing."""

@@ -1,6 +1,4 @@
-"""`Updater`: steps over buckets. Each bucket has an inner optimizer, which works on the states in
-the bucket's value.
-"""
+"""`Updater`: steps over buckets, each by an inner optimizer on the states in the bucket's value."""
 
 from __future__ import annotations
 
@@ -48,14 +46,11 @@ Options = Mapping[int, Mapping[str, Any]]  # by index of the group, for all grou
 
 
 class Updater(Records):
-    """Opens, updates and stores buckets. *make* makes the inner optimizers, which are called
-    *name*.
-    """
+    """Updates and stores buckets. *make* makes the inner optimizers, which are called *name*."""
 
     def __init__(self, tier: Tier, state_format: StateFormat, make: Make, name: str) -> None:
-        super().__init__(tier, state_format)
+        super().__init__(tier, state_format, name)
         self.make = make
-        self._name = name
         self.slack_bytes = 0  # host memory that is kept for scratch
         self._widened_when: int | None = None
         self._far: torch.Tensor | None = None  # blocks of the bucket in use
@@ -79,10 +74,6 @@ class Updater(Records):
         self._format = dataclasses.replace(
             self._format, wide=self._format.wide or (needed and self._format.eight_bit)
         )
-
-    @property
-    def _optimizer_name(self) -> str:
-        return self._name
 
     @staticmethod
     def at_once(buckets: Iterable[Bucket]) -> int:
@@ -262,9 +253,8 @@ class Updater(Records):
     # Internals.
 
     def _on_stream(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
-        """The stream for a bucket that visits a device. The model's computation does not wait for
-        the update on that stream. The update waits for the current stream only before it reads
-        gradients, which FSDP2 copies to host memory on that stream.
+        """The stream for a bucket that visits a device. The update on it waits for the current
+        stream only before it reads gradients, which FSDP2 copies to host memory there.
         """
         if not bucket.visits_device:
             return contextlib.nullcontext()
@@ -285,9 +275,8 @@ class Updater(Records):
         seed: int,
         progress: Progress,
     ) -> torch.optim.Optimizer | None:
-        """The inner optimizer, after the step of all of the bucket's parameters together: in one pass
-        of the extension on the CPU, by few kernels on a GPU. None, with nothing changed, if the
-        optimizer has to make it.
+        """The inner optimizer after a step over packed states, in one pass on the CPU or by few
+        kernels on a GPU; None, with nothing changed, if the optimizer has to make it.
         """
         layout = known(bucket.layout)
         if (
@@ -353,15 +342,9 @@ class Updater(Records):
             brought = stager.bring(flats, list(gradients.values()), self._written)
             there = brought[: len(flats)]
             step_by_kernels(*how, parts(there, brought[len(flats) :]), seed, begin)
-            stager.take_back(list(zip(flats, there, strict=True)))
-            if put_back:
-                stager.drain()
         else:
             step_by_kernels(*how, own, seed, begin)
-        for fragment, flat in put_back:
-            fragment.put_weight(flat)
-        for fragment in bucket.fragments:
-            fragment.changes = fragment.weight.changes
+        self._put_back(bucket, flats, there, put_back)
         return inner
 
     def _bound(
@@ -385,7 +368,10 @@ class Updater(Records):
         gradients = [fragment.of_gradient() for fragment in bucket.fragments]
         weights, flats = own, own_flats
         if bucket.visits_device:
-            flats, gradients = self._brought(bucket, own_flats, gradients)
+            given = [gradient for gradient in gradients if gradient is not None]
+            brought = self._stager(bucket).bring(own_flats, given, self._written)
+            flats, rest = brought[: len(own)], iter(brought[len(own) :])
+            gradients = [None if gradient is None else next(rest) for gradient in gradients]
             weights = [
                 flat.as_strided(fragment.shape, fragment.strides)
                 for fragment, flat in zip(bucket.fragments, flats, strict=True)
@@ -415,43 +401,39 @@ class Updater(Records):
             if self._widened_when == seed:
                 round_near(known(bucket.layout), states, self._far, seed, names)
         self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
-        apart = [
-            (fragment, flat.as_strided(fragment.shape, fragment.strides))
-            for fragment, weight, flat in zip(bucket.fragments, own, own_flats, strict=True)
-            if weight.data_ptr() != flat.data_ptr() or fragment.is_scattered
-        ]
-        if bucket.visits_device:
-            stager = self._stager(bucket)
-            stager.take_back(list(zip(own_flats, flats, strict=True)))
-            if apart:
-                stager.drain()
         if master is not None or bucket.visits_device:
-            for fragment, flat in apart:
-                fragment.put_weight(flat)
+            apart = [
+                (fragment, flat.as_strided(fragment.shape, fragment.strides))
+                for fragment, weight, flat in zip(bucket.fragments, own, own_flats, strict=True)
+                if weight.data_ptr() != flat.data_ptr() or fragment.is_scattered
+            ]
         else:  # the inner optimizer has changed the weights themselves
-            for fragment, weight in zip(bucket.fragments, own, strict=True):
-                if fragment.is_scattered:
-                    fragment.put_weight(weight)
-        for fragment in bucket.fragments:
-            fragment.changes = fragment.weight.changes  # the master has followed these changes
+            apart = [
+                (fragment, weight)
+                for fragment, weight in zip(bucket.fragments, own, strict=True)
+                if fragment.is_scattered
+            ]
+        self._put_back(bucket, own_flats, flats, apart)
         self._unbind(bucket)
         return inner
 
-    def _brought(
+    def _put_back(
         self,
         bucket: Bucket,
         flats: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Copies of weights and gradients on the device of the update, for a bucket that visits
-        it.
-        """
-        given = [gradient for gradient in gradients if gradient is not None]
-        brought = self._stager(bucket).bring(flats, given, self._written)
-        there = iter(brought[len(flats) :])
-        return brought[: len(flats)], [
-            None if gradient is None else next(there) for gradient in gradients
-        ]
+        there: Sequence[torch.Tensor],
+        apart: Sequence[tuple[Fragment, torch.Tensor]],
+    ) -> None:
+        """Copy the weights *there*, where the update ran, to *flats*, and *apart* to parameters."""
+        if bucket.visits_device:
+            stager = self._stager(bucket)
+            stager.take_back(list(zip(flats, there, strict=True)))
+            if apart:
+                stager.drain()
+        for fragment, weight in apart:
+            fragment.put_weight(weight)
+        for fragment in bucket.fragments:
+            fragment.changes = fragment.weight.changes  # the master has followed these changes
 
     def _widen(
         self,
@@ -460,9 +442,7 @@ class Updater(Records):
         when: int,
         groups: Iterable[Mapping[str, Any]],
     ) -> bool:
-        """Whether *states* have just shown that they need 16 bits; all are kept in 16 bits from now
-        on. *when*: the step, or `_LOADING`.
-        """
+        """Whether *states* show for the first time, at the step *when*, that 8 bits are too few."""
         self._far = None
         if self._format.wide and self._widened_when != when:
             return False
@@ -475,18 +455,15 @@ class Updater(Records):
     def _room_beside(
         self, bucket: Bucket, layout: Layout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scratch memory for widened gradients, and for unpacked states that are not views. On a
-        GPU, torch's allocator provides it.
-        """
+        """Scratch memory for widened gradients, and for unpacked states that are not views."""
         if bucket.device.type != "cpu":
-            return self._scratch[:0], None
+            return self._scratch[:0], None  # a GPU's allocator reuses freed memory
         gradients = bucket.numel if bucket.update_dtype != bucket.dtype else 0
         scratch = self._scratch_of(gradients + self._format.unpacked_elements(layout))
         return scratch[:gradients], scratch[gradients:]
 
     def _trim(self, at_most: int) -> None:
-        """Return freed memory to the kernel if the process has grown by more than *at_most* bytes
-        since the last time. It costs page faults later.
+        """Return freed memory to the kernel if the process has grown by more than *at_most* bytes.
 
         glibc keeps freed memory, and ever more of it if allocations have many sizes. Source:
         malloc_trim(3), which only glibc has; proc_pid_statm(5).
@@ -505,20 +482,14 @@ class Updater(Records):
             return 0
 
     def _scratch_of(self, elements: int) -> torch.Tensor:
-        """Scratch memory on the CPU. It is reused, since fresh pages cost more than the computation
-        on them, and since glibc keeps much of the memory that it frees.
-
-        Source: malloc(3); chunks that are aligned beyond its own unit are cut from larger ones.
-        """
+        """Scratch memory on the CPU, reused since fresh pages cost more than the computation."""
         if self._scratch.numel() < elements:
             self._scratch = self._scratch[:0].clone()  # free it before allocating the larger one
             self._scratch = torch.empty(elements, dtype=torch.float32)
         return self._scratch[:elements]
 
     def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """If the program has changed the *weight*, copy the changed elements to the *master*. All
-        other elements of the master keep the bits that the weight lacks.
-        """
+        """Copy elements of the *weight* that the program has changed to the *master*."""
         if fragment.changes != fragment.weight.changes and self._format.in_place:
             new = (
                 torch.ones_like(weight, dtype=torch.bool)
@@ -528,7 +499,7 @@ class Updater(Records):
             master.copy_(torch.where(new, weight.to(master.dtype), master))
 
     def _inner(self, bucket: Bucket, options: Options) -> torch.optim.Optimizer:
-        given = {index: _copied(options[index]) for index in bucket.groups}
+        given = {index: copy.deepcopy(dict(options[index])) for index in bucket.groups}
         if bucket.inner is None:
             shadows = {
                 index: [fragment.shadow for fragment in bucket.fragments if fragment.group == index]
@@ -557,7 +528,7 @@ class Updater(Records):
         master: torch.Tensor | None,
         states: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Move all offloaded states to their places in the bucket's value and in *states*; return both."""
+        """Move all offloaded states to their places: in the bucket's value, and in *states*."""
         for fragment in bucket.fragments:
             if bucket.inner is not None and fragment.shadow in bucket.inner.state:
                 fragment.states = bucket.inner.state[fragment.shadow]
@@ -589,7 +560,7 @@ class Updater(Records):
         return memory, places
 
     def _renewed(self, bucket: Unit, stager: Stager) -> torch.Tensor:
-        """See `Records`. Reserve more host memory if the value is larger than foreseen."""
+        """Reserve more host memory if the value is larger than foreseen."""
         if bucket.nbytes > bucket.room_bytes:
             self.tier.require(bucket.nbytes - bucket.room_bytes)
         try:
@@ -608,16 +579,6 @@ class Updater(Records):
         for fragment in bucket.fragments:
             fragment.shadow.grad = None
             drop_memory([*fragment.leaves.values(), fragment.shadow])
-
-
-def _copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of *options* that shares no mutable value with it."""
-    return {
-        key: value
-        if value is None or type(value) in (bool, int, float, str)
-        else copy.deepcopy(value)
-        for key, value in options.items()
-    }
 
 
 def _step(inner: torch.optim.Optimizer) -> None:

@@ -53,13 +53,14 @@ class Unit:
 
 
 class Records:
-    """The states of units in *tier*, in *state_format*. One unit at a time is in use, from `_opened`
-    or `_renewed` to `_give_back`.
+    """The states that an optimizer of the class *name* keeps for units, in *tier* and in
+    *state_format*. One unit at a time is in use, from `_opened` or `_renewed` to `_give_back`.
     """
 
-    def __init__(self, tier: Tier, state_format: StateFormat) -> None:
+    def __init__(self, tier: Tier, state_format: StateFormat, name: str) -> None:
         self.tier = tier
         self._format = state_format
+        self._name = name
         self._host = HostStager(tier)  # for units that are not on their device
         self._stagers: dict[torch.device, Stager] = {}
 
@@ -67,10 +68,6 @@ class Records:
         """Return when the copies of all units to host memory have ended."""
         for stager in self._stagers.values():
             stager.drain()
-
-    @property
-    def _optimizer_name(self) -> str:
-        raise NotImplementedError
 
     def _stager(self, unit: Unit) -> Stager:
         stager = self._stagers.get(unit.device)
@@ -83,10 +80,10 @@ class Records:
         return stager
 
     def _layout(self, unit: Unit, states: Mapping[Key, torch.dtype]) -> Layout:
-        return self._format.layout(unit.numel, states, unit.dtype, self._optimizer_name)
+        return self._format.layout(unit.numel, states, unit.dtype, self._name)
 
     def _opened(self, unit: Unit) -> torch.Tensor:
-        """The value of *unit*, which has a layout, on its device; as `_renewed` if it is new. Raises: as
+        """The value of *unit*, which has a layout, on its device. Raises: as
         `TensorSwapper.swap_in`, without changing anything.
         """
         if not unit.is_stored:
@@ -128,7 +125,7 @@ class Records:
         ):
             return memory
         if unit.is_retained:
-            raise RetainedError(f"{self._optimizer_name} keeps other states from this step on")
+            raise RetainedError(f"{self._name} keeps other states from this step on")
         unit.layout, unit.rest_bytes = self._layout(unit, states), rest_bytes
         if unit.nbytes <= memory.numel():
             return memory

@@ -47,7 +47,7 @@ from ..swap.tier import Tier
 from ..update.records import Records, Unit
 from .cpu_adam import CPUAdam, is_cpu_adam
 from .once_per_step import has_hooks, replaces_step
-from .state_sizes import elementwise
+from .sub_groups import elementwise
 
 _MASTER = ""  # the key of the master weights in a layout of "exact", which keeps them as a state
 _serial = itertools.count()
@@ -102,9 +102,6 @@ class OptimizerSwapper(Records):
 
     While *leaves_packed* is True and updates run on the CPU, `swap_in_optimizer_state` leaves the
     states packed for `step`. The parameter has undefined contents until `step`.
-
-    The attributes are many because DeepSpeed calls one object: they are its settings, the
-    sub-groups, and the sub-group in use.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class OptimizerSwapper(Records):
         self._in_place = state_format.in_place
         # In "exact" the flat parameter is the master itself, which is kept as one of the states.
         kept = dataclasses.replace(state_format, keeps_masters=not self._in_place)
-        super().__init__(tier, kept)
+        super().__init__(tier, kept, type(optimizer()).__name__)
         self.device = device
         self._at_once = at_once
         self._mark_backward = mark_backward
@@ -139,14 +136,12 @@ class OptimizerSwapper(Records):
         self.leaves_packed = False
         self._is_packed = False  # its states are packed; `step` unpacks them if necessary
         self._cpu_adam = CPUAdam()
-        self._unpacked_name, self._working_name = (
-            f"{self._prefix}/unpacked",
-            f"{self._prefix}/working",
-        )
+        self._unpacked_name = f"{self._prefix}/unpacked"
+        self._working_name = f"{self._prefix}/working"
         tier.abandon_with(self, self._names)
         if not self._in_place and device.type == "cpu":
             self._names += self._unpacked_name, self._working_name
-            layout = state_format.layout(largest, states, working.dtype, self._optimizer_name)
+            layout = state_format.layout(largest, states, working.dtype, self._name)
             tier.make_scratch(self._unpacked_name, state_format.unpacked_elements(layout) * 4)
             tier.make_scratch(self._working_name, largest * working.dtype.itemsize)
 
@@ -278,12 +273,21 @@ class OptimizerSwapper(Records):
         self.drain()
 
     @contextlib.contextmanager
-    def using(self, parameter: torch.Tensor, *, changed: bool = False) -> Iterator[None]:
-        """Context in which *parameter* and its states are in memory. Changes to them are kept if
-        *changed* is set, or after an exception.
+    def using(
+        self,
+        parameter: torch.Tensor,
+        *,
+        changed: bool = False,
+        renewed: Mapping[str, torch.dtype] | None = None,
+    ) -> Iterator[None]:
+        """Context in which *parameter* and its states are in memory, or the states that `renew`
+        makes for *renewed*. Changes are kept if *changed* is set, and after an exception.
         """
         try:
-            self.swap_in_optimizer_state(parameter)
+            if renewed is None:
+                self.swap_in_optimizer_state(parameter)
+            else:
+                self.renew(parameter, renewed)
             yield
         except BaseException:
             self.give_back()
@@ -368,16 +372,10 @@ class OptimizerSwapper(Records):
     # Internal.
 
     def _take(self, parameter: torch.Tensor) -> SubGroup:
-        """The sub-group of *parameter*. It is marked as in use before the use begins, so that an
-        exception in between leaves no unrecorded use.
-        """
+        """The sub-group of *parameter*, from now on in use."""
         self.give_back()
-        self._taken = parameter
+        self._taken = parameter  # first: an exception must leave no unrecorded use
         return self._sub_groups[id(parameter)]
-
-    @property
-    def _optimizer_name(self) -> str:
-        return type(self._optimizer()).__name__
 
     def _layout(self, unit: Unit, states: Mapping[str, torch.dtype]) -> Layout:
         if self._in_place:
@@ -397,10 +395,8 @@ class OptimizerSwapper(Records):
         sub_group.is_stored = True
 
     def _load_weights(self, parameter: torch.Tensor, sub_group: SubGroup, *, fill: bool) -> None:
-        """Load the 16-bit parameters that are part of the master weights; none in "exact", which
-        keeps whole masters. Without *fill*, a copy has undefined contents.
-        """
-        if self._in_place:
+        """Load the 16-bit parameters that are part of the master weights."""
+        if self._in_place:  # whole masters are kept
             return
         numel, dtype = sub_group.numel, self._working.dtype
         weights = self._working.present(parameter)
@@ -428,18 +424,14 @@ class OptimizerSwapper(Records):
         return states if master is None else {_MASTER: master, **states}
 
     def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
-        """Make *parameter* and the optimizer's states refer to the contents of the sub-group's
-        value.
-        """
+        """Make *parameter* and the optimizer's states refer to the unpacked value."""
         state = self._optimizer().state.get(parameter, {})
         for key, value in self._unpack(sub_group).items():
             target = parameter if key == _MASTER else state[key]
             target.data = value
 
     def _pack(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
-        """Write *parameter* and its offloaded states into the sub-group's value. If the optimizer's
-        states have changed, the value gets a new layout.
-        """
+        """Write *parameter* and its elementwise states into the sub-group's value."""
         state = self._optimizer().state.get(parameter, {})
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
         master: torch.Tensor | None = parameter.data
@@ -462,9 +454,7 @@ class OptimizerSwapper(Records):
         self._format.pack(layout, buffer, sub_group.weights, master, values, seed, blocks)
 
     def _seed(self, sub_group: SubGroup, state: Mapping[str, Any]) -> int:
-        """The step of *state*. A count on a GPU is read only once, because reading waits for the
-        GPU.
-        """
+        """The step of *state*. A count on a GPU is read once, because reading waits for the GPU."""
         step = state.get("step", sub_group.pack_count)
         if not torch.is_tensor(step) or step.is_cpu:
             return int(step)

@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
 
 from ..errors import UsageError
-from ..io.archive import Part, Provider, offloaded
+from ..io.archive import Provider
 from . import states
 from .reader import MASTER, CheckpointReader, Saved, as_of_stage_3, in_flat_groups
 from .states import Share
@@ -32,7 +32,7 @@ def providers(owner: Stages1And2) -> list[Provider]:
 def _provider(owner: Stages1And2, index: int) -> Provider:
     group, start, _ = owner.spans[index]
     count = max(unpadded(owner)[group] - start, 0)
-    lend = states._provider(owner, index)
+    lend = states.provider(owner, index)
 
     @contextlib.contextmanager
     def lending() -> Iterator[Mapping[str, torch.Tensor]]:
@@ -53,14 +53,11 @@ def unpadded(owner: Stages1And2) -> list[int]:
 def masters(owner: Stages1And2, lenders: Sequence[Provider]) -> list[torch.Tensor]:
     """The master weights of each parameter group. A checkpoint stores them without padding."""
     return [
-        offloaded(
-            [end],
+        states.joined(
+            [part for part in _parts(owner, number, lenders) if part[1] < end],
+            _UNPADDED,
             owner.master_weights_and_grads_dtype,
-            [
-                Part(lenders[index], _UNPADDED, start)
-                for index, (group, start, _) in enumerate(owner.spans)
-                if group == number and start < end
-            ],
+            end,
         )
         for number, end in enumerate(unpadded(owner))
     ]
@@ -68,18 +65,20 @@ def masters(owner: Stages1And2, lenders: Sequence[Provider]) -> list[torch.Tenso
 
 def state(owner: Stages1And2, number: int, lenders: Sequence[Provider]) -> dict[str, Any]:
     """The state of parameter group *number*, in the form of one flat parameter."""
-    indexes = [index for index, (group, _, _) in enumerate(owner.spans) if group == number]
-    first = owner.fp32_partitioned_groups_flat[indexes[0]]
-    dtypes = owner.optimizer_swapper.states(first)
+    first = next(index for index, (group, _, _) in enumerate(owner.spans) if group == number)
+    parts = _parts(owner, number, lenders)
+    return states.joined_state(owner, first, parts, int(owner.partition_size[number]))
 
-    def shown(key: str) -> torch.Tensor:
-        parts = [Part(lenders[index], key, owner.spans[index][1]) for index in indexes]
-        return offloaded([int(owner.partition_size[number])], dtypes[key], parts)
 
-    return {
-        key: shown(key) if key in dtypes else value
-        for key, value in owner.optimizer.state.get(first, {}).items()
-    }
+def _parts(
+    owner: Stages1And2, number: int, lenders: Sequence[Provider]
+) -> list[tuple[Provider, int]]:
+    """The *lenders* of parameter group *number*, each with its first element in the group."""
+    return [
+        (lender, start)
+        for lender, (group, start, _) in zip(lenders, owner.spans, strict=True)
+        if group == number
+    ]
 
 
 def of_state_dict(owner: Stages1And2, tree: Mapping[str, Any]) -> CheckpointReader:

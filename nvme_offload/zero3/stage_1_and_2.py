@@ -392,16 +392,8 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         quiesce(self.tier)
         self.give_back()
         parameter = self.fp32_partitioned_groups_flat[index]
-        try:
-            self.optimizer_swapper.swap_in_optimizer_state(parameter)
+        with self.optimizer_swapper.using(parameter, changed=changed):
             yield {**self.optimizer.state.get(parameter, {}), MASTER: parameter.data}
-        except BaseException:
-            self.optimizer_swapper.give_back()
-            raise
-        if changed:
-            self.optimizer_swapper.swap_out_optimizer_state(parameter)
-        else:
-            self.optimizer_swapper.release_swap_buffers(parameter)
 
     # Checkpoints.
 

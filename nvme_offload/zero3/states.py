@@ -94,34 +94,16 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     every = stage3.optimizer.state
     for group in stage3.user_sub_groups:
-        parameters = [stage3.fp32_partitioned_groups_flat[index] for index in group]
+        parameter = stage3.fp32_partitioned_groups_flat[group[0]]
         sizes = [stage3.fp16_partitioned_groups_flat_numel[index] for index in group]
-        providers = [_provider(stage3, index) for index in group]
-        starts = list(itertools.accumulate(sizes, initial=0))
-
-        def shown(
-            key: str,
-            dtype: torch.dtype,
-            providers: list[Provider] = providers,
-            starts: list[int] = starts,
-        ) -> torch.Tensor:
-            return offloaded(
-                [starts[-1]],
-                dtype,
-                [
-                    Part(provider, key, start)
-                    for provider, start in zip(providers, starts, strict=False)
-                ],
-            )
-
-        master = shown(MASTER, parameters[0].dtype).requires_grad_()
+        *starts, numel = itertools.accumulate(sizes, initial=0)
+        parts = [
+            (provider(stage3, index), start) for index, start in zip(group, starts, strict=True)
+        ]
+        master = joined(parts, MASTER, parameter.dtype, numel).requires_grad_()
         masters.append(master)
-        if parameters[0] in every:
-            cut = _elementwise_states(stage3, group[0])
-            states[master] = {
-                key: shown(key, cut[key]) if key in cut else value
-                for key, value in every[parameters[0]].items()
-            }
+        if parameter in every:
+            states[master] = joined_state(stage3, group[0], parts, numel)
     stage3.optimizer.state = states
     aliases = _add_converted(states) if stage3.leaves_states_offloaded else {}
     try:
@@ -132,9 +114,30 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         stage3._clear_fp32_optimizer_param_groups()
 
 
+def joined(
+    parts: Iterable[tuple[Provider, int]], key: str, dtype: torch.dtype, numel: int
+) -> torch.Tensor:
+    """The values *key* of *parts*, each a provider and its first element, as one tensor."""
+    return offloaded([numel], dtype, [Part(lend, key, start) for lend, start in parts])
+
+
+def joined_state(
+    owner: Owner, first: int, parts: Sequence[tuple[Provider, int]], numel: int
+) -> dict[str, Any]:
+    """The state of the sub-groups of *parts*, of which the first has the index *first*, as the state
+    of one parameter.
+    """
+    cut = _elementwise_states(owner, first)
+    state = owner.optimizer.state.get(owner.fp32_partitioned_groups_flat[first], {})
+    return {
+        key: joined(parts, key, cut[key], numel) if key in cut else value
+        for key, value in state.items()
+    }
+
+
 def _add_converted(states: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, str]:
-    """Add to *states*, by master weight, a key that ds_to_universal converts for each elementwise
-    state, if there are enough of these keys. Returns the names of these states, by the added keys.
+    """Add to *states* a key that ds_to_universal converts for each elementwise state, if there are
+    enough of these keys. Returns the names of the states, by the added keys.
     """
     aliases: dict[str, str] = {}
     for master, state in states.items():
@@ -276,9 +279,7 @@ def check(owner: Owner, saved: CheckpointReader, strict: bool, load_optimizer_st
 
 
 def _require_same(owner: Owner, saved: CheckpointReader, rank: int) -> None:
-    """Check that *rank* has saved the same values as rank 0, except elementwise states. Raises:
-    UnsupportedError.
-    """
+    """Check that *rank* has saved the same values as rank 0, except elementwise states."""
     for ours, theirs, shape in zip(
         saved.states(0), saved.states(rank), saved.shapes(rank), strict=True
     ):
@@ -398,38 +399,40 @@ def refill(
     the empty tensor's dtype. None keeps the optimizer's states.
     """
     parameter = owner.fp32_partitioned_groups_flat[index]
-    swapped = owner.swaps_natively and owner._swappable_optimizer_subgroup(index)
     owner.partly_changed = True
     cut: dict[str, torch.dtype] = {}
     if states is not None:
         cut = {key: value.dtype for key, value in states.items() if _stands_for_whole(value)}
-        rest = {key: value for key, value in states.items() if key not in cut}
         owner.optimizer.state.pop(parameter, None)
         if states:
-            owner.optimizer.state[parameter] = rest
-        if swapped:
-            owner.optimizer_swapper.renew(parameter, cut)
-        else:
-            made = {
-                key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-                for key, dtype in cut.items()
-            }
-            owner.optimizer.state[parameter].update(made)
-    elif swapped:
-        owner.optimizer_swapper.swap_in_optimizer_state(parameter)
-    try:
+            state = {key: value for key, value in states.items() if key not in cut}
+            owner.optimizer.state[parameter] = state
+            for key, dtype in () if owner.swaps(index) else cut.items():
+                state[key] = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
+    with _in_memory(owner, index, changed=True, renewed=None if states is None else cut):
         places = {
             MASTER: parameter.data,
             **{key: owner.optimizer.state[parameter][key].data for key in cut},
         }
         _fill_all(places, fill)
         owner._reassign_or_swap_out_partitioned_parameters(index)
-    except BaseException:
-        if swapped:
-            owner.optimizer_swapper.give_back()
-        raise
-    if swapped:
-        owner.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+
+@contextlib.contextmanager
+def _in_memory(
+    owner: Owner,
+    index: int,
+    *,
+    changed: bool = False,
+    renewed: Mapping[str, torch.dtype] | None = None,
+) -> Iterator[torch.Tensor]:
+    """Context in which sub-group *index* is in memory: see `OptimizerSwapper.using`."""
+    parameter = owner.fp32_partitioned_groups_flat[index]
+    if not owner.swaps(index):
+        yield parameter
+        return
+    with owner.optimizer_swapper.using(parameter, changed=changed, renewed=renewed):
+        yield parameter
 
 
 def _fill_all(
@@ -450,38 +453,16 @@ def take_masters_from_parameters(owner: Owner) -> None:
     """Set the master weights of all sub-groups from the 16-bit parameters. The optimizer's states
     stay.
     """
-    for index, parameter in enumerate(owner.fp32_partitioned_groups_flat):
-        swapped = owner.swaps_natively and owner._swappable_optimizer_subgroup(index)
-        if swapped:
-            owner.optimizer_swapper.swap_in_optimizer_state(parameter)
-        try:
+    for index in range(len(owner.fp32_partitioned_groups_flat)):
+        with _in_memory(owner, index, changed=True) as parameter:
             owner._copy_weights(parameter, parameter.data)
-        except BaseException:
-            if swapped:
-                owner.optimizer_swapper.give_back()
-            raise
-        if swapped:
-            owner.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
 def _load_optimizer(owner: Owner, saved: CheckpointReader) -> list[dict[str, Any]]:
-    """Load the optimizer's hyperparameters. Returns the states that the optimizer makes of the
-    saved ones, by saved sub-group, in the form that `refill` takes.
-    """
+    """Load the optimizer's options. Returns the states for `refill`, by saved sub-group."""
     reference = _reference(owner, saved)
     tree = saved.optimizer(reference)[OPTIMIZER_STATE_DICT]
-    return load_options(owner, tree, saved.states(reference), saved.shapes(reference))
-
-
-def load_options(
-    owner: Owner,
-    tree: Mapping[str, Any],
-    states: Sequence[Mapping[str, Any]],
-    shapes: Sequence[torch.Size],
-) -> list[dict[str, Any]]:
-    """`_load_optimizer` for the optimizer's state dict *tree*, with the *states* of sub-groups of
-    *shapes*.
-    """
+    states, shapes = saved.states(reference), saved.shapes(reference)
     optimizer = owner.optimizer
     # Use the device of updates: torch's optimizers move loaded states to it.
     dtype, device = owner.master_weights_and_grads_dtype, owner.update_device
@@ -526,24 +507,21 @@ def _restore_powers(owner: Owner, saved: Mapping[str, Any], loaded: list[dict[st
         owner.powers.jump()
 
 
-def _provider(owner: Owner, index: int) -> Provider:
-    parameter = owner.fp32_partitioned_groups_flat[index]
+def provider(owner: Owner, index: int) -> Provider:
+    """The provider of the master weights, whose key is "", and the elementwise states of sub-group
+    *index*.
+    """
 
     @contextlib.contextmanager
     def lend() -> Iterator[Mapping[str, torch.Tensor]]:
-        swapped = owner.swaps_natively and owner._swappable_optimizer_subgroup(index)
-        if swapped:
+        if owner.swaps(index):
             owner.read_ahead(index)
-            owner.optimizer_swapper.swap_in_optimizer_state(parameter)
-        try:
+        with _in_memory(owner, index) as parameter:
             state = owner.optimizer.state.get(parameter, {})
             yield {
                 MASTER: parameter.data.cpu(),
                 **{key: state[key].detach().cpu() for key in _elementwise_states(owner, index)},
             }
-        finally:
-            if swapped:
-                owner.optimizer_swapper.release_swap_buffers(parameter)
 
     return lend
 
@@ -551,7 +529,7 @@ def _provider(owner: Owner, index: int) -> Provider:
 def _elementwise_states(owner: Owner, index: int) -> Mapping[str, torch.dtype]:
     """The elementwise states of sub-group *index*: their dtypes, by key."""
     parameter = owner.fp32_partitioned_groups_flat[index]
-    if owner.swaps_natively and owner._swappable_optimizer_subgroup(index):
+    if owner.swaps(index):
         return owner.optimizer_swapper.states(parameter)
     return {
         key: value.dtype

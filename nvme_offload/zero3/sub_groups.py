@@ -1,17 +1,87 @@
-"""Cuts ZeRO-3's sub-groups to sizes that the host memory budget can hold."""
+"""The states of ZeRO-3's sub-groups: which ones an optimizer will keep, their bytes for each element,
+and sizes of sub-groups that the host memory budget can hold.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from ..sizes import Footprint as Footprint
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from ..device.staging import CPU
+from ..errors import UnsupportedError
+from ..optimizer_states import StateFormat
+from ..optimizer_states.traits import alike, examine, known
+from ..optimizer_states.tree import is_for_each
 
 _log = logging.getLogger(__name__)
+
+
+def element_bytes(
+    state_format: StateFormat,
+    states: Mapping[str, torch.dtype],
+    working: torch.dtype,
+    master: torch.dtype,
+    optimizer: str,
+) -> tuple[float, int]:
+    """Bytes for each element: first of its *master* weight and *states* when packed, second of the
+    scratch memory to which they are unpacked.
+
+    Raises: UnsupportedError if *state_format* cannot keep them.
+    """
+    if state_format.name == "exact":
+        return master.itemsize + sum(dtype.itemsize for dtype in states.values()), 0
+    if (working, master) != (torch.bfloat16, torch.float32):
+        raise UnsupportedError(
+            f'"state_format": "{state_format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {working} with {master}: '
+            'enable "bf16", or leave "state_format" out'
+        )
+    unpacked = state_format.unpacked_elements(state_format.layout(1, states, working, optimizer))
+    return state_format.element_bytes(
+        states, working, optimizer
+    ), unpacked * master.itemsize + working.itemsize
+
+
+def states_of(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device = CPU
+) -> dict[str, torch.dtype]:
+    """The elementwise states that *optimizer* will keep for master weights of *dtype* on *device*,
+    by key.
+
+    One step of an optimizer of the same class over a few elements shows them. If that class cannot
+    be constructed from the defaults, Adam's states are assumed.
+    """
+    sample = torch.zeros(8, dtype=dtype, device=device, requires_grad=True)
+    sample.grad = torch.zeros_like(sample)
+    # AdamW's defaults have more keys than its constructor accepts.
+    accepted = inspect.signature(type(optimizer)).parameters
+    try:
+        like: Any = type(optimizer)(
+            [sample], **{key: value for key, value in optimizer.defaults.items() if key in accepted}
+        )
+        like.step()
+        return {key: value.dtype for key, value in elementwise(like.state[sample], sample).items()}
+    # An optimizer's constructor may require and raise anything. Only the memory plan depends on
+    # the result.
+    except Exception:
+        return {"exp_avg": dtype, "exp_avg_sq": dtype}
+
+
+def elementwise(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of *state* with a value for each element of *parameter*. They are offloaded with
+    the parameter.
+    """
+    return {
+        key: value
+        for key, value in state.items()
+        if is_for_each(value, parameter.shape)
+        and value.device == parameter.device
+        and getattr(value, "swappable", True)
+    }
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -21,10 +91,6 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     The result is known for torch's and DeepSpeed's classes. Other classes are tried, as in
     `NVMeOptimizer`, with *optimizer*'s options and attributes. False if the trial fails.
     """
-    import torch
-
-    from ..optimizer_states.traits import alike, examine, known
-
     decided = known(optimizer)
     if decided is not None:
         return decided
@@ -36,7 +102,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     }
     try:
         traits = [
-            examine(name, alike(optimizer, group), [1], torch.float32, torch.device("cpu"))
+            examine(name, alike(optimizer, group), [1], torch.float32, CPU)
             for group in found.values()
         ]
     except Exception:  # an optimizer's constructor may require and raise anything

@@ -17,6 +17,7 @@ from ..device.staging import CPU
 from ..errors import OffloadError, UsageError
 from ..io import archive
 from ..optimizer_states import FORMATS, StateFormat, wide_enough
+from ..sizes import Footprint
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import compat, states
@@ -27,8 +28,7 @@ from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working
 from .settings import Settings
 from .shared_tier import tier_of, trained
-from .state_sizes import element_bytes, states_of
-from .sub_groups import Footprint
+from .sub_groups import element_bytes, states_of
 from .updates import partly_applied, quiesce
 
 if TYPE_CHECKING:
@@ -49,9 +49,6 @@ _log = logging.getLogger(__name__)
 class Tiered:
     """The part of ZeRO's optimizers that is the same in all stages. A class derives from it first,
     and then from DeepSpeed's.
-
-    The attributes are many because DeepSpeed, checkpoints and updates reach states through the
-    optimizer alone.
 
     Attributes: *partly_changed*, whether a step or a load has changed only some of the states;
     *swaps_natively*, whether optimizer states are in an `OptimizerSwapper`; *keeps_last*, whether
@@ -100,9 +97,7 @@ class Tiered:
     # Sub-groups and swapper.
 
     def _prepare_tier(self, open_tier: Callable[[], None]) -> None:
-        """Call *open_tier*, and then `_plan` with the least memory of all ranks. Raises: the error of
-        any rank, on every rank.
-        """
+        """Call *open_tier*, and then `_plan` with the least memory of all ranks."""
         share_cores()
         everywhere(open_tier)
         self.tier.cap_bytes = least(self.tier.cap_bytes)
@@ -113,8 +108,8 @@ class Tiered:
         raise NotImplementedError
 
     def _footprint_of(self, gradient: torch.dtype, device: torch.device, **more: int) -> Footprint:
-        """The host memory of updates with reduced gradients in the dtype *gradient*, by an optimizer
-        that makes its states on *device*. *more*: further attributes of the result.
+        """The host memory of updates, with reduced gradients in the dtype *gradient* and states that
+        the optimizer makes on *device*.
         """
         base: Any = self
         masters, name = base.master_weights_and_grads_dtype, type(self.optimizer).__name__
@@ -132,8 +127,7 @@ class Tiered:
 
     def _require_room(self, footprint: Footprint, sizes: list[int], largest: int) -> None:
         """Open the tier, and check that states and gradients of parameters of *sizes* fit in memory
-        and on the drives. The largest sub-group has at least *largest* elements. Raises: UsageError
-        or NoSpaceError with the numbers.
+        and on the drives if the largest sub-group has *largest* elements.
         """
         self._footprint, self._least_sub_group = footprint, largest
         self._whole_bytes = footprint.whole_bytes(sizes, largest)
@@ -183,13 +177,12 @@ class Tiered:
     def _make_first_states(self, parameter: torch.Tensor) -> None:
         """Make the states that an optimizer has before its first step: only Adagrad has any."""
         if isinstance(self.optimizer, torch.optim.Adagrad):
-            self.optimizer_swapper.swap_in_optimizer_state(parameter)
-            start = self.optimizer.defaults["initial_accumulator_value"]
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "sum": torch.full_like(parameter, start, requires_grad=False),
-            }
-            self.optimizer_swapper.swap_out_optimizer_state(parameter)
+            with self.optimizer_swapper.using(parameter, changed=True):
+                start = self.optimizer.defaults["initial_accumulator_value"]
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(parameter, start, requires_grad=False),
+                }
 
     def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See `Working.present`."""
@@ -213,14 +206,16 @@ class Tiered:
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         return True
 
+    def swaps(self, index: int) -> bool:
+        """Whether the states of sub-group *index* are in `optimizer_swapper`."""
+        return self.swaps_natively and self._swappable_optimizer_subgroup(index)
+
     def _wait_for_copies(self) -> None:
         """Return when every copy to or from the accelerator that was started here has ended."""
         raise NotImplementedError
 
     def _mark_backward(self, begins: bool) -> None:
-        """Record that `engine.backward` begins or ends. It is not called if the user calls
-        `Tensor.backward`.
-        """
+        """`engine.backward` begins or ends; not called if the user calls `Tensor.backward`."""
         self._within_backward = begins
         if not begins:
             self._partly_reduced = False
@@ -296,9 +291,7 @@ class Tiered:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _require_no_backward(self, *_: Any) -> None:
-        """Raises: OffloadError if an exception ended a backward pass after it had reduced some
-        gradients.
-        """
+        """Raises: OffloadError if an exception ended a backward pass that had reduced gradients."""
         if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
             raise partly_applied()
 
@@ -323,7 +316,8 @@ class Tiered:
             pending = self._make_step(closure)
             if not (self.overflow or pending):
                 self.end_period()
-            stats = self.clock.end(*self._update_waits())
+            waits = (0.0, 0.0) if self.overlap is None else self.overlap.take_waits()
+            stats = self.clock.end(*waits)
             self._awaits_backward = True
             if not pending:
                 self.partly_changed = False
@@ -355,10 +349,6 @@ class Tiered:
         for tier in self._tiers:
             tier.swapper.step()
             trained.add(tier)
-
-    def _update_waits(self) -> tuple[float, float]:
-        """See `Overlap.take_waits`."""
-        return (0.0, 0.0) if self.overlap is None else self.overlap.take_waits()
 
     def finish_updates(self) -> None:
         """Wait until no update is pending, of this engine or of another that shares the memory.
@@ -415,22 +405,18 @@ class Tiered:
             self.gradient_store.forget_all()
 
     def _reset_tiers(self) -> None:
-        """Delete all values, after an exception has interrupted a call of a tier. The load creates
-        them again.
-        """
+        """Delete all values, which the load creates again."""
         self.partly_changed = True
         for tier in self._tiers:
             tier.reset()
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
-            if self.swaps_natively and self._swappable_optimizer_subgroup(index):
+            if self.swaps(index):
                 self.optimizer.state.pop(parameter, None)
-                self.optimizer_swapper.renew(parameter, {})
-                self.optimizer_swapper.swap_out_optimizer_state(parameter)
+                with self.optimizer_swapper.using(parameter, changed=True, renewed={}):
+                    pass
 
     def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """*tree*, DeepSpeed's state dict, with the states that DeepSpeed does not save. Its tensors
-        are `archive.offloaded` while a checkpoint is written, and in memory otherwise.
-        """
+        """*tree*, DeepSpeed's state dict, with the states that DeepSpeed does not save."""
         if powers := self.powers.state(self.optimizer):
             tree[states.POWERS] = powers
         if scaler := getattr(self, "torch_autocast_gradscaler", None):

@@ -19,9 +19,9 @@ from deepspeed.accelerator import get_accelerator
 
 from ..device.staging import CPU
 from ..errors import UsageError
+from ..sizes import Footprint
 from .agreement import least
 from .settings import Settings
-from .sub_groups import Footprint
 
 # If a GPU has less free memory than this, updates run on the CPU. It is enough for several
 # sub-groups and for the temporary tensors of one update.

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from nvme_offload.errors import OutOfHostMemoryError, UsageError
 from nvme_offload.optim import buckets
 from nvme_offload.optim.budget import most_elements
-from nvme_offload.sizes import overflow
+from nvme_offload.sizes import Footprint, overflow
 from nvme_offload.store.transfer import Transfer
 from nvme_offload.swap.schedule import Schedule
 from nvme_offload.swap.value_states import TABLE, Event, State
-from nvme_offload.zero3.sub_groups import Footprint, cut
+from nvme_offload.zero3.sub_groups import cut
 
 PAGE = 4096
 

@@ -87,7 +87,7 @@ _ZERO3 = (
     "stage3_access",
     "stage3_gradients",
     "stage3_sub_groups",
-    "state_sizes",
+    "sub_groups",
     "tiered",
     "partition_states",
     "reader",

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from nvme_offload.zero3.state_sizes import states_of  # noqa: E402  # wants DeepSpeed
+from nvme_offload.zero3.sub_groups import states_of  # noqa: E402  # wants DeepSpeed
 
 PARAMETER = torch.nn.Parameter(torch.zeros(3))
 
