@@ -21,11 +21,6 @@ def parse_bytes(text: str | int) -> int:
     text : str or int
         "1GiB" is 2**30, "8GB" and "8G" are 8 * 10**9, "4096" is 4096 bytes. Case does not matter.
 
-    Returns
-    -------
-    int
-        Bytes.
-
     Raises
     ------
     ValueError
@@ -46,17 +41,12 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Format a size in binary units.
+    """Format a size in binary units, to three digits: "4 MiB", "1.5 GiB", "1000 bytes".
 
     Parameters
     ----------
     count : int
         Bytes.
-
-    Returns
-    -------
-    str
-        "4 MiB", "1.5 GiB", "1000 bytes": rounded to three digits where it does not divide.
     """
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(count) >= 1 << (10 * power):
@@ -68,82 +58,46 @@ def format_bytes(count: int) -> str:
 
 
 def format_gb(count: float) -> str:
-    """Format a size in decimal units, as speeds are.
+    """Format a size in decimal units, to three digits: "14.9 GB", "0.00312 GB", "1,120 GB".
 
     Parameters
     ----------
     count : float
         Bytes.
-
-    Returns
-    -------
-    str
-        Three significant digits, or a whole number: "14.9 GB", "0.00312 GB", "1,120 GB".
     """
     scaled = count / 1e9
     # by way of Decimal, which is never scientific
     return f"{scaled:,.0f} GB" if scaled >= 999.5 else f"{Decimal(f'{scaled:.3g}'):f} GB"
 
 
-def format_speed(gb_per_s: float) -> str:
-    """Format a speed.
-
-    Parameters
-    ----------
-    gb_per_s : float
-        GB/s.
-
-    Returns
-    -------
-    str
-        Three significant digits, zeros included: "2.20", "15.1", "104".
-    """
-    return f"{gb_per_s:#.3g}".rstrip(".")
-
-
-def format_milliseconds(value: float) -> str:
-    """Format a time in milliseconds.
+def format_speed(value: float) -> str:
+    """Format a speed or a time to three digits, zeros included: "2.20", "15.1", "104".
 
     Parameters
     ----------
     value : float
-        Milliseconds.
-
-    Returns
-    -------
-    str
-        Three significant digits, as of `format_speed`.
+        GB/s or ms.
     """
-    return format_speed(value)
+    return f"{value:#.3g}".rstrip(".")
 
 
 def format_ratio(ratio: float) -> str:
-    """Format a ratio.
+    """Format a ratio: "1.17".
 
     Parameters
     ----------
     ratio : float
         The ratio.
-
-    Returns
-    -------
-    str
-        Two digits behind the point: "1.17".
     """
     return f"{ratio:.2f}"
 
 
 def format_change(ratio: float) -> str:
-    """Format a ratio as a change in per cent.
+    """Format a ratio as the change that `format_ratio` shows: "+17 %" for 1.17.
 
     Parameters
     ----------
     ratio : float
         The ratio.
-
-    Returns
-    -------
-    str
-        The change that `format_ratio` shows: "+17 %" for 1.17.
     """
     return f"{round(100 * float(format_ratio(ratio))) - 100:+d} %"

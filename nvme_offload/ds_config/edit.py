@@ -60,8 +60,6 @@ class Applied:
 
     Attributes
     ----------
-    path : Path
-        As given.
     changed : bool
         False when the file had these settings already and was not written.
     settings : dict
@@ -73,7 +71,6 @@ class Applied:
         unchanged.
     """
 
-    path: Path
     changed: bool
     settings: dict[str, int | bool]
     before: dict[str, Any]
@@ -91,19 +88,11 @@ def aio_section(
         Of a profile the chosen setting. A mapping has any of DeepSpeed's keys already, and is
         checked; block_size in bytes.
 
-    Returns
-    -------
-    dict
-        The contents of an `aio` section.
-
     Raises
     ------
     UsageError
-        A key that DeepSpeed does not read, a value that it would refuse, or no key at all.
-
-    Notes
-    -----
-    Source: deepspeed/runtime/swap_tensor/aio_config.py.
+        A key that DeepSpeed does not read, a value that it would refuse, or no key at all. Source:
+        deepspeed/runtime/swap_tensor/aio_config.py.
     """
     if isinstance(setting, Profile):
         setting = setting.chosen
@@ -140,12 +129,6 @@ def zero_infinity(
     nvme_path : str or Path
         The directory, written as given: give an absolute path.
 
-    Returns
-    -------
-    str
-        JSON. Batch size, optimizer and learning rate (DeepSpeed's default) are for the user to
-        edit.
-
     Raises
     ------
     UsageError
@@ -153,6 +136,7 @@ def zero_infinity(
 
     Notes
     -----
+    Batch size, optimizer and learning rate (DeepSpeed's default) are for the user to edit.
     `max_in_cpu` (in elements) is 0: otherwise DeepSpeed keeps the first billion parameters in host
     memory. `pipeline_read` and `pipeline_write` are off: with them `zero_to_fp32` collates wrong
     weights. Lightning refuses `gradient_accumulation_steps`, so it is not set; Lightning's `test`
@@ -186,11 +170,6 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     settings : Profile, Setting, AioConfig or Mapping
         As for `aio_section`.
 
-    Returns
-    -------
-    Applied
-        The changes.
-
     Raises
     ------
     UsageError
@@ -217,7 +196,6 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     if edited != text:
         _replace_file(path, edited.encode("utf-8"))
     return Applied(
-        path=path,
         changed=edited != text,
         settings=wanted,
         before={key: before[key] for key in wanted if key in before},
@@ -226,22 +204,12 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
 
 
 def read_aio(path: str | Path) -> dict[str, Any]:
-    """Read the `aio` section of a config.
+    """Read the `aio` section of a config; empty without one. Raises: as `read`.
 
     Parameters
     ----------
     path : str or Path
         The config.
-
-    Returns
-    -------
-    dict
-        Empty without a section.
-
-    Raises
-    ------
-    UsageError, OSError
-        As `read`.
     """
     return _section_of(read(path))
 
@@ -253,11 +221,6 @@ def read(path: str | Path) -> dict[str, Any]:
     ----------
     path : str or Path
         The config.
-
-    Returns
-    -------
-    dict
-        Its values.
 
     Raises
     ------
@@ -278,22 +241,13 @@ def locate(path: str | Path) -> Path:
     Parameters
     ----------
     path : str or Path
-        A DeepSpeed config, or a YAML file of `accelerate config`.
-
-    Returns
-    -------
-    Path
-        *path*, or the file that the YAML names.
+        A DeepSpeed config, or a YAML file of `accelerate config` that names one, relative to the
+        working directory. Source: accelerate/utils/dataclasses.py (`deepspeed_config_file`).
 
     Raises
     ------
     UsageError
         The YAML names no config, or the config does not exist.
-
-    Notes
-    -----
-    Source: accelerate/commands/config/config_args.py and utils/dataclasses.py
-    (`deepspeed_config_file`, relative to the working directory).
     """
     path = Path(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
@@ -336,11 +290,6 @@ def parse(text: str) -> dict[str, Any]:
     text : str
         JSON, possibly with comments (`//`, `#`, `/* */`) and trailing commas.
 
-    Returns
-    -------
-    dict
-        Its values.
-
     Raises
     ------
     UsageError
@@ -366,7 +315,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def edit(text: str, aio: Mapping[str, Any]) -> str:
-    """Set keys in the `aio` section of a config.
+    """Set keys in the `aio` section of a config, and return the new text.
 
     Parameters
     ----------
@@ -374,11 +323,6 @@ def edit(text: str, aio: Mapping[str, Any]) -> str:
         The config.
     aio : Mapping
         Values by DeepSpeed's keys.
-
-    Returns
-    -------
-    str
-        The new config; *text* itself where it has the values already.
 
     Raises
     ------

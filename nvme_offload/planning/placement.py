@@ -260,18 +260,14 @@ def _gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int
 
 
 def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int) -> int:
-    """Weights and gradients in 16 bits, and the buckets in flight.
-
-    A gradient is freed when its bucket is updated in the backward pass, or when it is copied to host
-    memory, so that the gradients of a layer or two exist at a time; before the last of several backward
-    passes, updates in backward leave all gradients. FSDP2 gathers a layer and the next, and holds the
-    layer's gradients before they are reduced.
-    """
+    """Weights and gradients in 16 bits, and the buckets in flight."""
+    # gradients that are updated or copied in the backward pass exist for a layer or two at a time
     trained, block = model.trained / world.size, min(model.block, model.trained)
     passing = strategy.updates == "host gradients" or (
         strategy.updates == "in backward" and accumulation == 1
     )
     gradients = min(2 * block / world.size, trained) if passing else trained
+    # FSDP2 gathers a layer and the next, and holds the layer's gradients before they are reduced
     gathered = 2 * model.block + block if world.size > 1 else 0
     weights = WEIGHT_BYTES * model.parameters / world.size
     if strategy.streams:
@@ -407,14 +403,9 @@ class Streamed(NamedTuple):
 def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Streamed:
     """Bytes that a rank with *budget* bytes of "host_memory" transfers in a step of one micro-batch.
 
-    Under ZeRO-3 everything is live at the end of the backward pass, with the gradients that are not on the
-    GPU; the part that exceeds the budget is on the drive. The swapper keeps whole sub-groups, and reserves
-    two for reading ahead. Gradients displace as many bytes of states in the backward pass, and the rest is
-    written in the update. Parameters on the drive are used three times as often; a budget saves its share
-    of all reads. This agrees with `Schedule` within a tenth of the total.
-
-    `NVMeOptimizer` streams states, and gradients that it accumulates in host memory, and keeps as much as
-    its budget holds next to the buckets in flight; on CPUs an eighth of the budget is scratch memory.
+    The part of the values live at the end of the backward pass that exceeds the budget, less the parts
+    in flight, is on the drive. Gradients displace as many bytes of states in the backward pass, and the
+    rest is written in the update. This agrees with `Schedule` within a tenth of the total.
     """
     trained, weights = model.trained / world.size, WEIGHT_BYTES * model.parameters / world.size
     if budget >= whole_bytes(strategy, model, world):

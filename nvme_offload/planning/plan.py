@@ -1,29 +1,10 @@
 """`Plan`: the bytes of a way to train on a machine, whether it fits, and the seconds of a step, predicted
 from the measured profile of its drives.
 
-A step is forward and backward pass, once for each micro-batch, and the update. A pass takes as long as
-the slowest of compute, copies between host and GPU, and the drive, which reads parameters, writes
-gradients that do not fit, and transfers the activations of `save_on_nvme`:
-
-    pass = max(compute, copies, drive)
-
-This package updates on the GPU, if there is one, and the copies are of the states. Without a GPU, and
-with DeepSpeed's own offload, the CPUs widen gradients, unpack, step and pack states and copy
-parameters to the GPU, and the drive is slower while they use the memory:
-
-    on a GPU, update = max(Adam and packing, copies, drive)
-    on the CPUs, update = max(cpus, drive + 0.4 cpus)
-
-`NVMeOptimizer` updates during the last backward pass with `step_in_backward`, and during the first
-forward pass with `overlap_step`; with both, the forward pass has `FORWARD_SHARE` of the update. Where
-a pass and a concurrent update use the same GPU or drive, their times add up.
-
-All ranks of a machine share its memory bandwidth, which bounds the CPUs, and its drives. The constants
-below are from measured steps, each with its report; tests/unit/test_plan_reports.py compares every
-measured step of reports/ with its prediction.
-
-Not included: communication between ranks, compute on CPUs, data loading, checkpoints. Only
-`this_machine` and `drive_at` examine the machine.
+docs/planning.md has the formulas ("How it is computed"). All ranks of a machine share its drives and
+its memory bandwidth, which bounds the CPUs. The constants below are from measured steps, each with
+its report; tests/unit/test_plan_reports.py compares every measured step of reports/ with its
+prediction. Only `this_machine` and `drive_at` examine the machine.
 """
 
 from __future__ import annotations
@@ -191,12 +172,7 @@ def measured_together(drives: Sequence[Drive]) -> Profile | None:
     Parameters
     ----------
     drives : sequence of Drive
-        The paths.
-
-    Returns
-    -------
-    Profile or None
-        None unless exactly these paths were swept together.
+        The paths. The profile is None unless exactly these were swept together.
     """
     paths = {drive.path for drive in drives}
     for drive in drives:
@@ -206,12 +182,12 @@ def measured_together(drives: Sequence[Drive]) -> Profile | None:
 
 
 class Term(NamedTuple):
-    """One thing that takes time.
+    """One thing that takes time, such as "compute", "copies", "drive" or "Adam".
 
     Attributes
     ----------
     name, seconds, how : str, float, str
-        Such as "compute", "copies", "drive" or "Adam"; its duration, and the formula for it.
+        How is the formula for the seconds.
     """
 
     name: str
@@ -352,33 +328,19 @@ def plans(
     budget : int, optional
         "host_memory" of this package's swappers in bytes, instead of the machine's available memory.
 
-    Returns
-    -------
-    list of Plan
-        In the order of *strategies*.
     """
     return [_plan(strategy, model, machine, world, work, budget) for strategy in strategies]
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """Choose the plan to recommend.
+    """Choose the plan to recommend: of those that fit with the least concession, the fastest, or the
+    first within a tenth of it. A plan whose drive has no known speed is chosen only if there is no
+    other.
 
     Parameters
     ----------
     found : sequence of Plan
         The simplest first.
-
-    Returns
-    -------
-    Plan or None
-        None if nothing fits.
-
-    Notes
-    -----
-    Only plans with the least concession are candidates: exact states before "split" before "compact"
-    before "compact24", and `step_in_backward`, which makes clipping slow or impossible, last. The
-    fastest candidate is chosen, or the first of those within a tenth of it. A plan whose drive has no
-    known speed is chosen only if there is no other.
     """
     every = [plan for plan in found if plan.fits]
     least = min((plan.concession for plan in every), default=(0, 0))
@@ -391,7 +353,8 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
-    """Describe this machine.
+    """Describe this machine, with its smallest GPU and the available host memory; and the number of
+    ranks, one for each GPU, or one.
 
     Parameters
     ----------
@@ -400,13 +363,6 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
     probe_seconds : float
         Length of a measurement of the memory bandwidth; 0 assumes
         `DEFAULT_HOST_BYTES_PER_SECOND`.
-
-    Returns
-    -------
-    Machine
-        With the GPU of the least memory, the available host memory, and the drives of *paths*.
-    int
-        Number of ranks: one for each GPU, or one.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -421,12 +377,7 @@ def drive_at(path: str) -> Drive:
     Parameters
     ----------
     path : str
-        An existing directory.
-
-    Returns
-    -------
-    Drive
-        Without *speeds* and *profile* if there is no readable profile.
+        An existing directory. Without a readable profile, speeds are unknown.
     """
     from ..hardware import profile_shelf
 
@@ -442,7 +393,7 @@ def drive_at(path: str) -> Drive:
 def drive_described(
     read: float, write: float, mixed: float | None = None, free_bytes: int | None = None
 ) -> Drive:
-    """Describe a drive by its speeds, instead of a directory on it.
+    """Describe a drive, on the path `DESCRIBED_PATH`, by its speeds.
 
     Parameters
     ----------
@@ -453,11 +404,6 @@ def drive_described(
         and *write*, which agrees with the drives of reports/ within a tenth.
     free_bytes : int, optional
         Unlimited unless given.
-
-    Returns
-    -------
-    Drive
-        On the path `DESCRIBED_PATH`, without a profile.
     """
     both = mixed or 2 / (1 / read + 1 / write)
     speeds = {"read": read, "write": write, "mixed": both}

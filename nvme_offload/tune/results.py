@@ -17,7 +17,7 @@ from nvme_offload.files import commit
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.profile import PHASES, Latency, Profile, StripePath
 from nvme_offload.hardware.profile_grade import grade
-from nvme_offload.units import format_bytes, format_milliseconds, format_speed
+from nvme_offload.units import format_bytes, format_speed
 
 from .progress import Progress, change, describe
 from .proof import prove
@@ -179,9 +179,9 @@ def summary(profile: Profile) -> list[str]:
 
 
 def _latency(one: Latency) -> str:
-    times = [format_milliseconds(one.p50_ms), format_milliseconds(one.p99_ms), "too few blocks"]
+    times = [format_speed(one.p50_ms), format_speed(one.p99_ms), "too few blocks"]
     if one.p999_ms is not None:
-        times[2] = format_milliseconds(one.p999_ms)
+        times[2] = format_speed(one.p999_ms)
     return f"{one.phase} {', '.join(times)}"
 
 
