@@ -1,29 +1,41 @@
-"""`step_by_kernels` makes a step of Adam or AdamW over packed states on a GPU: a kernel
-unpacks each parameter, torch's own functions update all parameters, and a kernel packs each parameter.
-`StateFormat.unpack`, the optimizer's step and `StateFormat.pack` one after another give the same bits,
-with several times as much Python, which takes longer than the kernels.
+"""`step_by_kernels` makes a step of Adam or AdamW over packed states on a GPU. `StateFormat.unpack`,
+the optimizer's step and `StateFormat.pack` one after another give the same bits, with several times
+as much Python, which takes longer than the kernels.
+
+With `fused=True`, one kernel for each parameter makes the whole step, if it gives the bits of torch's
+kernel (`_tried`). Otherwise a kernel unpacks each parameter, torch's own functions update all
+parameters, and a kernel packs each parameter.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adam import adam
 
 from ..errors import known
-from .on_gpu import kernels
+from .on_gpu import kernels, packs_in_one_pass
 from .one_pass import STATES, Part
 from .packed import Packed, Unpacked
 from .rounding import BLOCK
+from .traits import raw_step
 
 if TYPE_CHECKING:
     from .formats import Layout, StateFormat
 
 _KEYS = {"step", *STATES}
+_SAMPLE = 1 << 17  # values
+# of a group; the learning rate changes from step to step
+_OPTIONS = ("eps", "weight_decay", "maximize", "decoupled_weight_decay")
+
+_log = logging.getLogger(__name__)
 
 
 def can_step_by_kernels(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> bool:
@@ -54,6 +66,13 @@ def step_by_kernels(
     Parameters: see `one_pass.step_in_one_pass`; `can_step_by_kernels` must be true.
     """
     by, parts = kernels(buffer.device), [part for part in parts if part.weight.numel()]
+    steps_there = all(optimizer.state[part.parameter]["step"].is_cuda for part in parts)
+    if steps_there and all(
+        _gives_bits_of_torch(buffer.device, type(optimizer), group) for group, _ in _by_group(parts)
+    ):
+        begin()
+        _step_in_one_kernel(optimizer, state_format, layout, buffer, parts, seed)
+        return
     splits = state_format.splits_master and layout.master is not None
     widens = any(part.gradient.dtype != torch.float32 for part in parts)
     rows = splits + 2 * state_format.eight_bit + widens
@@ -66,14 +85,50 @@ def step_by_kernels(
     for part, one, into in zip(parts, packed, unpacked, strict=True):
         if splits or one.moments or into.gradient is not None:
             by.unpack(one, into, part.gradient)
-    for group in {id(part.group): part.group for part in parts}.values():
-        chosen = [index for index, part in enumerate(parts) if part.group is group]
-        _update(optimizer, group, [parts[at] for at in chosen], [unpacked[at] for at in chosen])
+    by_parameter = {id(part): into for part, into in zip(parts, unpacked, strict=True)}
+    for group, chosen in _by_group(parts):
+        _update(optimizer, group, chosen, [by_parameter[id(part)] for part in chosen])
     for part, one, into in zip(parts, packed, unpacked, strict=True):
         if splits or one.moments:
             by.pack(into, one, part.first_block, seed)
         if layout.master is not None and not splits:
             part.weight.copy_(into.master)
+
+
+def _step_in_one_kernel(
+    optimizer: torch.optim.Optimizer,
+    state_format: StateFormat,
+    layout: Layout,
+    buffer: torch.Tensor,
+    parts: Sequence[Part],
+    seed: int,
+) -> None:
+    from . import by_triton
+
+    for group, chosen in _by_group(parts):
+        steps = [optimizer.state[part.parameter]["step"] for part in chosen]
+        for part, corrections in zip(chosen, _advanced(steps, group["betas"]), strict=True):
+            packed = _packed(state_format, layout, buffer, part)
+            kept = _unpacked(state_format, layout, buffer, part, None, widens=False)
+            by_triton.adam(packed, kept, part.gradient, corrections, group, part.first_block, seed)
+            if packed.low is None and layout.master is not None:
+                part.weight.copy_(kept.master)
+
+
+def _by_group(parts: Sequence[Part]) -> list[tuple[Any, list[Part]]]:
+    groups = {id(part.group): part.group for part in parts}
+    return [(group, [part for part in parts if part.group is group]) for group in groups.values()]
+
+
+def _advanced(steps: Sequence[torch.Tensor], betas: tuple[float, float]) -> torch.Tensor:
+    """Advance the step counts *steps*; return a row of corrections for each (`by_triton.adam`). Source:
+    FusedAdamMathFunctor in ATen/native/cuda/fused_adam_utils.cuh.
+    """
+    with torch.no_grad():
+        torch._foreach_add_(list(steps), 1)
+        counts = torch.stack(list(steps))
+        first, second = (1 - torch.pow(beta, counts) for beta in betas)
+        return torch.stack([first, second.sqrt()], dim=1)
 
 
 def _packed(state_format: StateFormat, layout: Layout, buffer: torch.Tensor, part: Part) -> Packed:
@@ -94,12 +149,17 @@ def _unpacked(
     layout: Layout,
     buffer: torch.Tensor,
     part: Part,
-    scratch: torch.Tensor,
+    scratch: torch.Tensor | None,
     *,
     widens: bool,
 ) -> Unpacked:
+    """Where *part* is unpacked: to *scratch*; without it, the weight stands for what is packed."""
     numel, start = part.weight.numel(), part.start
-    rows = iter(scratch[:, start : start + numel])
+    rows: Iterator[torch.Tensor] = (
+        itertools.repeat(part.weight)
+        if scratch is None
+        else iter(scratch[:, start : start + numel])
+    )
 
     def kept(slot: Any) -> torch.Tensor:
         values: torch.Tensor = slot.of(buffer).view(torch.float32)
@@ -154,3 +214,74 @@ def _update(
 def _knows_decay() -> bool:
     """Whether torch's function has an option for AdamW, as it does from 2.7 on."""
     return "decoupled_weight_decay" in inspect.signature(adam).parameters
+
+
+def _gives_bits_of_torch(device: torch.device, kind: Any, group: Mapping[str, Any]) -> bool:
+    """Whether `by_triton.adam` makes a step of the *group* of a *kind* of optimizer."""
+    options = tuple((name, group[name]) for name in _OPTIONS), tuple(group["betas"])
+    return bool(group["fused"]) and packs_in_one_pass(device) and _tried(device, kind, *options)
+
+
+@functools.lru_cache(64)
+def _tried(
+    device: torch.device,
+    kind: Any,
+    options: tuple[tuple[str, Any], ...],
+    betas: tuple[float, float],
+) -> bool:
+    """Whether `by_triton.adam` gives the bits of torch's fused kernel. They depend on which sums the
+    compiler of torch's kernel has fused with a product.
+    """
+    why = "Triton gives other bits than torch"
+    try:
+        if _gives_same_bits(device, kind, {**dict(options), "betas": betas}):
+            return True
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # as in `on_gpu.fault`
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    _log.info("Adam on %s unpacks, updates and packs in three kernels: %s", device, why)
+    return False
+
+
+def _gives_same_bits(device: torch.device, kind: Any, options: dict[str, Any]) -> bool:
+    from . import by_triton
+
+    weight, gradient, first, second = (value.to(device) for value in _sample())
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = kind([parameter], lr=1e-2, fused=True)
+    optimizer.param_groups[0].update(options)
+    [group], count = optimizer.param_groups, torch.zeros((), device=device)
+    state = optimizer.state[parameter]
+    state.update({"step": count.clone(), "exp_avg": first.clone(), "exp_avg_sq": second.clone()})
+    packed, kept = Packed(weight, None, []), Unpacked(weight, [first, second], None)
+    for number in (4, 999):
+        for steps in (count, state["step"]):
+            steps.fill_(number)
+        parameter.grad = gradient.clone()
+        raw_step(optimizer)(optimizer)
+        [corrections] = _advanced([count], group["betas"])
+        by_triton.adam(packed, kept, gradient, corrections, group, 0, 0)
+    pairs = (
+        (parameter.detach(), weight),
+        (state["exp_avg"], first),
+        (state["exp_avg_sq"], second),
+    )
+    return all(
+        torch.equal(*(torch.where(one.isnan(), torch.nan, one).view(torch.int32) for one in pair))
+        for pair in pairs
+    )
+
+
+def _sample() -> list[torch.Tensor]:
+    """Weight, gradient and moments of many magnitudes, and special gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(spread: float) -> torch.Tensor:
+        values = torch.randn(2, _SAMPLE, generator=generator, dtype=torch.float32)
+        return values[0] * torch.exp(values[1] * spread)
+
+    weight, gradient, first, second = drawn(1), drawn(4), drawn(4), drawn(8).abs()
+    for place, number in enumerate([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 3e38]):
+        gradient[7 * place] = number
+    return [weight, gradient, first, second]

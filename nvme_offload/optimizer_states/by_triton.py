@@ -8,6 +8,7 @@ fewer bits drops the upper ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def _names(row, names, count):
 
 
 @triton.jit
-def _encode_rows(
-    values,
+def _store_codes(
+    bits,
     codes,
     exponents,
     table,
@@ -91,7 +92,6 @@ def _encode_rows(
     ROWS: tl.constexpr,
 ):
     row, place, inside = _places(count, ROWS)
-    bits = tl.load(values + place, mask=inside, other=0)
     magnitude = bits & _MAGNITUDE
     largest = tl.minimum(tl.max(magnitude, axis=1), _INFINITY)  # for a NaN the sum would overflow
     exponent = tl.maximum((largest + _STEP - 1) >> 23, _LEAST_EXPONENT)
@@ -127,15 +127,14 @@ def _encode(
     TOP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row, _, _ = _places(count, ROWS)
+    row, place, inside = _places(count, ROWS)
     name = _names(row, names, count)
-    _encode_rows(values, codes, exponents, table, name, state, count, SIGNED, TOP, ROWS)
+    bits = tl.load(values + place, mask=inside, other=0)
+    _store_codes(bits, codes, exponents, table, name, state, count, SIGNED, TOP, ROWS)
 
 
 @triton.jit
-def _decode(
-    codes, exponents, values, count, SIGNED: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr
-):
+def _decoded(codes, exponents, count, SIGNED: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr):
     row, place, inside = _places(count, ROWS)
     field = tl.load(exponents + row, mask=row * _BLOCK < count, other=0).to(tl.int32)
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
@@ -153,7 +152,16 @@ def _decode(
     even = (bits + _OCTAVE).to(tl.float32, bitcast=True) - _LEAST_NORMAL
     bits = tl.minimum(bits, even.to(tl.int32, bitcast=True))
     bits = bits | tl.where(magnitude < _HALF_INFINITY, 0, _INFINITY) | sign
-    tl.store(values + place, bits.to(tl.float32, bitcast=True) * scale[:, None], mask=inside)
+    return bits.to(tl.float32, bitcast=True) * scale[:, None]
+
+
+@triton.jit
+def _decode(
+    codes, exponents, values, count, SIGNED: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr
+):
+    _, place, inside = _places(count, ROWS)
+    decoded = _decoded(codes, exponents, count, SIGNED, TOP, ROWS)
+    tl.store(values + place, decoded, mask=inside)
 
 
 @triton.jit
@@ -191,15 +199,20 @@ def _split(master, working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
-def _join(working, low, master, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
+def _joined(working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
     _, place, inside = _places(count, ROWS)
     upper = tl.load(working + place, mask=inside, other=0).to(tl.int32) << 16
     lower = tl.load(low + place, mask=inside, other=0).to(tl.int32)
     if SHORT:
         lower = lower << 8
     is_nan = (upper & _MAGNITUDE) > _INFINITY
-    bits = tl.where(is_nan, upper | (lower & 0xFFFF), upper + lower)
-    tl.store(master + place, bits, mask=inside)
+    return tl.where(is_nan, upper | (lower & 0xFFFF), upper + lower)
+
+
+@triton.jit
+def _join(working, low, master, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
+    _, place, inside = _places(count, ROWS)
+    tl.store(master + place, _joined(working, low, count, SHORT, ROWS), mask=inside)
 
 
 @triton.jit
@@ -288,8 +301,8 @@ def _pack(
             bits = _with_24_bits(bits, _randoms(name, table, master_state))
         _store_halves(bits, working, low, place, inside, SHORT)
     if CODES:
-        _encode_rows(
-            first,
+        _store_codes(
+            tl.load(first + place, mask=inside, other=0),
             first_codes,
             first_exponents,
             table,
@@ -300,8 +313,8 @@ def _pack(
             TOP_SIGNED,
             ROWS,
         )
-        _encode_rows(
-            second,
+        _store_codes(
+            tl.load(second + place, mask=inside, other=0),
             second_codes,
             second_exponents,
             table,
@@ -312,6 +325,106 @@ def _pack(
             TOP_UNSIGNED,
             ROWS,
         )
+
+
+_NOT_SPECIALIZED = [
+    *("first_name", "master_state", "first_state", "second_state"),
+    *("rate", "beta1", "beta2", "decay", "eps"),
+]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def _adam(
+    weight,
+    low,
+    master,
+    gradient,
+    first,
+    first_exponents,
+    second,
+    second_exponents,
+    corrections,
+    table,
+    first_name,
+    master_state,
+    first_state,
+    second_state,
+    rate,
+    beta1,
+    beta2,
+    decay,
+    eps,
+    count,
+    SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,
+    CODES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DECAYS: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    TOP_SIGNED: tl.constexpr,
+    TOP_UNSIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # Source: adam_math in ATen/native/cuda/fused_adam_utils.cuh, with the sums that nvcc fuses with a
+    # product.
+    row, place, inside = _places(count, ROWS)
+    grad = tl.load(gradient + place, mask=inside, other=0)
+    if SHIFT:
+        grad = (grad.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    grad = grad.to(tl.float32)
+    if MAXIMIZE:
+        grad = -grad
+    if SPLIT:  # noqa: SIM108  # Triton would compile both sides of an expression
+        value = _joined(weight, low, count, SHORT, ROWS).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(master + place, mask=inside, other=0)
+    if CODES:
+        average = _decoded(first, first_exponents, count, True, TOP_SIGNED, ROWS)
+        square = _decoded(second, second_exponents, count, False, TOP_UNSIGNED, ROWS)
+    else:
+        average = tl.load(first + place, mask=inside, other=0)
+        square = tl.load(second + place, mask=inside, other=0)
+    if DECAYS:
+        if DECOUPLED:
+            value = tl.fma(value, 0 - rate * decay, value)
+        else:
+            grad = tl.fma(value, decay, grad)
+    average = tl.fma(average, beta1, tl.fma(grad, 0 - beta1, grad))
+    product = grad * grad
+    square = tl.fma(square, beta2, tl.fma(product, 0 - beta2, product))
+    size = tl.div_rn(rate, tl.load(corrections))
+    root = tl.div_rn(tl.sqrt_rn(square), tl.load(corrections + 1)) + eps
+    value = value - tl.div_rn(average * size, root)
+    name = row + first_name
+    if SPLIT:
+        bits = value.to(tl.int32, bitcast=True)
+        if SHORT:
+            bits = _with_24_bits(bits, _randoms(name, table, master_state))
+        _store_halves(bits, weight, low, place, inside, SHORT)
+    else:
+        tl.store(master + place, value, mask=inside)
+    if CODES:
+        bits = average.to(tl.int32, bitcast=True)
+        _store_codes(
+            bits, first, first_exponents, table, name, first_state, count, True, TOP_SIGNED, ROWS
+        )
+        bits = square.to(tl.int32, bitcast=True)
+        _store_codes(
+            bits,
+            second,
+            second_exponents,
+            table,
+            name,
+            second_state,
+            count,
+            False,
+            TOP_UNSIGNED,
+            ROWS,
+        )
+    else:
+        tl.store(first + place, average, mask=inside)
+        tl.store(second + place, square, mask=inside)
 
 
 def encode(
@@ -421,6 +534,54 @@ def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> Non
         CODES=bool(codes),
         TOP_SIGNED=TOP_OCTAVE[True],
         TOP_UNSIGNED=TOP_OCTAVE[False],
+    )
+
+
+def adam(
+    packed: Packed,
+    kept: Unpacked,
+    gradient: torch.Tensor,
+    corrections: torch.Tensor,
+    options: Mapping[str, Any],
+    first_block: int,
+    seed: int,
+) -> None:
+    """A step of Adam, as torch's fused kernel makes it, in one pass over packed states. A weight
+    whose master *kept* has does not follow.
+
+    *kept*: the master and the moments that are not packed. *corrections*: the bias correction of
+    the first moment, and the root of that of the second, float32. *options*: of the parameter
+    group.
+    """
+    weight, low, codes = packed
+    bits = gradient.dtype == torch.bfloat16
+    splits = low is not None
+    moments = codes if codes else [(moment, moment) for moment in kept.moments]
+    numbers = (options["lr"], *options["betas"], options["weight_decay"], options["eps"])
+    _launch(
+        _adam,
+        weight.view(torch.int16) if splits else weight,
+        weight if low is None else low,
+        weight if splits else kept.master,
+        gradient.view(torch.int16) if bits else gradient,
+        *moments[0],
+        *moments[1],
+        corrections,
+        random_table(weight.device),
+        first_block,
+        *(seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)),
+        *map(float, numbers),
+        count=weight.numel(),
+        SPLIT=splits,
+        SHORT=low is not None and low.dtype == torch.int8,
+        CODES=bool(codes),
+        SHIFT=bits,
+        DECAYS=options["weight_decay"] != 0,
+        DECOUPLED=bool(options["decoupled_weight_decay"]),
+        MAXIMIZE=bool(options["maximize"]),
+        TOP_SIGNED=TOP_OCTAVE[True],
+        TOP_UNSIGNED=TOP_OCTAVE[False],
+        enable_fp_fusion=False,
     )
 
 

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -311,3 +312,70 @@ def test_far_blocks(by_triton, numel, octaves, eps):
             far[:-1] = False
             by.mark_far(values, first, far[:-1], eps)
         assert torch.equal(*marks)
+
+
+def fused(one, other, summand):
+    """The product plus the summand, rounded once; Triton's interpreter rounds the product, too."""
+    if DEVICE.type == "cpu":
+        return one * other + summand
+    exact = [np.float64(x) for x in (one, other, summand)]
+    return (exact[0] * exact[1] + exact[2]).astype(np.float32)
+
+
+def adam(master, gradient, first, second, corrections, options):
+    """A step as torch's fused kernel computes it."""
+    weight, gradient, first, second, corrections = (
+        one.cpu().numpy() for one in (master, gradient, first, second, corrections)
+    )
+    (beta1, beta2), rate, decay, eps = (
+        np.float32(options[name]) for name in ("betas", "lr", "weight_decay", "eps")
+    )
+    weight = fused(weight, -(rate * decay), weight)
+    first = fused(first, beta1, fused(gradient, -beta1, gradient))
+    square = gradient * gradient
+    second = fused(second, beta2, fused(square, -beta2, square))
+    root = np.sqrt(second) / corrections[1] + eps
+    made = weight - first * (rate / corrections[0]) / root, first, second
+    return [torch.from_numpy(one).to(DEVICE) for one in made]
+
+
+@pytest.mark.parametrize("numel", SIZES[1:])
+@pytest.mark.parametrize("low", [torch.int16, torch.int8, None])
+@pytest.mark.parametrize("codes", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
+    """Is unpacking, the step, and packing."""
+    if low is not None and dtype == torch.float32:
+        pytest.skip("a weight of float32 is its own master")
+    options = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
+    options |= {"maximize": False, "decoupled_weight_decay": True}
+    corrections = torch.tensor([0.4, 0.07], device=DEVICE)
+    gradient = numbers(numel, 3).to(DEVICE, dtype)
+    found = []
+    for at_once in (True, False):
+        master, first, second = numbers(numel, 4), numbers(numel, 4) / 8, numbers(numel, 6) ** 2
+        master, first, second = (one.to(DEVICE) for one in (master, first, second))
+        bytes_of = [empty(master, torch.uint8) for _ in range(2)]
+        fields = [empty(master, torch.uint8, -(-numel // BLOCK)) for _ in range(2)]
+        pairs = [(one[:-1], field[:-1]) for one, field in zip(bytes_of, fields, strict=True)]
+        weight = master.to(dtype) if dtype != master.dtype else master
+        rests = None if low is None else empty(master, low)
+        packed = Packed(weight, None if rests is None else rests[:-1], pairs if codes else [])
+        unpacked = Unpacked(master, [first, second], None)
+        by_torch.pack(unpacked, packed, 3, 1)
+        if at_once:
+            by_triton.adam(packed, unpacked, gradient, corrections, options, 3, 2)
+        else:
+            by_torch.unpack(packed, unpacked, gradient)
+            made = adam(master, gradient.float(), first, second, corrections, options)
+            for old, new in zip((master, first, second), made, strict=True):
+                old.copy_(new)
+            by_torch.pack(unpacked, packed, 3, 2)
+        found.append([*bytes_of, *fields])
+        if rests is None:
+            found[-1].append(master)
+        else:
+            rests[:-1][weight.isnan()] = 0  # any NaN
+            found[-1] += [rests, weight.float()]
+        found[-1] += [] if codes else [first, second]
+    assert all(map(same, *found))
