@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, known
 from .buckets import Bucket, Weight, is_distributed, like, local, local_as_it_is
 from .placeholders import SpentGradient
 
@@ -123,10 +123,13 @@ class BackwardUpdates:
         return ready
 
     def note_norms(self, bucket: Bucket) -> None:
-        """Compute the norms of the gradients of *bucket*, which an update is about to consume."""
+        """Compute the norms of the gradients of *bucket*, which an update is about to consume. Without
+        this, `spend` takes the norms from `Fragment.norm`.
+        """
         for weight in {fragment.weight for fragment in bucket.fragments} - self._norms.keys():
             gradient = weight.parameter.grad
             if gradient is not None:
+                await_copy(weight.parameter)
                 self._norms[weight] = torch.linalg.vector_norm(local(gradient))
 
     def spend(self, bucket: Bucket) -> None:
@@ -137,7 +140,10 @@ class BackwardUpdates:
                 all(other.bucket in self._updated for other in fragment.weight.fragments)
                 and parameter.grad is not None
             ):
-                norm = self._norms.pop(fragment.weight)
+                norm = self._norms.pop(fragment.weight, None)
+                if norm is None:
+                    parts = [known(part.norm) for part in fragment.weight.fragments]
+                    norm = torch.linalg.vector_norm(torch.stack(parts)).to(parameter.grad.dtype)
                 parameter.grad = like(parameter, SpentGradient(local_as_it_is(parameter), norm))
                 self._spent[fragment.weight] = None
 

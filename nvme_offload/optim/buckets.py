@@ -202,7 +202,8 @@ class Fragment:
     bucket is bound. *keys*: the bucket's states of which this fragment has a part, with strides.
     *rest*: the places of its other states. *strides*: of the shadow. *stepped*: it has had a
     gradient, so that its master may differ from the weight. *summed*: during an update, its part of
-    a gradient that was in host memory.
+    a gradient that was in host memory. *norm*: of the part of a gradient that an update has brought
+    to a GPU, which has the norm.
     """
 
     weight: Weight
@@ -220,6 +221,7 @@ class Fragment:
     stepped: bool = False
     changes: int = 0
     summed: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
 
     @property
     def group(self) -> int:

@@ -257,6 +257,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         try:
             self._format = wide_enough(self._format, self._class_name, self.param_groups)
             self._updater = Updater(self._tier, self._format, self._maker, self._class_name)
+            self._updater.notes_norms = self._backward is not None
             budget = Budget(self._tier.cap_bytes)
             self._bucketing = Bucketing(
                 self._class_name,
@@ -1688,13 +1689,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 with self._clock.running():
                     self._update_provisionally(bucket)  # which `zero_grad` undoes
             return
-        known(self._backward).note_norms(bucket)
         known(self._backward).begin_updates()
         if self._can_queue([bucket]):
+            known(self._backward).note_norms(bucket)
             self._queue_updates([bucket])
         elif self._queue is None or self._queue.quiesce():
             if bucket.visits_device:
                 self._drain_after_backward()
+            else:
+                known(self._backward).note_norms(bucket)
             with self._clock.running():
                 self._update_now(bucket)
         else:

@@ -75,7 +75,7 @@ class SpentGradient(WithoutMemory):
         found = None
         if function is _NORM and set(args[1:]) <= {2.0} and not kwargs:
             _warn_of_clipping()
-            found = args[0].kept_norm.clone()
+            found = args[0].kept_norm.to(args[0].device, copy=True)
         elif function is _NORMS and set(args[1:]) <= {2.0} and not kwargs:
             found = [torch.linalg.vector_norm(one) for one in args[0]]
         elif function in _PRODUCTS and _is_one(args[1]):

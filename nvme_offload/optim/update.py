@@ -59,6 +59,7 @@ class Updater(Records):
         self.attributes: dict[str, Any] = {}
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._streams: dict[torch.device, Any] = {}  # for buckets that visit a device
+        self.notes_norms = False  # whether to set `Fragment.norm` for buckets that visit a device
         self._written: Any = None  # the event after which their gradients are in host memory
 
     @property
@@ -338,10 +339,8 @@ class Updater(Records):
         elif not can_step_by_kernels(inner, own):
             return None
         elif bucket.visits_device:
-            stager = self._stager(bucket)
-            brought = stager.bring(flats, list(gradients.values()), self._written)
-            there = brought[: len(flats)]
-            step_by_kernels(*how, parts(there, brought[len(flats) :]), seed, begin)
+            there, brought = self._brought(bucket, flats, gradients)
+            step_by_kernels(*how, parts(there, brought.values()), seed, begin)
         else:
             step_by_kernels(*how, own, seed, begin)
         self._put_back(bucket, flats, there, put_back)
@@ -368,10 +367,13 @@ class Updater(Records):
         gradients = [fragment.of_gradient() for fragment in bucket.fragments]
         weights, flats = own, own_flats
         if bucket.visits_device:
-            given = [gradient for gradient in gradients if gradient is not None]
-            brought = self._stager(bucket).bring(own_flats, given, self._written)
-            flats, rest = brought[: len(own)], iter(brought[len(own) :])
-            gradients = [None if gradient is None else next(rest) for gradient in gradients]
+            given = zip(bucket.fragments, gradients, strict=True)
+            flats, brought = self._brought(
+                bucket,
+                own_flats,
+                {fragment: gradient for fragment, gradient in given if gradient is not None},
+            )
+            gradients = [brought.get(fragment) for fragment in bucket.fragments]
             weights = [
                 flat.as_strided(fragment.shape, fragment.strides)
                 for fragment, flat in zip(bucket.fragments, flats, strict=True)
@@ -434,6 +436,22 @@ class Updater(Records):
             fragment.put_weight(weight)
         for fragment in bucket.fragments:
             fragment.changes = fragment.weight.changes  # the master has followed these changes
+
+    def _brought(
+        self,
+        bucket: Bucket,
+        flats: Sequence[torch.Tensor],
+        gradients: Mapping[Fragment, torch.Tensor],
+    ) -> tuple[list[torch.Tensor], dict[Fragment, torch.Tensor]]:
+        """Copies of weights and gradients on the device of the update, for a bucket that visits
+        it.
+        """
+        brought = self._stager(bucket).bring(flats, list(gradients.values()), self._written)
+        there = dict(zip(gradients, brought[len(flats) :], strict=True))
+        if self.notes_norms:
+            for fragment, gradient in there.items():
+                fragment.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return brought[: len(flats)], there
 
     def _widen(
         self,
