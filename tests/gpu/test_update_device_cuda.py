@@ -108,13 +108,16 @@ def test_modes(tmp_path, mode):
         optimizer = NVMeOptimizer(
             model.parameters(), paths=tmp_path, host_memory="4MB", lr=1e-2, **options
         )
-        losses = []
+        losses, norms = [], []
         for step in range(6):
             generator = torch.Generator("cuda").manual_seed(step)
             inputs = torch.randn(16, 300, device="cuda", dtype=torch.bfloat16, generator=generator)
             loss = model(inputs).float().square().mean()
             loss.backward()
             losses.append(loss.item())
+            if mode.get("step_in_backward") is True:
+                gradients = [parameter.grad for parameter in model.parameters()]
+                norms.append(torch.nn.utils.get_total_norm(gradients).item())
             if options.get("step_in_backward") is True and "overlap_step" not in options:
                 # backward() has returned: the new values are in host memory
                 now = [parameter.detach().clone() for parameter in model.parameters()]
@@ -123,7 +126,7 @@ def test_modes(tmp_path, mode):
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
-        runs.append((losses, [parameter.detach().cpu() for parameter in model.parameters()]))
+        runs.append((losses, [one.detach().cpu() for one in model.parameters()], norms))
         assert all(
             value.device.type == device
             for state in optimizer.state.values()
@@ -133,6 +136,7 @@ def test_modes(tmp_path, mode):
         optimizer.close()
     assert runs[0][0] == runs[1][0]
     assert differing(runs[0][1], runs[1][1]) == []
+    assert runs[0][2] == pytest.approx(runs[1][2], rel=1e-2)  # each gradient's norm is bfloat16
 
 
 def test_strided_parameters(tmp_path):
