@@ -107,10 +107,10 @@ def _step_in_one_kernel(
 
     for group, chosen in _by_group(parts):
         steps = [optimizer.state[part.parameter]["step"] for part in chosen]
-        for part, corrections in zip(chosen, _advanced(steps, group["betas"]), strict=True):
+        for part, powers in zip(chosen, _advanced(steps, tuple(group["betas"])), strict=True):
             packed = _packed(state_format, layout, buffer, part)
             kept = _unpacked(state_format, layout, buffer, part, None, widens=False)
-            by_triton.adam(packed, kept, part.gradient, corrections, group, part.first_block, seed)
+            by_triton.adam(packed, kept, part.gradient, powers, group, part.first_block, seed)
             if packed.low is None and layout.master is not None:
                 part.weight.copy_(kept.master)
 
@@ -121,14 +121,16 @@ def _by_group(parts: Sequence[Part]) -> list[tuple[Any, list[Part]]]:
 
 
 def _advanced(steps: Sequence[torch.Tensor], betas: tuple[float, float]) -> torch.Tensor:
-    """Advance the step counts *steps*; return a row of corrections for each (`by_triton.adam`). Source:
-    FusedAdamMathFunctor in ATen/native/cuda/fused_adam_utils.cuh.
-    """
+    """Advance the step counts *steps*; return a row for each, the *betas* to its power."""
     with torch.no_grad():
         torch._foreach_add_(list(steps), 1)
-        counts = torch.stack(list(steps))
-        first, second = (1 - torch.pow(beta, counts) for beta in betas)
-        return torch.stack([first, second.sqrt()], dim=1)
+        counts = torch.stack(list(steps)) if len(steps) > 1 else steps[0][None]
+        return torch.pow(_on_device(betas, counts.device), counts[:, None])
+
+
+@functools.lru_cache(64)
+def _on_device(betas: tuple[float, float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(betas, dtype=torch.float32, device=device)
 
 
 def _packed(state_format: StateFormat, layout: Layout, buffer: torch.Tensor, part: Part) -> Packed:
@@ -260,8 +262,8 @@ def _gives_same_bits(device: torch.device, kind: Any, options: dict[str, Any]) -
             steps.fill_(number)
         parameter.grad = gradient.clone()
         raw_step(optimizer)(optimizer)
-        [corrections] = _advanced([count], group["betas"])
-        by_triton.adam(packed, kept, gradient, corrections, group, 0, 0)
+        [powers] = _advanced([count], group["betas"])
+        by_triton.adam(packed, kept, gradient, powers, group, 0, 0)
     pairs = (
         (parameter.detach(), weight),
         (state["exp_avg"], first),

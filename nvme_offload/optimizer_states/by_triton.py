@@ -343,7 +343,7 @@ def _adam(
     first_exponents,
     second,
     second_exponents,
-    corrections,
+    powers,
     table,
     first_name,
     master_state,
@@ -393,8 +393,8 @@ def _adam(
     average = tl.fma(average, beta1, tl.fma(grad, 0 - beta1, grad))
     product = grad * grad
     square = tl.fma(square, beta2, tl.fma(product, 0 - beta2, product))
-    size = tl.div_rn(rate, tl.load(corrections))
-    root = tl.div_rn(tl.sqrt_rn(square), tl.load(corrections + 1)) + eps
+    size = tl.div_rn(rate, 1 - tl.load(powers))
+    root = tl.div_rn(tl.sqrt_rn(square), tl.sqrt_rn(1 - tl.load(powers + 1))) + eps
     value = value - tl.div_rn(average * size, root)
     name = row + first_name
     if SPLIT:
@@ -541,7 +541,7 @@ def adam(
     packed: Packed,
     kept: Unpacked,
     gradient: torch.Tensor,
-    corrections: torch.Tensor,
+    powers: torch.Tensor,
     options: Mapping[str, Any],
     first_block: int,
     seed: int,
@@ -549,9 +549,8 @@ def adam(
     """A step of Adam, as torch's fused kernel makes it, in one pass over packed states. A weight
     whose master *kept* has does not follow.
 
-    *kept*: the master and the moments that are not packed. *corrections*: the bias correction of
-    the first moment, and the root of that of the second, float32. *options*: of the parameter
-    group.
+    *kept*: the master and the moments that are not packed. *powers*: the betas to the power of the
+    step count, float32. *options*: of the parameter group.
     """
     weight, low, codes = packed
     bits = gradient.dtype == torch.bfloat16
@@ -566,7 +565,7 @@ def adam(
         gradient.view(torch.int16) if bits else gradient,
         *moments[0],
         *moments[1],
-        corrections,
+        powers,
         random_table(weight.device),
         first_block,
         *(seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)),

@@ -322,10 +322,10 @@ def fused(one, other, summand):
     return (exact[0] * exact[1] + exact[2]).astype(np.float32)
 
 
-def adam(master, gradient, first, second, corrections, options):
+def adam(master, gradient, first, second, powers, options):
     """A step as torch's fused kernel computes it."""
-    weight, gradient, first, second, corrections = (
-        one.cpu().numpy() for one in (master, gradient, first, second, corrections)
+    weight, gradient, first, second, powers = (
+        one.cpu().numpy() for one in (master, gradient, first, second, powers)
     )
     (beta1, beta2), rate, decay, eps = (
         np.float32(options[name]) for name in ("betas", "lr", "weight_decay", "eps")
@@ -334,8 +334,8 @@ def adam(master, gradient, first, second, corrections, options):
     first = fused(first, beta1, fused(gradient, -beta1, gradient))
     square = gradient * gradient
     second = fused(second, beta2, fused(square, -beta2, square))
-    root = np.sqrt(second) / corrections[1] + eps
-    made = weight - first * (rate / corrections[0]) / root, first, second
+    root = np.sqrt(second) / np.sqrt(1 - powers[1]) + eps
+    made = weight - first * (rate / (1 - powers[0])) / root, first, second
     return [torch.from_numpy(one).to(DEVICE) for one in made]
 
 
@@ -349,7 +349,7 @@ def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
         pytest.skip("a weight of float32 is its own master")
     options = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     options |= {"maximize": False, "decoupled_weight_decay": True}
-    corrections = torch.tensor([0.4, 0.07], device=DEVICE)
+    powers = torch.tensor([0.6, 0.995], device=DEVICE)
     gradient = numbers(numel, 3).to(DEVICE, dtype)
     found = []
     for at_once in (True, False):
@@ -364,10 +364,10 @@ def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
         unpacked = Unpacked(master, [first, second], None)
         by_torch.pack(unpacked, packed, 3, 1)
         if at_once:
-            by_triton.adam(packed, unpacked, gradient, corrections, options, 3, 2)
+            by_triton.adam(packed, unpacked, gradient, powers, options, 3, 2)
         else:
             by_torch.unpack(packed, unpacked, gradient)
-            made = adam(master, gradient.float(), first, second, corrections, options)
+            made = adam(master, gradient.float(), first, second, powers, options)
             for old, new in zip((master, first, second), made, strict=True):
                 old.copy_(new)
             by_torch.pack(unpacked, packed, 3, 2)
