@@ -56,25 +56,9 @@ class StepStats(DriveUse):
 
 
 class StepClock:
-    """Makes the `StepStats` of one engine.
-
-    The optimizer step lasts from `begin_update` to `end`. If several engines share a tier, each
-    engine's steps count the bytes that moved during them.
-
-    Parameters
-    ----------
-    tier : Tier
-        The tier of the engine's values. Its first `Tier.require` has been called.
-
-    Attributes
-    ----------
-    last : StepStats or None
-        The statistics of the last step; None before the first one ends.
-
-    Raises
-    ------
-    UsageError
-        *tier* has no swapper yet.
+    """Makes the `StepStats` of an engine with values in *tier*. The optimizer step lasts from
+    `begin_update` to `end`. If several engines share a tier, each engine's steps count the bytes
+    that moved during them. Attributes: *last*, the statistics of the last step, None before it ends.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -100,56 +84,28 @@ class StepClock:
         self._update = time.monotonic(), self._meter.waited_seconds()
 
     def end(self, update_waited: float = 0.0, drive_waited: float = 0.0) -> StepStats:
-        """End the step, and begin the next one.
-
-        Parameters
-        ----------
-        update_waited : float
-            Seconds that the program waited for updates in another thread.
-        drive_waited : float
-            Seconds that the updates waited for the drive.
-
-        Returns
-        -------
-        StepStats
-            The statistics of the step.
+        """End the step, and begin the next one. *update_waited*: seconds that the program waited for
+        updates in another thread. *drive_waited*: seconds that the updates waited for the drive.
         """
         now, used = time.monotonic(), self._meter.take()
-        used["waited_seconds"] = (
-            max(used["waited_seconds"] - drive_waited, 0.0) + update_waited
-            if update_waited or drive_waited
-            else used["waited_seconds"]
-        )
+        if update_waited or drive_waited:
+            used["waited_seconds"] = max(used["waited_seconds"] - drive_waited, 0.0) + update_waited
         update_began, waited = self._update or (now, used["waited_seconds"])
         self._steps += 1
-        self._began, self._update, began = now, None, self._began
         self.last = StepStats(
             step=self._steps,
-            seconds=now - began,
+            seconds=now - self._began,
             update_seconds=now - update_began,
             update_waited_seconds=used["waited_seconds"] - waited,
             **used,
         )
+        self._began, self._update = now, None
         return self.last
 
 
 def clock_of(engine: Any) -> StepClock:
-    """The clock of a DeepSpeed engine.
-
-    Parameters
-    ----------
-    engine : DeepSpeedEngine
-        A DeepSpeed engine, or a wrapper with its optimizer.
-
-    Returns
-    -------
-    StepClock
-        The clock of the engine.
-
-    Raises
-    ------
-    UsageError
-        This package keeps no data of the engine on a drive.
+    """The clock of a DeepSpeed engine, or of a wrapper with its optimizer. Raises: UsageError if this
+    package keeps no data of the engine on a drive.
     """
     clock: StepClock | None = getattr(getattr(engine, "optimizer", None), "clock", None)
     if clock is None:
@@ -160,22 +116,8 @@ def clock_of(engine: Any) -> StepClock:
 
 
 def last_step(trained: Any) -> DriveUse | None:
-    """The transfers of the last step.
-
-    Parameters
-    ----------
-    trained : DeepSpeedEngine or NVMeOptimizer
-        An engine or optimizer, or a wrapper with the optimizer of either.
-
-    Returns
-    -------
-    DriveUse or None
-        None before the first step ends.
-
-    Raises
-    ------
-    UsageError
-        No data of *trained* is offloaded.
+    """The transfers of the last step of an engine or an `NVMeOptimizer`, or of a wrapper with the
+    optimizer of either; None before it ends. Raises: UsageError if nothing is offloaded.
     """
     for owner in (trained, getattr(trained, "optimizer", None)):
         clock = getattr(owner, "clock", None)
@@ -183,5 +125,4 @@ def last_step(trained: Any) -> DriveUse | None:
             return cast("DriveUse | None", clock.last)
         if owner is not None and type(owner).__name__ == "NVMeOptimizer":
             return cast("DriveUse | None", owner.last_stats)
-    clock_of(trained)  # raises if there is no clock
-    return None
+    return clock_of(trained).last  # raises, since there is no clock
