@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from .reader import MASTER
 from .updates import quiesce
 
 if TYPE_CHECKING:
+    from .gradients import Gradients
     from .stage_1_and_2 import Stages1And2
 
 
@@ -33,60 +35,6 @@ def link(owner: Stages1And2) -> None:
             setattr(param, name, types.MethodType(functools.partial(function, owner), param))
 
 
-def read_states(
-    owner: Stages1And2, group: int, start: int, numel: int, key: str | None
-) -> torch.Tensor:
-    """A copy of *numel* elements, from *start* in this rank's partition of *group*, of the state
-    *key* or of the master weights. Raises: UsageError if there is no state *key*.
-    """
-    found = []
-    for index, offset, _, count in owner.pieces(group, start, numel):
-        with owner.in_memory(index) as held:
-            if (key or MASTER) not in held:
-                raise UsageError(
-                    f"{type(owner.optimizer).__name__} has no state {key!r}, or none yet: it makes them in its first step"
-                )
-            found.append(held[key or MASTER][offset : offset + count].clone())
-    return torch.cat(found)
-
-
-def write_states(
-    owner: Stages1And2, group: int, start: int, values: torch.Tensor, key: str | None
-) -> None:
-    """Replace the elements that `read_states` returns by *values*."""
-    owner.require_whole()
-    owner.partly_changed = True
-    for index, offset, first, count in owner.pieces(group, start, values.numel()):
-        with owner.in_memory(index, changed=True) as held:
-            held[key or MASTER][offset : offset + count].copy_(values[first : first + count])
-    owner.partly_changed = False
-
-
-def read_gradients(owner: Stages1And2, group: int, start: int, numel: int) -> torch.Tensor:
-    """A copy of the gradients of the elements that `read_states` returns."""
-    quiesce(owner.tier)
-    owner.gradient_store.require_whole()
-    owner.give_back()
-    return torch.cat(
-        [
-            owner.gradient_store.widened(index)[offset : offset + count].clone()
-            for index, offset, _, count in owner.pieces(group, start, numel)
-        ]
-    )
-
-
-def write_gradients(owner: Stages1And2, group: int, start: int, values: torch.Tensor) -> None:
-    """Replace the gradients that `read_gradients` returns by *values*."""
-    quiesce(owner.tier)
-    owner.gradient_store.require_whole()
-    owner.give_back()
-    owner.note_gradients()
-    for index, offset, first, count in owner.pieces(group, start, values.numel()):
-        gradient = owner.gradient_store.widened(index)
-        gradient[offset : offset + count].copy_(values[first : first + count])
-        owner.gradient_store.replace(index)
-
-
 class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
     """DeepSpeed's mapping of a parameter to a part of its group's partition. This one returns
     copies of the part.
@@ -96,15 +44,30 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
         self.__dict__.update(vars(original))
         self.owner = owner
 
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Parameter group, first element in this rank's partition, and number of elements."""
-        address = self.hp_fragment_address
-        return self.param_group_index, address.start, address.numel
-
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """A copy of this part of the master weights, or of a state."""
-        return read_states(self.owner, *self.place, optim_state_key)
+        """A copy of this part of the master weights, or of a state. Raises: UsageError if there is
+        no such state.
+        """
+        found, key = [], optim_state_key or MASTER
+        for index, offset, _, count in self._pieces():
+            with self.owner.in_memory(index) as held:
+                if key not in held:
+                    raise UsageError(
+                        f"{type(self.owner.optimizer).__name__} has no state {key!r}, or none yet: it makes them in its first step"
+                    )
+                found.append(held[key][offset : offset + count].clone())
+        return torch.cat(found)
+
+    def set_hp_fragment(self, values: torch.Tensor, optim_state_key: str | None) -> None:
+        """Copy this part of *values*, of the whole parameter, to the master weights or a state."""
+        self.owner.require_whole()
+        self.owner.partly_changed = True
+        for index, offset, own, count in self._pieces():
+            with self.owner.in_memory(index, changed=True) as held:
+                held[optim_state_key or MASTER][offset : offset + count].copy_(
+                    self._own(values)[own : own + count]
+                )
+        self.owner.partly_changed = False
 
     def get_optim_state_fragment(self, key: str) -> torch.Tensor:
         """A copy of this part of a state."""
@@ -117,12 +80,37 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
 
     def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
         """A copy of this part of the gradients."""
-        return read_gradients(self.owner, *self.place)
+        gradients = self._gradients()
+        return torch.cat(
+            [
+                gradients.widened(index)[offset : offset + count].clone()
+                for index, offset, _, count in self._pieces()
+            ]
+        )
 
+    def set_grad_fragment(self, values: torch.Tensor) -> None:
+        """Copy this part of *values*, of the whole parameter, to the gradients."""
+        gradients = self._gradients()
+        self.owner.note_gradients()
+        for index, offset, own, count in self._pieces():
+            gradients.widened(index)[offset : offset + count].copy_(
+                self._own(values)[own : own + count]
+            )
+            gradients.replace(index)
 
-def _own_values(param: Any, value: torch.Tensor) -> torch.Tensor:
-    address = param._hp_mapping.lp_fragment_address
-    return value.detach().flatten().narrow(0, address.start, address.numel)
+    def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
+        address = self.hp_fragment_address
+        return self.owner.pieces(self.param_group_index, address.start, address.numel)
+
+    def _own(self, values: torch.Tensor) -> torch.Tensor:
+        address = self.lp_fragment_address
+        return values.detach().flatten().narrow(0, address.start, address.numel)
+
+    def _gradients(self) -> Gradients:
+        quiesce(self.owner.tier)
+        self.owner.gradient_store.require_whole()
+        self.owner.give_back()
+        return self.owner.gradient_store
 
 
 def _set_full_hp_param(
@@ -130,8 +118,7 @@ def _set_full_hp_param(
 ) -> None:
     """The method that `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` call."""
     if param._hp_mapping is not None:
-        group, start, _ = param._hp_mapping.place
-        write_states(owner, group, start, _own_values(param, value), optim_state_key)
+        param._hp_mapping.set_hp_fragment(value, optim_state_key)
     if optim_state_key is None and not owner.state_format.in_place:
         # In these formats the 16-bit weight is part of its master weight: set it on all ranks.
         rounded = torch.empty(value.numel(), dtype=torch.bfloat16)
@@ -143,7 +130,6 @@ def _set_full_hp_param(
 def _set_full_hp_grad(owner: Stages1And2, param: Any, value: torch.Tensor) -> None:
     """The method that `safe_set_full_grad` calls."""
     if param._hp_mapping is not None:
-        group, start, _ = param._hp_mapping.place
-        write_gradients(owner, group, start, _own_values(param, value))
+        param._hp_mapping.set_grad_fragment(value)
         if hasattr(owner, "update_offload_overflow_tracker"):
             owner.update_offload_overflow_tracker(value)
