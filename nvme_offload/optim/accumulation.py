@@ -8,37 +8,22 @@ spill to the drive where they do not fit.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..errors import OutOfHostMemoryError, UsageError, known
+from ..errors import UsageError, known
 from ..optimizer_states.tree import dense_strides
 from ..swap.tier import Tier
-from .buckets import Bucket, Fragment, Weight, is_distributed
-from .gradient_copies import GradientCopies
+from ..update.gradients import Flat, GradientValues
+from .buckets import Bucket, Weight, is_distributed
 from .host_gradient import HostGradient, Sum
 from .modes import fixed_modes
 
-# copies in flight between a GPU and the host; beyond this number, backward() waits
-_IN_FLIGHT = 64
 _UNTIGHT = 8  # values in use together, for buckets that are being copied to a GPU and back
-_IN_FLIGHT_BYTES = 128 << 20
-
-
-class _Copy(NamedTuple):
-    """A copy between host memory and a GPU: of *bucket*'s value, or of *fragment*'s part of it. It
-    ends with the event *done*; *kept* holds the tensors alive until then.
-    """
-
-    bucket: Bucket
-    fragment: Fragment | None
-    done: Any  # torch.cuda.Event
-    nbytes: int
-    kept: Any
 
 
 class GradientSums:
@@ -49,11 +34,7 @@ class GradientSums:
     to it, in their dtype. On a GPU the addition runs there: the old sum is copied up while the
     previous sum is copied down, so PCIe moves both ways concurrently. An addition on the CPU would
     read and write the sum in host memory, at a fraction of that speed, and the thread of backward()
-    would wait for the copy before it. Gradients of parameters on the CPU are added in place.
-
-    backward() reaches the parameters of a bucket one after another, so a bucket's value is in use
-    from its first gradient until a gradient of another bucket arrives, or until `settle`. Only the
-    elements of a gradient are copied, so the bytes do not depend on the layout of the buckets.
+    would wait for the copy before it.
 
     *lock*: held by every user of the tier. *release_others*: releases the other values of the tier
     that are in use. *recover*: continues after a call that an exception ended; it calls `recover`.
@@ -69,19 +50,11 @@ class GradientSums:
         recover: Callable[[], None],
     ) -> None:
         self._tier = tier
+        self._values = GradientValues(tier, make_room=release_others)
         self._lock = lock
-        self._release_others = release_others
         self._recover = recover
         self.running = False
         self.tight = True
-        self._copies: deque[_Copy] = deque()
-        self._under_way_bytes = 0
-        self._devices: dict[torch.device, GradientCopies] = {}
-        self._in_use: dict[Bucket, torch.Tensor] = {}
-        self._changed: set[Bucket] = set()  # buckets in use whose value changed
-        self._current: Bucket | None = None  # bucket whose next gradient may follow
-        self._to_discard: set[Bucket] = set()  # buckets to discard once their use ends
-        self._stored: set[Bucket] = set()  # buckets that have a value
         self._taken: dict[Bucket, None] = {}
         self._sums: dict[Weight, Sum] = {}  # weights whose gradient is stored here
 
@@ -138,37 +111,22 @@ class GradientSums:
             one.changes()(whole)
             self.store(one, whole.add_(gradient))
             return
-        with self._lock, self._changing(one):
-            row = _row(gradient, one.strides)
-            for fragment in _weight(one).fragments:
-                part = row[fragment.start : fragment.stop]
-                place = self._place(fragment, changed=True)
-                copies = self._copies_of(fragment.bucket)
-                if copies is None:
-                    one.changes()(place)
-                    place.add_(part)
-                else:
-                    self._await(fragment.bucket, fragment)
-                    change = one.changes()
-                    done, total = copies.add(place, part, change)
-                    self._note(fragment.bucket, fragment, done, total, part, change)
+        with self._changing(one):
+            change = one.changes()
+            for part in _parts(one, _row(gradient, one.strides)):
+                self._values.add(*part, change)
             one.pending.clear()
 
     @fixed_modes()
     def store(self, one: Sum, gradient: torch.Tensor) -> None:
         """Replace the contents of *one* by *gradient*. Raises: as `add`."""
-        with self._lock, self._changing(one):
-            self._keep(one)
-            row = _row(gradient, one.strides)
-            for fragment in _weight(one).fragments:
-                part = row[fragment.start : fragment.stop]
-                place = self._place(fragment, changed=True)
-                copies = self._copies_of(fragment.bucket)
-                if copies is None:
-                    place.copy_(part)
-                else:
-                    self._await(fragment.bucket, fragment)
-                    self._note(fragment.bucket, fragment, copies.send(place, part), part)
+        with self._changing(one):
+            before = self._sums.get(_weight(one))
+            if before is not None and before is not one:
+                _lose([before], "was replaced by another")
+            self._sums[_weight(one)] = one
+            for part in _parts(one, _row(gradient, one.strides)):
+                self._values.write(*part)
             one.pending.clear()
             one.is_zero = False
 
@@ -186,20 +144,17 @@ class GradientSums:
         if one.is_zero:
             row.zero_()
         else:
-            with self._lock:
-                self._begin()
-                for fragment in weight.fragments:
-                    part = row[fragment.start : fragment.stop]
-                    self._bring(fragment.bucket, fragment, part, self._place(fragment))
-                self.running = False
+            with self._running():
+                for part in _parts(one, row):
+                    self._values.read(*part)
         one.changes()(row)
         return whole
 
     def names(self, buckets: Sequence[Bucket]) -> Iterator[str]:
         """The names of the values that an update of the *buckets* uses, in order."""
         for bucket in buckets:
-            if bucket in self._stored:
-                yield _name(bucket)
+            if (flat := _flat(bucket)) in self._values:
+                yield flat.name
             yield bucket.name
 
     @fixed_modes()
@@ -208,8 +163,9 @@ class GradientSums:
         `done`, and discard them from host memory. Raises: as `TensorSwapper.swap_in`; nothing is
         changed then.
         """
+        stored = _flat(bucket)
         if bucket in self._taken:
-            self._discard(bucket)  # an exception may have skipped it
+            self._values.discard(stored)  # an exception may have skipped it
             return
         summed = [
             (fragment, one)
@@ -217,11 +173,11 @@ class GradientSums:
             if (one := self._sum_of(fragment.weight)) is not None
         ]
         if not summed:  # any stored value belongs to a gradient that the program has replaced
-            self._discard(bucket)
+            self._values.discard(stored)
             return
         flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.home)
         if not all(one.is_zero for _, one in summed):
-            self._bring(bucket, None, flat, self._use(bucket))
+            self._values.read(stored, 0, flat)
         for fragment, one in summed:
             part = fragment.flat_within(flat)
             if one.is_zero:
@@ -231,9 +187,9 @@ class GradientSums:
                 part.as_strided(fragment.shape, one.strides) if fragment.is_whole else part
             )
         self._taken[bucket] = None
-        self._discard(bucket)
+        self._values.discard(stored)
         if self.tight or bucket.inner is None:  # the first update creates the bucket's value anew
-            self._finish_all()
+            self._values.settle()
 
     def done(self, bucket: Bucket) -> None:
         """*bucket* was updated."""
@@ -253,32 +209,17 @@ class GradientSums:
     def settle(self) -> None:
         """Return when none of the tier's values is in use here."""
         with self._lock:
-            self._leave()
-            self._finish_all()
+            self._values.settle()
 
     def clear(self) -> None:
         """Free the memory of all gradients. The caller does not need them any longer."""
         with self._lock:
-            for one in self._sums.values():
-                if not one.is_zero:
-                    one.lost = one.lost or "was given up by zero_grad()"
-            self._sums.clear()
-            for bucket in list(self._stored):
-                self._discard(bucket)
-            self._leave()
-            self._finish_all()
-            for bucket in list(self._taken):
-                self.done(bucket)
+            self._drop()
+            self._values.clear()
 
     def recover(self, buckets: Iterable[Bucket]) -> None:
         """Continue after an exception. The swapper has ended the uses of all values."""
-        self._finish_copies()
-        self._in_use.clear()
-        self._changed.clear()
-        self._current = None
-        for bucket in list(self._to_discard):
-            self._to_discard.discard(bucket)
-            self._discard(bucket)
+        self._values.cancel()
         for bucket in buckets:
             if bucket not in self._taken:
                 for fragment in bucket.fragments:
@@ -287,25 +228,15 @@ class GradientSums:
 
     def reset(self) -> None:
         """Forget all gradients without touching the swapper's values, whose state is unknown."""
-        self._finish_copies()
-        for one in self._sums.values():
-            one.lost = one.lost or "was given up by zero_grad()"
-        for bucket in list(self._taken):
-            self.done(bucket)
-        self._sums.clear()
-        self._in_use.clear()
-        self._changed.clear()
-        self._to_discard.clear()
-        self._stored.clear()
-        self._current = None
+        self._drop()
+        self._values.reset()
         self.running = False
 
-    def _finish_copies(self) -> None:
-        """Wait for the copies in flight. Their values are no longer used."""
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-        self._copies.clear()
-        self._under_way_bytes = 0
+    def _drop(self) -> None:
+        _lose(self._sums.values(), "was given up by zero_grad()")
+        self._sums.clear()
+        for bucket in list(self._taken):
+            self.done(bucket)
 
     def release(self, weights: Sequence[Weight]) -> None:
         """Move the gradients of *weights* back to `.grad` before their buckets are discarded.
@@ -319,8 +250,8 @@ class GradientSums:
                 one.lost = "was replaced by another"
             self._sums.pop(weight, None)
         self.settle()
-        for bucket in {fragment.bucket for weight in weights for fragment in weight.fragments}:
-            self._discard(bucket)
+        for fragment in itertools.chain.from_iterable(weight.fragments for weight in weights):
+            self._values.discard(_flat(fragment.bucket))
 
     def close(self, weights: Sequence[Weight]) -> None:
         """Drop the gradients of *weights*."""
@@ -340,160 +271,40 @@ class GradientSums:
                 return held
         return None
 
-    def _keep(self, one: Sum) -> None:
-        """Record *one* as the gradient of its parameter; mark the one before as lost."""
-        before = self._sums.get(_weight(one))
-        if before is not None and before is not one and not before.is_zero:
-            before.lost = before.lost or "was replaced by another"
-        self._sums[_weight(one)] = one
-
-    def _begin(self) -> None:
-        self._recover()
-        self.running = True
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with self._lock:
+            self._recover()
+            self.running = True
+            yield
+            self.running = False
 
     @contextlib.contextmanager
     def _changing(self, one: Sum) -> Iterator[None]:
-        self._begin()
-        lost, one.lost = one.lost, "is not whole, since backward() failed as it was added to"
-        yield
-        one.lost = lost
-        self.running = False
-
-    def _place(self, fragment: Fragment, *, changed: bool = False) -> torch.Tensor:
-        """The part of *fragment* in host memory. Set *changed* if it is written, so that it is
-        written back.
-        """
-        value = self._use(fragment.bucket)
-        if changed:
-            self._changed.add(fragment.bucket)
-        return fragment.flat_within(value)
-
-    def _use(self, bucket: Bucket) -> torch.Tensor:
-        """The value of *bucket*, which stays in use for the gradients that follow."""
-        if bucket is not self._current:
-            self._leave()
-            if bucket not in self._in_use:
-                self._in_use[bucket] = self._obtain(bucket).view(bucket.dtype)
-            self._current = bucket
-            self._to_discard.discard(bucket)
-        return self._in_use[bucket]
-
-    def _obtain(self, bucket: Bucket) -> torch.Tensor:
-        swapper, name = self._tier.swapper, _name(bucket)
-        if not bucket.gradient_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-
-        def ask() -> torch.Tensor:
-            if bucket in self._stored:
-                return swapper.swap_in(name)
-            made = swapper.create(name, bucket.gradient_bytes)
-            self._stored.add(bucket)
-            self._changed.add(bucket)
-            return made
-
-        try:
-            return ask()
-        except OutOfHostMemoryError:  # values whose copies have not ended take the room
-            self._finish_all()
-            self._release_others()
-            return ask()
-
-    def _leave(self) -> None:
-        bucket, self._current = self._current, None
-        if bucket is not None:
-            self._let_go(bucket)
-
-    def _let_go(self, bucket: Bucket) -> None:
-        """End the use of *bucket*, unless it is current or one of its copies is in flight."""
-        if bucket is self._current or any(copy.bucket is bucket for copy in self._copies):
-            return
-        if self._in_use.pop(bucket, None) is None or bucket not in self._stored:
-            return
-        changed = bucket in self._changed
-        self._changed.discard(bucket)
-        if bucket in self._to_discard:
-            self._to_discard.remove(bucket)
-            self._stored.remove(bucket)
-            self._tier.swapper.discard(_name(bucket))
-        else:
-            self._tier.swapper.release(_name(bucket), changed=changed)
-
-    def _discard(self, bucket: Bucket) -> None:
-        """Discard the value of *bucket*, once its use has ended."""
-        if bucket in self._in_use:
-            self._to_discard.add(bucket)
-            if bucket is self._current:
-                self._leave()
-        elif bucket in self._stored:
-            self._stored.remove(bucket)
-            self._tier.swapper.discard(_name(bucket))
-
-    # On a GPU.
-
-    def _bring(
-        self, bucket: Bucket, fragment: Fragment | None, there: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        """Copy *source*, a part of *bucket*'s value, to *there*. On a GPU, work that the current
-        stream receives next comes after the copy.
-        """
-        copies = self._copies_of(bucket)
-        if copies is None:
-            there.copy_(source)
-            return
-        self._await(bucket, fragment)
-        self._note(bucket, fragment, copies.bring(there, source), there)
-
-    def _copies_of(self, bucket: Bucket) -> GradientCopies | None:
-        """None where the parameters are in host memory, so that no copy is needed."""
-        if bucket.home.type == "cpu":
-            return None
-        if bucket.home not in self._devices:
-            self._devices[bucket.home] = GradientCopies(bucket.home)
-        return self._devices[bucket.home]
-
-    def _note(
-        self,
-        bucket: Bucket,
-        fragment: Fragment | None,
-        done: Any,
-        there: torch.Tensor,
-        *kept: Any,
-    ) -> None:
-        nbytes = there.numel() * there.itemsize
-        self._copies.append(_Copy(bucket, fragment, done, nbytes, (there, kept)))
-        self._under_way_bytes += nbytes
-        while (
-            len(self._copies) > _IN_FLIGHT
-            or self._under_way_bytes > _IN_FLIGHT_BYTES
-            or (self._copies and self._copies[0].done.query())
-        ):
-            self._finish_first()
-
-    def _await(self, bucket: Bucket, fragment: Fragment | None) -> None:
-        """Wait until no copy of *fragment*, or with None of any part of *bucket*, is in flight: the
-        streams of the two directions are not ordered after each other.
-        """
-        for copy in self._copies:
-            if copy.bucket is bucket and (fragment is None or copy.fragment in (None, fragment)):
-                copy.done.synchronize()
-
-    def _finish_all(self) -> None:
-        while self._copies:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        copy = self._copies.popleft()
-        copy.done.synchronize()
-        self._under_way_bytes -= copy.nbytes
-        self._let_go(copy.bucket)
+        with self._running():
+            lost, one.lost = one.lost, "is not whole, since backward() failed as it was added to"
+            yield
+            one.lost = lost
 
 
 def _weight(one: Sum) -> Weight:
     return known(one.weight())  # the weight lives as long as its optimizer
 
 
-def _name(bucket: Bucket) -> str:
-    return f"{bucket.name}/gradients"
+def _lose(sums: Iterable[Sum], reason: str) -> None:
+    for one in sums:
+        if not one.is_zero:
+            one.lost = one.lost or reason
+
+
+def _flat(bucket: Bucket) -> Flat:
+    return Flat(f"{bucket.name}/gradients", bucket.numel, bucket.dtype)
+
+
+def _parts(one: Sum, row: torch.Tensor) -> Iterator[tuple[Flat, int, torch.Tensor]]:
+    """The parts of *row*, all elements of *one*, with their places in the values of buckets."""
+    for fragment in _weight(one).fragments:
+        yield _flat(fragment.bucket), fragment.place, row[fragment.start : fragment.stop]
 
 
 def _strides(weight: Weight, gradient: torch.Tensor) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class InBackward:
             stage3.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
         finally:
             self.updating = False
-        stage3.use_up_gradient(index)
+        stage3.gradient_store.use_up(index)
         self.updated.add(index)
         stage3.partly_changed = whole  # after an exception it stays true
 

@@ -38,10 +38,6 @@ class Reductions(SubGroups):
         # With fp16 and "last": id of a parameter -> whether its summed gradient is finite.
         self._finite: dict[int, torch.Tensor] = {}
 
-    def _wait_for_copies(self) -> None:
-        if not get_accelerator().resolves_data_dependency():
-            self.reduce_and_partition_stream.synchronize()
-
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
     ) -> Any:
@@ -53,7 +49,9 @@ class Reductions(SubGroups):
             return super().partition_grads(params_to_release, grad_partitions)
         self.finish_updates()
         self.optimizer_swapper.give_back()
-        swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
+        completes = compat.at_accumulation_boundary(self)
+        # by sub-group: parameters, and the partitions with their offsets
+        swapped: dict[int, tuple[list[Any], list[tuple[int, torch.Tensor]]]] = {}
         arrived: dict[int, list[Any]] = {}
         others = []
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
@@ -64,47 +62,40 @@ class Reductions(SubGroups):
             arrived.setdefault(index, []).append(param)
             # The partition has more than padding.
             if numel * self._get_param_partition_rank(param) < param.ds_numel:
-                swapped.setdefault(index, []).append((offset, partition, param))
+                params, pieces = swapped.setdefault(index, ([], []))
+                params.append(param)
+                pieces.append((offset, partition))
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         # Add the gradient that the update needs first last, so that it is evicted last.
         for index in sorted(swapped, reverse=True):
-            pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
+            params, pieces = swapped[index]
             totals = self.gradient_store.add(index, pieces, to_earlier=self.micro_step_id != 0)
-            self.gradient_store.partial = not compat.at_accumulation_boundary(self)
-            if self.keeps_last and self.dtype == torch.float16:
-                self._finite |= {
-                    self.get_param_id(param): total.isfinite().all()
-                    for (_, _, param), total in zip(swapped[index], totals, strict=True)
-                }
-            if compat.at_accumulation_boundary(self):
-                for (offset, _, param), total in zip(swapped[index], totals, strict=True):
-                    self.norm_for_param_grads[self.get_param_id(param)] = self._norm(
-                        param, index, offset, total
-                    )
-                self.gradient_store.complete(
-                    index,
-                    [
-                        (offset, total)
-                        for (offset, _, _), total in zip(swapped[index], totals, strict=True)
-                    ],
-                )
-        if self.in_backward is not None and compat.at_accumulation_boundary(self):
+            self.gradient_store.partial = not completes
+            for param, total in zip(params, totals, strict=True):
+                if self.keeps_last and self.dtype == torch.float16:
+                    self._finite[self.get_param_id(param)] = total.isfinite().all()
+                if completes:
+                    self.norm_for_param_grads[self.get_param_id(param)] = self._norm(param, total)
+            if completes:
+                self.gradient_store.complete(index, [offset for offset, _ in pieces])
+        if self.in_backward is not None and completes:
             for index in sorted(arrived, reverse=True):
                 self.in_backward.reduced(index, arrived[index])
         return super().partition_grads(
             [param for param, _ in others], [partition for _, partition in others]
         )
 
-    def _norm(self, param: Any, index: int, offset: int, total: torch.Tensor) -> torch.Tensor:
-        """The norm of *total*, the gradient of *param* at *offset* of sub-group *index*."""
+    def _norm(self, param: Any, total: torch.Tensor) -> torch.Tensor:
+        """The norm of *total*, the gradient of *param*."""
         if self.update_device == CPU:
             norm: torch.Tensor = self._constant_buffered_norm2(total)
             return norm
         # Like `get_grad_norm_direct`, compute it over the whole partition, including padding.
-        whole = self.gradient_store.padded(index, offset, param.partition_numel(), total)
-        found: torch.Tensor = torch.linalg.vector_norm(whole.to(compat.norm_dtype()))
+        if padding := param.partition_numel() - total.numel():
+            total = torch.nn.functional.pad(total, (0, padding))
+        found: torch.Tensor = torch.linalg.vector_norm(total.to(compat.norm_dtype()))
         return found
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -128,17 +119,16 @@ class Reductions(SubGroups):
             for param in params:
                 identifier = self.get_param_id(param)
                 offset = self.grad_position[identifier][1]
-                if (
-                    identifier not in self.norm_for_param_grads
-                    and offset in self.gradient_store.reduced(index)
-                ):
-                    partition = self.gradient_store.partition(index, offset).to(
-                        get_accelerator().current_device_name()
+                numel = self.gradient_store.reduced(index).get(offset)
+                if identifier not in self.norm_for_param_grads and numel is not None:
+                    total = torch.empty(
+                        numel,
+                        dtype=self.gradient_accumulation_dtype,
+                        device=get_accelerator().current_device_name(),
                     )
-                    self.norm_for_param_grads[identifier] = self._norm(
-                        param, index, offset, partition
-                    )
-                    self.gradient_store.complete(index, [(offset, partition)])
+                    self.gradient_store.read(index, offset, total)
+                    self.norm_for_param_grads[identifier] = self._norm(param, total)
+                    self.gradient_store.complete(index, [offset])
         if self.swaps_natively:
             self.gradient_store.pause()
             self.gradient_store.partial = False
@@ -147,15 +137,15 @@ class Reductions(SubGroups):
         """As in the base class, which checks only the gradients that it keeps itself. The norms of
         other gradients are checked instead.
         """
-        finite_by_id: Mapping[int, torch.Tensor] = self._finite if self.keeps_last else {}
-        # The base class has norms only if it offloads.
-        if self.swaps_natively and not self.keeps_last:
-            finite_by_id = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
-        if self.swaps_natively and finite_by_id:
-            finite = torch.stack(list(finite_by_id.values())).all()
-            self.inf_or_nan_tracker.logical_or_(
-                finite.logical_not().to(self.inf_or_nan_tracker.device)
+        if self.swaps_natively:
+            finite = (
+                list(self._finite.values())
+                if self.keeps_last
+                else [norm.isfinite() for norm in self.norm_for_param_grads.values()]
             )
+            if finite:
+                overflow = torch.stack(finite).all().logical_not()
+                self.inf_or_nan_tracker.logical_or_(overflow.to(self.inf_or_nan_tracker.device))
         overflows: bool = super().has_overflow(partition_gradients)
         return overflows
 
@@ -194,16 +184,13 @@ class Reductions(SubGroups):
         if self.overlap is None or not self.overlap.holds_gradients:
             self.spend_gradients()
 
-    def use_up_gradient(self, index: int) -> None:
-        """Discard the gradient of sub-group *index*, which an update in backward has used."""
-        self.gradient_store.use_up(index)
-
     def spend_gradients(self) -> None:
         """End the step that has used the gradients."""
         if self.swaps_natively:
             self.gradient_store.spend()
 
     def _get_norm_groups(self) -> Any:
+        groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
         if not self.swaps_natively:
             norms = super()._get_norm_groups()
         elif self.update_device != CPU:
@@ -219,10 +206,9 @@ class Reductions(SubGroups):
                     ],
                     params,
                 )
-                for params in map(list, map(itertools.chain.from_iterable, self._logical_groups))
+                for params in groups
             ]
         else:
-            groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
             norms = [
                 self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups
             ]

@@ -194,39 +194,27 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     # Gradients.
 
-    def _wait_for_copies(self) -> None:
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().synchronize()
-
-    def _add(self, param: Any, gradient: torch.Tensor, *, to_earlier: bool) -> None:
-        """Store *gradient*, this rank's part of *param*, and write the sum to it."""
-        for index, offset, piece in self._arriving(param, gradient):
-            total = self.gradient_store.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
-            if to_earlier:
-                piece.copy_(total)
-        # The base class may overwrite the gradient from another stream.
-        self._wait_for_copies()
-
-    def _finish(self, param: Any, gradient: torch.Tensor) -> None:
-        """Accept *gradient*, this rank's part of *param*, as complete for the step."""
-        if not self.keeps_last:
-            self._add(param, gradient, to_earlier=False)
-            return
-        for index, offset, piece in self._arriving(param, gradient):
-            self.gradient_store.complete(index, [(offset, piece)])
-        self._wait_for_copies()
-
-    def _arriving(
-        self, param: Any, gradient: torch.Tensor
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The sub-group, the place in it, and the values of each part of *gradient*."""
+    def _add(
+        self, param: Any, gradient: torch.Tensor, *, to_earlier: bool = False, completes: bool
+    ) -> None:
+        """Store *gradient*, this rank's part of *param*, and write the sum to it. *completes*: it is
+        the gradient of the step.
+        """
         self._partly_reduced = True
         quiesce(self.tier)
         self.optimizer_swapper.give_back()
         self.gradient_store.partial = not compat.at_accumulation_boundary(self)
         group, _, start, numel = self.grad_position[self.get_param_id(param)]
         for index, offset, first, count in self.pieces(group, start, numel):
-            yield index, offset, gradient.narrow(0, first, count)
+            piece = gradient.narrow(0, first, count)
+            total = self.gradient_store.add(index, [(offset, piece)], to_earlier=to_earlier)[0]
+            if to_earlier:
+                piece.copy_(total)
+            if completes:
+                self.gradient_store.complete(index, [offset])
+        # The base class may overwrite the gradient from another stream.
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()
 
     def _own_part(self, param: Any) -> torch.Tensor:
         _, first, _, numel = self.grad_position[self.get_param_id(param)]
@@ -237,7 +225,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         """Add the sum of earlier micro-batches to the gradient of *param*, and store the result."""
         identifier = self.get_param_id(param)
         earlier = self.micro_step_id > 0 and (self.keeps_last or identifier in self._summed)
-        self._add(param, self._own_part(param), to_earlier=earlier)
+        self._add(param, self._own_part(param), to_earlier=earlier, completes=False)
         self._summed.add(identifier)
 
     def _restore_cpu_offload_grad_to_gpu(self, param: Any) -> None:
@@ -246,7 +234,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         restored = torch.zeros_like(param, dtype=self._gradient_dtype)
         flat = restored.view(-1).narrow(0, first, numel)
         for index, offset, begin, count in self.pieces(group, start, numel):
-            flat.narrow(0, begin, count).copy_(self.gradient_store.sums(index)[offset:][:count])
+            self.gradient_store.read(index, offset, flat.narrow(0, begin, count))
         if self.use_grad_accum_attribute:
             param.grad_accum = restored
         else:
@@ -254,7 +242,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def async_inplace_copy_grad_to_fp32_buffer_from_gpu(self, param: Any) -> None:
         """Store the gradient of *param* for the step."""
-        self._finish(param, self._own_part(param))
+        self._add(param, self._own_part(param), completes=True)
         self.clear_grad_attribute(param)
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
@@ -273,7 +261,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             sums = self._get_compact_grad_partition_slice(number, rank, identifier, numel)
             self.norm_for_param_grads[identifier] = sums.double().norm(2)
             self.update_offload_overflow_tracker(sums)
-            self._finish(param, sums)
+            self._add(param, sums, completes=True)
             self.clear_grad_attribute(param)
 
     def independent_gradient_partition_epilogue(self) -> None:

@@ -23,8 +23,7 @@ from ..units import format_bytes
 from . import compat, states
 from .adam_powers import AdamPowers
 from .agreement import everywhere, least, share_cores
-from .gradients import Gradients, KeptGradients
-from .last_gradients import LastGradients
+from .gradients import Gradients, KeptGradients, LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working
 from .settings import Settings
 from .shared_tier import tier_of, trained
@@ -157,7 +156,6 @@ class Tiered:
             numels,
             gradient,
             base.master_weights_and_grads_dtype,
-            self._wait_for_copies,
             self.update_device,
             int(self._gpu_bytes * largest),
         )
@@ -209,10 +207,6 @@ class Tiered:
     def swaps(self, index: int) -> bool:
         """Whether the states of sub-group *index* are in `optimizer_swapper`."""
         return self.swaps_natively and self._swappable_optimizer_subgroup(index)
-
-    def _wait_for_copies(self) -> None:
-        """Return when every copy to or from the accelerator that was started here has ended."""
-        raise NotImplementedError
 
     def _mark_backward(self, begins: bool) -> None:
         """`engine.backward` begins or ends; not called if the user calls `Tensor.backward`."""

@@ -15,8 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import Reference, differing
 from test_ranks import ACCUMULATED, results_of_ranks
 
-from nvme_offload.optim import NVMeOptimizer, accumulation
+from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.host_gradient import HostGradient
+from nvme_offload.update import gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,9 +116,9 @@ def test_a_stream_of_ones_own(tmp_path):
 
 def test_memory(tmp_path, monkeypatch):
     """The GPU holds parameters and copies in flight, not the gradients of 24 layers of 32 MiB."""
-    monkeypatch.setattr(accumulation, "_IN_FLIGHT_BYTES", 64 << 20)
+    monkeypatch.setattr(gradients, "_IN_FLIGHT_BYTES", 64 << 20)
     net = model(torch.bfloat16, 4096, 24)
-    gradients = sum(parameter.numel() * 2 for parameter in net.parameters())
+    nbytes = sum(parameter.numel() * 2 for parameter in net.parameters())
     with NVMeOptimizer(
         net.parameters(), torch.optim.SGD, momentum=0.9, paths=tmp_path, accumulate="host"
     ) as optimizer:
@@ -131,7 +132,7 @@ def test_memory(tmp_path, monkeypatch):
             backward(net, micro_batch)
             assert all(isinstance(parameter.grad, HostGradient) for parameter in net.parameters())
         torch.cuda.synchronize()
-        assert torch.cuda.max_memory_allocated() - before < gradients / 3
+        assert torch.cuda.max_memory_allocated() - before < nbytes / 3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

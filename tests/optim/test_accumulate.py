@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 from covering import covering
+from late_copies import LateCopies
 from reference import (
     OPTIMIZERS,
     SHAPES,
@@ -30,10 +31,12 @@ from nvme_offload._aio import FaultKind
 from nvme_offload.activations import save_on_nvme
 from nvme_offload.errors import IOFailure, UsageError
 from nvme_offload.io.engine import Engine
-from nvme_offload.optim import NVMeOptimizer, accumulation
+from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.accumulation import GradientSums
 from nvme_offload.optim.host_gradient import HostGradient
 from nvme_offload.optim.update import Updater
+from nvme_offload.update import gradients
+from nvme_offload.update.gradients import GradientValues
 
 
 def backward(params, number):
@@ -943,54 +946,6 @@ def test_one_block_at_a_time(tmp_path, monkeypatch):
     assert differing(*results) == []
 
 
-class Later:
-    """Copies of a GPU that are made as late as possible: when a caller waits for them."""
-
-    def __init__(self):
-        self.events = []
-
-    def event(self, make):
-        self.events.append(Event(make))
-        return self.events[-1]
-
-    def bring(self, there, source):
-        there.copy_(source)
-        before = source.clone()
-
-        def unchanged():
-            assert torch.equal(source, before), "read after its release"
-
-        return self.event(unchanged)
-
-    def send(self, place, values):
-        before = values.clone()
-        return self.event(lambda: place.copy_(before))
-
-    def add(self, place, values, change):
-        # copies to the GPU read immediately, copies from it write late
-        total = place.clone()
-
-        def make():
-            change(total)
-            place.copy_(total.add_(values))
-
-        return self.event(make), total
-
-
-class Event:
-    def __init__(self, make):
-        self.make = make
-
-    def query(self):
-        return self.make is None
-
-    @torch.no_grad()
-    def synchronize(self):
-        make, self.make = self.make, None
-        if make is not None:
-            make()
-
-
 @covering(
     host_memory=["auto", 300_000, 200_000],
     middle=[None, clip, clip_and_add, change, replace_and_add],
@@ -999,9 +954,9 @@ def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
     """As copies of a GPU: no memory is released, read or written while a copy of it is in flight."""
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
     train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
-    later = Later()
-    monkeypatch.setattr(GradientSums, "_copies_of", lambda sums, bucket: later)
-    monkeypatch.setattr(accumulation, "_IN_FLIGHT", 5)
+    later = LateCopies()
+    monkeypatch.setattr(GradientValues, "_copies_between", lambda *_: later)
+    monkeypatch.setattr(gradients, "_IN_FLIGHT", 5)
     with NVMeOptimizer(
         ours, lr=0.1, paths=tmp_path, host_memory=host_memory, accumulate="host"
     ) as optimizer:

@@ -71,9 +71,7 @@ _ZERO3 = (
     "checkpoint_load",
     "cpu_adam",
     "fragments",
-    "gradient_values",
     "gradients",
-    "last_gradients",
     "moving",
     "in_backward",
     "inference",
@@ -106,7 +104,8 @@ ON_FIRST_USE |= {
     f"optimizer_states/{name}.py"
     for name in ("adam_by_kernels", "by_torch", "by_triton", "traits", "tree")
 }
-ON_FIRST_USE |= {"device/room.py", "device/staging.py", "update/records.py"}
+ON_FIRST_USE |= {f"update/{name}.py" for name in ("gradients", "records")}
+ON_FIRST_USE |= {"device/room.py", "device/staging.py"}
 ON_FIRST_USE |= {"activations/checkpointing.py", "activations/context.py", "io/archive.py"}
 
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402  # where there is torch
 from hypothesis import strategies as st  # noqa: E402
+from late_copies import LateCopies  # noqa: E402
 
 import nvme_offload.store.store  # noqa: E402
 from nvme_offload._aio import FaultKind  # noqa: E402
@@ -19,8 +20,8 @@ from nvme_offload.errors import IOFailure, UsageError  # noqa: E402
 from nvme_offload.hardware.config import AioConfig  # noqa: E402
 from nvme_offload.io.engine import Engine  # noqa: E402
 from nvme_offload.swap.tier import Tier  # noqa: E402
-from nvme_offload.zero3.gradients import Gradients, KeptGradients  # noqa: E402
-from nvme_offload.zero3.last_gradients import LastGradients  # noqa: E402
+from nvme_offload.update.gradients import GradientValues  # noqa: E402
+from nvme_offload.zero3.gradients import Gradients, KeptGradients, LastGradients  # noqa: E402
 
 NUMELS = [6000, 5000, 7000, 4096]
 # a widened gradient, one gradient, and both rounded up to pages
@@ -37,7 +38,7 @@ def make(tmp_path):
         tier = Tier([str(tmp_path)], CONFIG, host_memory=nbytes)
         tiers.append(tier)
         tier.require(nbytes)
-        return tier, kind(tier, NUMELS, dtype, torch.float32, lambda: None)
+        return tier, kind(tier, NUMELS, dtype, torch.float32)
 
     yield of
     for tier in tiers:
@@ -109,7 +110,9 @@ def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_
     assert torch.equal(gradients.widened(0), expected)
     assert torch.equal(gradients.widened(0), expected)
     assert gradients.reduced(0) == {500: 1000, 1500: 1000, 5000: 1000}
-    assert torch.equal(gradients.partition(0, 500), second)
+    part = torch.empty_like(second)
+    gradients.read(0, 500, part)
+    assert torch.equal(part, second)
     assert not gradients.widened(2).any()
     assert torch.equal(gradients.widened(1)[:1000], first.float())
 
@@ -182,10 +185,11 @@ def test_what_is_forgotten_is_gone(make):
 def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbytes):
     tier, _ = make(nbytes)
     _.abandon()
-    gradients = LastGradients(tier, NUMELS, torch.bfloat16, torch.float32, lambda: None)
+    gradients = LastGradients(tier, NUMELS, torch.bfloat16, torch.float32)
     first, second = some(1000, 1), some(1000, 2)
     totals = gradients.add(0, [(500, first), (1500, first)], to_earlier=False)
-    gradients.complete(0, [(500, totals[0]), (1500, totals[1])])
+    assert torch.equal(torch.cat(totals), torch.cat([first, first]))
+    gradients.complete(0, [500, 1500])
     assert not gradients.widened(1, last=True).any()
     expected = torch.zeros(6000)
     expected[500:1500] = expected[1500:2500] = first.float()
@@ -199,7 +203,7 @@ def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbyte
     gradients.spend()
     (total,) = gradients.add(0, [(500, second)], to_earlier=True)
     assert torch.equal(total, second + second)
-    gradients.complete(0, [(500, total)])
+    gradients.complete(0, [500])
     expected = expected * (1 / 3) * (1 / 3)
     expected[500:1500] = (second + second).float()
     assert torch.equal(gradients.widened(0), expected)
@@ -215,13 +219,30 @@ def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbyte
     assert tier.swapper.names() == []
 
 
+def test_last_ones_of_a_skipped_step_stay_until_the_next_last_micro_batch(make):
+    """No update uses them: the loss scale overflows."""
+    _, gradients = make(1 << 20, kind=LastGradients)
+    gradients.add(0, [(0, some(100, 1)), (100, some(100, 2))], to_earlier=False)
+    gradients.complete(0, [0, 100])
+    gradients.spend()
+    gradients.add(0, [(0, some(100, 3))], to_earlier=False)  # an early micro-batch
+    expected = torch.zeros(6000)
+    expected[:100], expected[100:200] = some(100, 1).float(), some(100, 2).float()
+    assert torch.equal(gradients.widened(0), expected)
+    (total,) = gradients.add(0, [(0, some(100, 4))], to_earlier=True)
+    assert torch.equal(total, some(100, 3) + some(100, 4))
+    gradients.complete(0, [0])
+    expected[:100] = (some(100, 3) + some(100, 4)).float()
+    assert torch.equal(gradients.widened(0, last=True), expected)
+
+
 @settings(deadline=None, max_examples=30)
 @given(slices=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=20))
 def test_any_part_of_a_sub_group_may_be_reduced(tmp_path_factory, slices):
     numel = sum(size for size, _ in slices)
     tier = Tier([str(tmp_path_factory.mktemp("drive"))], CONFIG, host_memory=1 << 20)
     tier.require(1 << 20)
-    gradients = Gradients(tier, [numel], torch.float16, torch.float32, lambda: None)
+    gradients = Gradients(tier, [numel], torch.float16, torch.float32)
     gradients.add(0, [(0, torch.full((numel,), 77.0))], to_earlier=False)
     gradients.widened(0, last=True)  # leaves its bytes where the next is widened
     gradients.spend()
@@ -236,27 +257,30 @@ def test_any_part_of_a_sub_group_may_be_reduced(tmp_path_factory, slices):
     tier.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_copies_are_waited_for_before_anybody_may_have_the_memory(make, dtype):
-    tier, _ = make(1 << 20)
-    settled = []
-
-    def settle():
-        with pytest.raises(UsageError, match="is in use already"):
-            tier.swapper.swap_in(gradients.name(len(settled)))
-        settled.append(tier.swapper.nbytes(gradients.name(len(settled))))
-
-    gradients = Gradients(tier, NUMELS, dtype, torch.float32, settle)
-    gradients.add(0, [(0, some(6000))], to_earlier=False)
-    gradients.add(0, [(0, some(6000))], to_earlier=True)
-    assert settled == []
-    gradients.add(1, [(0, some(5000))], to_earlier=False)
-    gradients.pause()
-    gradients.pause()
-    assert settled == [6000 * dtype.itemsize, 5000 * dtype.itemsize]
-    gradients.widened(1)
-    gradients.spend()
-    assert settled == [6000 * dtype.itemsize, 5000 * dtype.itemsize]
+@pytest.mark.parametrize("kind", [Gradients, KeptGradients, LastGradients])
+def test_copies_are_waited_for_before_anybody_may_have_the_memory(make, monkeypatch, kind):
+    late = LateCopies()
+    monkeypatch.setattr(GradientValues, "_copies_between", lambda *_: late)
+    tier, gradients = make(1 << 20, kind=kind)
+    for step in range(3):
+        for micro_batch in range(2):
+            for index in (1, 0):
+                part = some(4000, 10 * step + micro_batch + index)
+                gradients.add(index, [(0, part)], to_earlier=micro_batch > 0)
+                with pytest.raises(UsageError, match="is in use already"):
+                    tier.swapper.swap_in(gradients.name(index))
+        for index in (0, 1):
+            gradients.complete(index, [0])
+            expected = some(4000, 10 * step + index) + some(4000, 10 * step + 1 + index)
+            assert torch.equal(gradients.widened(index, last=True)[:4000], expected.float())
+            tier.swapper.swap_in(gradients.name(index))
+            tier.swapper.release(gradients.name(index), changed=False)
+        gradients.spend()
+    gradients.widened(1).fill_(7)
+    gradients.replace(1)
+    assert torch.equal(gradients.widened(1), torch.full((5000,), 7.0))
+    assert len(late.events) > 12
+    assert all(event.query() for event in late.events)
 
 
 def test_a_drive_that_fails_is_an_error_and_nothing_is_lost_when_it_works_again(make, monkeypatch):
@@ -300,13 +324,6 @@ def test_updates_in_backward_use_gradients_up(anywhere):
         gradients.add(0, [(0, some(6000, step))], to_earlier=False)
         assert torch.equal(gradients.widened(0, last=True), some(6000, step).float())
         gradients.spend()
-
-
-def test_padding_is_part_of_a_norm(anywhere):
-    _, gradients = anywhere(SMALLEST + (64 << 10))
-    total = gradients.add(2, [(100, some(50))], to_earlier=False)[0]
-    assert torch.equal(gradients.padded(2, 100, 64, total)[:50], some(50))
-    assert not gradients.padded(2, 100, 64, total)[50:].any()
 
 
 def test_kept_ones_are_sums_of_all_steps(anywhere):
