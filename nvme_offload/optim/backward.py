@@ -1,30 +1,39 @@
-"""`BackwardUpdates`: finds the buckets that can be updated during backward(), because all of their
-gradients are complete.
-"""
+"""`BackwardUpdates`: updates buckets in backward(), when their gradients are complete."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedError, known
 from .buckets import Bucket, Weight, is_distributed, like, local, local_as_it_is
+from .host_gradient import HostGradient
+from .modes import fixed_modes
 from .placeholders import SpentGradient
+from .provisional import Before
+
+if TYPE_CHECKING:
+    from .steps import Steps
+
+_log = logging.getLogger(__name__)
 
 
 class BackwardUpdates:
-    """Finds the buckets whose gradients are complete, and drops gradients after their update.
+    """Updates the buckets of *owner* whose gradients are complete, and drops the gradients.
 
-    *updated*: the buckets that this step has updated; the owner's own set. *assume_final*: a
-    complete gradient is final, even if there are other ranks. Attributes: *accumulating*, true
-    while backward() must not update parameters or drop gradients.
+    *owner* is not kept alive. Attributes: *accumulating*, true while backward() must not update
+    parameters or drop gradients.
     """
 
-    def __init__(self, updated: set[Bucket], *, assume_final: bool) -> None:
-        self._assume_final = assume_final
-        self._updated = updated
+    def __init__(self, owner: Steps) -> None:
+        self._source = weakref.ref(owner)
+        self._when = owner.when
+        self._updated = owner.updated
         self._norms: dict[Weight, torch.Tensor] = {}  # norms of the gradients that updates consume
         # weights whose gradients were consumed since `zero_grad`
         self._spent: dict[Weight, None] = {}
@@ -32,7 +41,15 @@ class BackwardUpdates:
         self._waiting: dict[Bucket, set[Weight]] = {}
         # backward passes that have updated parameters and have not ended
         self._passes: set[int] = set()
+        self._bound_in_pass = -1  # the pass in which the binding was last checked
+        self._draining_pass = -1  # the pass that waits at its end for parameters in host memory
+        self._has_begun = False  # an update of the present step has begun
+        self._failed_step = -2  # the last step in which an update failed
         self.accumulating = False
+
+    @property
+    def _owner(self) -> Steps:
+        return known(self._source())
 
     def check(self, parameter: torch.Tensor) -> None:
         """Check that a gradient of *parameter* is final when its hooks run. Raises:
@@ -43,17 +60,12 @@ class BackwardUpdates:
         pending. If the mesh has all ranks, no other ranks remain to reduce over. Source:
         foreach_reduce of torch.distributed.fsdp.
         """
-        several = (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size() > 1
-        )
-        if self._assume_final or not several or not parameter.requires_grad:
+        if self._when.step_in_backward in (False, "local") or not parameter.requires_grad:
             return
-        if (
-            not is_distributed(parameter)
-            or parameter.device_mesh.size()  # type: ignore[attr-defined]
-            < torch.distributed.get_world_size()
+        dist = torch.distributed
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks > 1 and (
+            not is_distributed(parameter) or parameter.device_mesh.size() < ranks  # type: ignore[attr-defined]
         ):
             raise UnsupportedError(
                 "step_in_backward=True with several processes takes DTensors over all ranks, such as fully_shard makes: any other gradient that is complete on "
@@ -61,32 +73,187 @@ class BackwardUpdates:
                 'replicates; say step_in_backward="local" where nothing but autograd and FSDP2 works on gradients; or leave it out'
             )
 
-    def begin_updates(self) -> None:
+    # Called by hooks.
+
+    @fixed_modes()
+    def gradient_came(self, parameter: torch.Tensor) -> None:
+        """Autograd or FSDP2 has computed the gradient of *parameter*. Parameters that cannot be
+        updated now are left to `step`, since an error here would leave other ranks waiting for this
+        one. Raises: OffloadError, with *accumulate*; UnsupportedError.
+        """
+        owner = self._source()
+        if (
+            owner is None
+            or owner.is_orphan
+            or (self._when.step_in_backward and (self.accumulating or owner.is_broken))
+        ):
+            return
+        self.check(parameter)  # there may be more processes than at first
+        weight = self._bound(parameter)
+        if weight is None or not weight.fragments:
+            return
+        if self._when.accumulate:
+            owner.sums.move(weight)
+            return
+        owner.begin_backward()
+        weight.settle_gradient()
+        if self._when.is_provisional or not weight.visits_device:
+            _await_copy(weight.parameter)  # the CPU reads the gradient
+        try:
+            with owner.lock:
+                self._update_complete(weight)
+        except BaseException as error:
+            owner.note(error)
+            raise
+
+    def _bound(self, parameter: torch.Tensor) -> Weight | None:
+        """The weight of *parameter*; None if it cannot be updated now."""
+        owner = self._owner
+        weight = owner.binding.of(parameter)
+        number = torch._C._current_graph_task_id()
+        if number != self._bound_in_pass or (weight is not None and not weight.is_as_bound):
+            self._bound_in_pass = number
+            try:
+                owner.bind()
+            except Exception as error:
+                owner.note(error)
+                _log.warning("parameters are not bound in backward(): %s", str(error))
+            weight = owner.binding.of(parameter)
+        return weight if weight is not None and weight.is_as_bound else None
+
+    def _update_complete(self, weight: Weight) -> None:
+        """Update the buckets that waited only for the gradient of *weight*."""
+        owner = self._owner
+        owner.recover()
+        owner.ended.clear()
+        owner.health.calls.running = True
+        if self._when.is_provisional:
+            owner.provisional.complete(weight)
+        for bucket in self._complete(weight):
+            if not owner.is_broken:
+                try:
+                    self._update(bucket)
+                except Exception as error:
+                    if self._failed_step < owner.count - 1:
+                        _log.warning(
+                            "an update during backward() failed, and is left to step(); so is any other that fails: %s",
+                            error,
+                        )
+                    self._failed_step = owner.count
+                    owner.note(error)
+                    owner.recover()
+                    owner.health.calls.running = True
+        owner.health.calls.running = False
+
+    def _update(self, bucket: Bucket) -> None:
+        """Update *bucket*, whose gradients are complete, if it can be updated now."""
+        owner = self._owner
+        if not self._has_begun:
+            owner.states.take_up()
+            self._has_begun = True
+        if not all(fragment.weight.is_as_bound for fragment in bucket.fragments):
+            return
+        for fragment in bucket.fragments:
+            check_gradient(fragment.weight)
+        if self._when.is_provisional:
+            owner.provisional.came_by(bucket)
+        else:
+            self._begin_updates()
+            if owner.overlap.can_queue([bucket]):
+                self._note_norms(bucket)
+                owner.overlap.add(owner, [bucket])
+                self._spend(bucket)
+                return
+        if not owner.overlap.queue.quiesce():
+            return  # an earlier update has failed; `step` raises its error
+        if bucket.visits_device:
+            self._drain_at_end()
+        elif not self._when.is_provisional:
+            self._note_norms(bucket)
+        with owner.clock.running():
+            if self._when.is_provisional:
+                self._update_provisionally(bucket)  # which `zero_grad` undoes
+            else:
+                owner.update_now(bucket)
+        if not self._when.is_provisional:
+            self._spend(bucket)
+
+    def _update_provisionally(self, bucket: Bucket) -> None:
+        """Update *bucket* so that it can be undone; if that is impossible, leave it to `step`."""
+        owner = self._owner
+        provisional, calls = owner.provisional, owner.health.calls
+        if not (provisional.may_begin(bucket) and owner.updater.keeps_layout(bucket, owner.count)):
+            return
+        owner.tier.swapper.write_back(bucket.name)  # an undo returns to this version
+        memory = owner.updater.open(bucket)
+        before = provisional.before(bucket)
+        try:
+            for fragment in bucket.fragments:
+                fragment.weight.look()
+            options = owner.options_of(bucket)
+            left = owner.updater.step(bucket, memory, options, owner.count, calls)
+            if provisional.draws(before):
+                owner.undo(lambda: provisional.roll_back(before))
+            else:
+                provisional.made(before, left)
+                self._updated.add(bucket)
+                owner.states.show(bucket)
+            calls.changing = False
+        except BaseException as error:
+            self._undo_after(error, before)
+            raise
+
+    def _undo_after(self, error: BaseException, before: Before) -> None:
+        """Undo now: the program may write to the parameters before its next call. Log an error."""
+        owner = self._owner
+        try:
+            with owner.health.out_of_sync(
+                f"updates were being undone ({type(error).__name__}: {error})"
+            ):
+                owner.updater.recover(owner.binding.buckets)
+                owner.tier.end_uses()
+                owner.show_undone(owner.provisional.roll_back(before))
+                owner.health.calls.changing = False
+        except Exception as failure:
+            _log.warning(
+                "an update was not undone, so that a checkpoint must be loaded: %s", failure
+            )
+
+    def _drain_at_end(self) -> None:
+        """Make this pass wait at its end until parameters in host memory have their new values."""
+        number = torch._C._current_graph_task_id()
+        if number == self._draining_pass:
+            return
+        self._draining_pass = number
+
+        def drain(owner: Steps) -> None:
+            self._draining_pass = -1  # FSDP2 may reduce the gradients of another root after this
+            with owner.lock:
+                if owner.overlap.queue.quiesce():
+                    owner.updater.drain()
+
+        _at_end_of_pass(self._owner.weakly(drain))
+
+    def _begin_updates(self) -> None:
         """Record that this backward pass is about to update parameters."""
         number = torch._C._current_graph_task_id()
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
             return  # compiled autograd does not call the engine's callbacks
         if number != -1 and number not in self._passes:
-            # The engine calls the callback unless an exception ends the pass. Source:
-            # final_callbacks_ in torch/csrc/autograd/engine.cpp.
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._passes.discard(number))
+            _at_end_of_pass(lambda: self._passes.discard(number))
             self._passes.add(number)
 
     def was_cut_short(self) -> bool:
-        """Whether an exception has ended a backward pass after an update, since the last call of
-        this.
-        """
+        """Whether an exception has ended a backward pass after an update, since the last call."""
         if not self._passes or torch._C._current_graph_task_id() != -1:
             return False
         self._passes.clear()
         return True
 
     def end_step(self) -> None:
-        """`step` has updated the remaining buckets, or they were dropped. Remove consumed
-        gradients, so that the next backward() begins without any.
-        """
+        """The step has ended, or is dropped. Remove consumed gradients."""
+        self._has_begun = False
         self._waiting.clear()
         self._norms.clear()
         for weight in self._spent:
@@ -98,10 +265,8 @@ class BackwardUpdates:
         """Buckets were replaced: forget which gradients they wait for."""
         self._waiting.clear()
 
-    def complete(self, weight: Weight) -> list[Bucket]:
-        """Record that the gradient of *weight* is complete; return the buckets that waited for
-        nothing else.
-        """
+    def _complete(self, weight: Weight) -> list[Bucket]:
+        """The gradient of *weight* is complete; return the buckets that waited only for it."""
         ready = []
         for bucket in dict.fromkeys(fragment.bucket for fragment in weight.fragments):
             waiting = self._waiting.get(bucket, set())
@@ -122,17 +287,17 @@ class BackwardUpdates:
                 ready.append(bucket)
         return ready
 
-    def note_norms(self, bucket: Bucket) -> None:
+    def _note_norms(self, bucket: Bucket) -> None:
         """Compute the norms of the gradients of *bucket*, which an update is about to consume. Without
-        this, `spend` takes the norms from `Fragment.norm`.
+        this, `_spend` takes the norms from `Fragment.norm`.
         """
         for weight in {fragment.weight for fragment in bucket.fragments} - self._norms.keys():
             gradient = weight.parameter.grad
             if gradient is not None:
-                await_copy(weight.parameter)
+                _await_copy(weight.parameter)
                 self._norms[weight] = torch.linalg.vector_norm(local(gradient))
 
-    def spend(self, bucket: Bucket) -> None:
+    def _spend(self, bucket: Bucket) -> None:
         """*bucket* was updated: drop the gradients that no other bucket still needs."""
         for fragment in bucket.fragments:
             parameter = fragment.weight.parameter
@@ -160,7 +325,7 @@ class BackwardUpdates:
                 parameter.grad = like(parameter, zeros)
 
 
-def await_copy(parameter: torch.Tensor) -> None:
+def _await_copy(parameter: torch.Tensor) -> None:
     """Wait until the gradient of *parameter* is in host memory. With CPUOffloadPolicy, older FSDP2
     runs hooks while the current stream still copies the gradient.
 
@@ -169,3 +334,25 @@ def await_copy(parameter: torch.Tensor) -> None:
     """
     if parameter.grad is not None and local(parameter.grad).is_pinned():
         torch.accelerator.current_stream().synchronize()
+
+
+def _at_end_of_pass(act: Callable[[], Any]) -> None:
+    """Make autograd call *act* at the end of this backward pass, unless an exception ends it.
+
+    Source: final_callbacks_ in torch/csrc/autograd/engine.cpp.
+    """
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.queue_callback(act)
+
+
+def check_gradient(weight: Weight) -> None:
+    """Check the gradient of *weight*, and copy it if it is another parameter's in host memory."""
+    gradient = weight.parameter.grad
+    if isinstance(gradient, HostGradient):
+        gradient.held.check()
+        if gradient.held.weight() is not weight:
+            weight.parameter.grad = gradient = gradient.clone()
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"
+        )

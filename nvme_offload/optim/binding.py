@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..swap.tier import Tier
 from .bucketing import Bucketing
 from .buckets import Bucket, Form, Weight, is_distributed, local_as_it_is, offset_of
 from .budget import Budget
+from .options import When
 from .update import Updater
 
 Groups = Sequence[Mapping[str, Any]]
@@ -27,9 +28,7 @@ Options = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a new binding replaces: the *weights*, and the *buckets* that share parameters with
-    them.
-
+    """What a new binding replaces: *weights*, and the *buckets* that share parameters with them.
     *places*: for the id of every parameter, the index of its group.
     """
 
@@ -42,34 +41,34 @@ class Plan:
         """The weights whose parameters are still in the groups."""
         return [weight for weight in self.weights if id(weight.parameter) in self.places]
 
+    def updated_weights(self, updated: Container[Bucket]) -> set[Weight]:
+        """The weights whose buckets are all *updated*. Raises: UsageError if some of them are."""
+        made = {
+            weight: {fragment.bucket in updated for fragment in weight.fragments}
+            for weight in self.bound_again
+        }
+        if any(len(found) > 1 for found in made.values()):
+            raise UsageError(
+                "a parameter was moved, cast or replaced when a step that failed had updated a part of it: undo that and call step() again, or load "
+                "a checkpoint"
+            )
+        return {weight for weight, found in made.items() if True in found}
+
 
 class Binding:
-    """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them. *updater* updates
-    them. *backwards*: whether they are updated in the order of backward(). *twice*: whether the
-    drive keeps two versions of each value that does not stay in memory. *has_gradients*: whether
-    gradients share the tier.
+    """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them.
 
     Attributes: *weights*, in the order of the groups; *buckets*.
     """
 
     def __init__(
-        self,
-        bucketing: Bucketing,
-        budget: Budget,
-        tier: Tier,
-        updater: Updater,
-        *,
-        backwards: bool,
-        twice: bool,
-        has_gradients: bool,
+        self, bucketing: Bucketing, budget: Budget, tier: Tier, updater: Updater, when: When
     ) -> None:
         self._bucketing = bucketing
         self._budget = budget
         self._tier = tier
         self._updater = updater
-        self._backwards = backwards
-        self._twice = twice
-        self._has_gradients = has_gradients
+        self._when = when
         self._by_id: dict[int, Weight] = {}
         self._is_made = False
         self.weights: list[Weight] = []
@@ -80,9 +79,7 @@ class Binding:
         return self._by_id.get(id(parameter))
 
     def differs(self, groups: Groups, *, forms: bool) -> bool:
-        """Whether the parameters of *groups* or their order differ from the bound ones; with
-        *forms*, also whether a parameter was moved, cast or unfrozen.
-        """
+        """Whether *groups* differ from the bound ones, or with *forms* a parameter changed."""
         return not self._is_made or any(
             there is None
             or weight is None
@@ -154,11 +151,9 @@ class Binding:
     def admit(
         self, groups: Groups, options: Options, plan: Plan, updated: Collection[Weight]
     ) -> tuple[list[Weight], list[Bucket]]:
-        """Make buckets of the unbound parameters of *groups*, after `release` of *plan*, and check
-        that memory and drives have room for them; `commit` binds them. Weights that were *updated*
-        in this step do not share a bucket with other weights.
-
-        Raises: UsageError, UnsupportedError, NoSpaceError; no further parameter is bound then.
+        """Make buckets of the unbound parameters of *groups*, after `release` of *plan*, and room
+        for them; `commit` binds them. Weights that were *updated* in this step do not share a
+        bucket with others. Raises: UsageError, UnsupportedError, NoSpaceError.
         """
         before = {id(weight.parameter): weight for weight in plan.bound_again}
         weights: list[Weight] = []
@@ -194,31 +189,26 @@ class Binding:
 
     def _make_room(self, buckets: Sequence[Bucket], freed_bytes: int) -> None:
         trained = [bucket for bucket in buckets if bucket.trained]
+        tier, when = self._tier, self._when
         nbytes = self._bucketing.required_bytes(trained)
-        self._tier.cap_bytes = self._budget.values_bytes
+        tier.cap_bytes = self._budget.values_bytes
         self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
-        self._tier.require_memory(nbytes)
+        tier.require_memory(nbytes)
         # the tier holds nothing else, and all sizes are known
-        foretold = (
-            not self.buckets
-            and not self._has_gradients
-            and not any(bucket.traits.rest for bucket in trained)
+        foretold = not (
+            self.buckets or when.accumulate or any(bucket.traits.rest for bucket in trained)
         )
-        sizes = {
-            bucket.name: bucket.room_bytes
-            for bucket in (reversed(trained) if self._backwards else trained)
-            if bucket.room_bytes
-        }
-        largest = max(sizes.values(), default=0)
-        self._tier.require_space(
+        in_order = reversed(trained) if when.step_in_backward else trained
+        sizes = {bucket.name: bucket.room_bytes for bucket in in_order if bucket.room_bytes}
+        tier.require_space(
             max(nbytes - freed_bytes, 0),
-            largest=largest if foretold else None,
-            twice=max(nbytes - self._tier.cap_bytes, 0) if self._twice else 0,
+            largest=max(sizes.values(), default=0) if foretold else None,
+            twice=max(nbytes - tier.cap_bytes, 0) if when.is_provisional else 0,
             growth=self._bucketing.growth_bytes(trained),
         )
-        self._tier.require(nbytes)
+        tier.require(nbytes)
         if foretold:
-            self._tier.foretell(sizes, at_once=self._updater.at_once(trained))
+            tier.foretell(sizes, at_once=self._updater.at_once(trained))
 
 
 def parameters_of(groups: Groups) -> Iterator[tuple[int, torch.Tensor]]:
@@ -229,9 +219,8 @@ def parameters_of(groups: Groups) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def may_be_replaced(groups: Groups) -> bool:
-    """Whether the parameters of *groups* are probably not yet the ones to be trained: parameters on
-    the meta device, or plain tensors of one of several ranks, which FSDP2 may replace by DTensors.
-    Until they are replaced, only the groups hold references to them.
+    """Whether the parameters of *groups* are probably not the ones to be trained: parameters on the
+    meta device, or plain tensors on one of several ranks, which FSDP2 may replace by DTensors.
     """
     dist = torch.distributed
     ranks = dist.is_available() and dist.is_initialized()
@@ -246,9 +235,7 @@ def may_be_replaced(groups: Groups) -> bool:
     )
 
 
-def check_resized(
-    weights: Sequence[Weight], states: dict[Any, Any], groups: Sequence[Mapping[str, Any]]
-) -> None:
+def check_resized(weights: Sequence[Weight], states: dict[Any, Any], groups: Groups) -> None:
     """Check that none of *weights* has *states* of another shape. Raises: UsageError."""
     for weight in weights:
         now, before = Form.of(weight.parameter).shape, weight.form.shape
@@ -263,10 +250,10 @@ def _name_of(parameter: torch.Tensor, groups: Groups) -> str:
     for index, group in enumerate(groups):
         for place, one in enumerate(group["params"]):
             if one is parameter:
-                names = group.get("param_names", ())
+                names = group.get("param_names")
                 return (
                     f"parameter {names[place]!r}"
-                    if place < len(names)
+                    if names
                     else f"parameter {place} of group {index}"
                 )
     return "a parameter"

@@ -1,26 +1,51 @@
-"""`StepOptions`: the options of parameter groups during one step; and functions for the forms in
-which the user passes parameters.
-"""
+"""The options of parameter groups during one step, and the forms in which users pass parameters."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 from .buckets import local
 
 _NOT_OPTIONS = {"params", "param_names"}
 
 
-class StepOptions:
-    """The options of groups when a step began, and after the updates of the inner optimizers.
+@dataclasses.dataclass(frozen=True)
+class When:
+    """When parameters are updated; see `NVMeOptimizer`. Raises: UsageError."""
 
-    An optimizer that changes its group does so once a step, however many buckets there are: the
-    update of each bucket starts from the same options, and the options after the last one are kept.
+    step_in_backward: bool | Literal["local", "provisional"]
+    overlap_step: bool
+    accumulate: Literal["host"] | None
+
+    def __post_init__(self) -> None:
+        if self.step_in_backward not in (False, True, "local", "provisional"):
+            raise UsageError(
+                f'step_in_backward must be False, True, "local" or "provisional", not {self.step_in_backward!r}'
+            )
+        if self.accumulate not in (None, "host"):
+            raise UsageError(f'accumulate must be None or "host", not {self.accumulate!r}')
+        if self.accumulate and (self.step_in_backward or self.overlap_step):
+            raise UsageError(
+                'accumulate="host" needs step_in_backward=False and overlap_step=False: the one leaves no gradients to accumulate, and the other keeps '
+                "the gradients of a whole step on the device of the parameters"
+            )
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether `step` may undo updates of backward()."""
+        return self.step_in_backward == "provisional"
+
+
+class StepOptions:
+    """The options of groups when a step began, and after its updates. Each update starts from the
+    same options, and the ones after the last update are kept: an optimizer that changes its group
+    does so once a step, however many buckets there are.
     """
 
     def __init__(self) -> None:
@@ -28,9 +53,7 @@ class StepOptions:
         self._after: dict[int, Mapping[str, Any]] = {}
 
     def of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of *group*, whose index is *index*. Raises: UnsupportedError for options that
-        cannot be used here.
-        """
+        """The options of *group*, whose index is *index*. Raises: UnsupportedError."""
         if index not in self._before:
             for key in ("capturable", "differentiable"):
                 if group.get(key):
@@ -68,9 +91,7 @@ class StepOptions:
 def differences(
     before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]]
 ) -> list[tuple[int, str, Any]]:
-    """The options, by group, that differ in *after* from *before*: index of the group, key and
-    value.
-    """
+    """The options that *after* changes: index of the group, key and value."""
     return [
         (index, key, value)
         for index, options in after.items()
@@ -94,9 +115,7 @@ def materialised(params: Any) -> Any:
 
 
 def samples_of(params: Any) -> list[Any]:
-    """Small parameters in place of *params*, in any of the forms that an optimizer takes: one for
-    each group, with the options of the group, or a single one if there are no groups.
-    """
+    """A small parameter in place of each group of *params*, or of all if there are no groups."""
     entries = [] if isinstance(params, torch.Tensor) else list(params)
     if not any(isinstance(entry, Mapping) for entry in entries):
         return [_sample(entries)]
@@ -111,15 +130,11 @@ def samples_of(params: Any) -> list[Any]:
 
 
 def _sample(items: Any) -> torch.Tensor:
-    """A parameter with the number of dimensions and the device of the first tensor of *items*; an
-    arbitrary one if there is none.
-    """
-    first = torch.zeros(1, dtype=torch.float32)
-    for item in (items,) if isinstance(items, torch.Tensor) else items or ():
-        tensor = item[-1] if isinstance(item, tuple) else item
-        if isinstance(tensor, torch.Tensor):
-            first = local(tensor)
-            break
+    """A parameter with the dimensions and the device of the first tensor of *items*, if any."""
+    given = [items] if isinstance(items, torch.Tensor) else items or ()
+    unnamed = (item[-1] if isinstance(item, tuple) else item for item in given)
+    found = (local(one) for one in unnamed if isinstance(one, torch.Tensor))
+    first = next(found, torch.zeros(1))
     device = None if first.is_meta else first.device
     shape = (1,) * max(first.dim(), 1)
     return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
@@ -127,11 +142,6 @@ def _sample(items: Any) -> torch.Tensor:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values of an option are equal, tensors or not."""
-    if torch.is_tensor(one) or torch.is_tensor(other):
-        return (
-            torch.is_tensor(one)
-            and torch.is_tensor(other)
-            and one.shape == other.shape
-            and torch.equal(one, other)
-        )
-    return bool(one == other)
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return torch.equal(one, other)
+    return not (torch.is_tensor(one) or torch.is_tensor(other)) and bool(one == other)

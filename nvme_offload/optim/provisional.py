@@ -1,15 +1,14 @@
-"""`ProvisionalUpdates`: updates during backward(), before it is known whether their gradients are
-final, and the data to undo them.
-"""
+"""`ProvisionalUpdates`: updates during backward() that `step` may undo."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import random
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -31,46 +30,8 @@ _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gradient:
-    """The *fingerprint* of the gradient of *fragment* at an update; None without a dense
-    gradient.
-    """
-
-    fragment: Fragment
-    fingerprint: torch.Tensor | None
-
-    @classmethod
-    def of(cls, fragment: Fragment) -> _Gradient:
-        gradient = fragment.weight.parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
-            return cls(fragment, None)
-        return cls(fragment, fingerprint(fragment.of(local(gradient))))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Changes:
-    """The changes of *weight* by the program that were known at an update."""
-
-    weight: Weight
-    count: int
-    unnoticed: bool
-
-    @classmethod
-    def of(cls, weight: Weight) -> _Changes:
-        return cls(weight, weight.changes, weight.was_changed)
-
-    def restore(self) -> None:
-        self.weight.updated(always=True)
-        self.weight.changes = self.count
-        if self.unnoticed:
-            self.weight.seen = _NEVER_SEEN
-
-
-@dataclasses.dataclass(frozen=True)
 class _RandomNumbers:
-    """The states of the generators that an update on *device* may draw from: torch's, Python's and
-    numpy's.
-    """
+    """The states of torch's, Python's and numpy's generators, for an update on *device*."""
 
     device: torch.device
     states: Sequence[torch.Tensor]
@@ -87,12 +48,12 @@ class _RandomNumbers:
 
     @property
     def drawn(self) -> bool:
-        """Whether numbers were drawn since these states were recorded."""
+        """Whether numbers were drawn since."""
         now = self.on(self.device)
         return now.others != self.others or not all(map(torch.equal, self.states, now.states))
 
     def restore(self) -> None:
-        """Restore the states, so that the same numbers are drawn again."""
+        """Make the generators draw the same numbers again."""
         python, name, keys, *rest = self.others
         random.setstate(python)
         numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))
@@ -103,15 +64,18 @@ class _RandomNumbers:
 
 @dataclasses.dataclass(eq=False)
 class Before:
-    """The data that an update of *bucket* replaces, except the bucket's value: *elements* of
-    parameters and, for each fragment, the small *states* and the number of changes by the program
-    that its master has *taken_up*. *left*: the options of groups after the update.
+    """The data that an update of *bucket* replaces, except the bucket's value.
+
+    *gradients*: the fingerprint of each fragment's gradient. *changes*: for each weight, how often
+    the program has changed it, and whether it did so since the last update. For each fragment, its
+    *elements* of the parameter, the small *states*, and the changes that its master has *taken_up*.
+    *left*: the options of groups after the update.
     """
 
     bucket: Bucket
-    gradients: Sequence[_Gradient]
+    gradients: Mapping[Fragment, torch.Tensor | None]
     random: _RandomNumbers
-    changes: Sequence[_Changes]
+    changes: Mapping[Weight, tuple[int, bool]]
     elements: Sequence[torch.Tensor]
     states: Sequence[dict[Any, Any]]
     taken_up: Sequence[int]
@@ -120,14 +84,12 @@ class Before:
 
 class ProvisionalUpdates:
     """The updates of a step before `step` is called. `before` and `made` enclose each update;
-    `roll_back_changed` follows when the gradients are final.
+    `roll_back_changed` follows when the gradients are final. *owner* is not kept alive.
 
-    The drive keeps the old version of a bucket's value. A value that stays in host memory is not
-    updated provisionally: `step` needs no drive for it. The old parameters are kept in addition to
-    the new ones. If gradients were changed after backward(), as by clipping, they are expected to
-    change in the next step, too, and no update is provisional then. Before a forward pass of a
-    module whose parameters are updated, *owner* undoes the updates, unless backward() itself runs
-    that pass. *owner* is not kept alive.
+    A value that stays in host memory is not updated provisionally: `step` needs no drive for it. If
+    gradients were changed after backward(), as by clipping, they are expected to change in the next
+    step, too, and no update is provisional then. Before a forward pass of a module whose parameters
+    are updated, *owner* undoes the updates, unless backward() itself runs that pass.
 
     If `step` queues its updates for the next forward pass (*overlap*), `FORWARD_SHARE` of the
     updates are left to that pass, spread evenly over the order of backward(), so that the drive
@@ -143,9 +105,9 @@ class ProvisionalUpdates:
         self._forward_hook: Any = None  # set while there are updates
         self._made: dict[Bucket, Before] = {}
         self._order: dict[Bucket, int] = {}
-        self._sample: _Gradient | None = None  # the first complete gradient of this step
+        # the fingerprint of the first complete gradient of this step
+        self._sample: dict[Fragment, torch.Tensor | None] = {}
         self._expects_changes = self._draws = False
-        self._idle_steps = 0  # consecutive steps without provisional updates
         self.made_count = self.rolled_back_count = 0
 
     def __len__(self) -> int:
@@ -161,39 +123,33 @@ class ProvisionalUpdates:
     def place(self, bucket: Bucket) -> int:
         """The position of *bucket* in that order."""
         last = len(self._order)
-        return self._order.get(bucket, last) if self._is_suitable(bucket) else last
+        return self._order[bucket] if bucket in self._order and self._is_suitable(bucket) else last
 
     @property
     def rests(self) -> bool:
-        """Whether updates are no longer provisional, or have not been for some steps."""
-        return self._draws or self._idle_steps > 2
+        """Whether no update is provisional in this step."""
+        return self._draws or self._expects_changes
 
     def came_by(self, bucket: Bucket) -> None:
         """backward() has completed the last gradient of *bucket*."""
         self._order.setdefault(bucket, len(self._order))
 
     def complete(self, weight: Weight) -> None:
-        """backward() has completed the gradient of *weight*. Raises: UsageError if it does so a
-        second time in one step.
-        """
+        """backward() has completed the gradient of *weight*. Raises: UsageError the second time."""
         if any(fragment.bucket in self._made for fragment in weight.fragments):
             raise UsageError(
                 'a second backward() before step(): with step_in_backward="provisional" the parameters are updated already. To accumulate gradients, run all '
                 "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad()"
             )
-        gradient = weight.parameter.grad
-        if (
-            self._sample is None
-            and weight.fragments
-            and gradient is not None
-            and gradient.layout is torch.strided  # `step` refuses other layouts
-        ):
-            self._sample = _Gradient.of(weight.fragments[0])
+        if not self._sample and weight.fragments:
+            found = _fingerprint_of(weight.fragments[0])
+            if found is not None:
+                self._sample = {weight.fragments[0]: found}
 
     def may_begin(self, bucket: Bucket) -> bool:
         """Whether an update of *bucket* now spares `step` the drive, and can be undone."""
         return (
-            not self._expects_changes
+            not self.rests
             and self._is_suitable(bucket)
             and bucket.inner is not None
             and all(map(_is_plain, bucket.fragments))
@@ -212,12 +168,12 @@ class ProvisionalUpdates:
         """Copy the data that an update of *bucket* will replace. The bucket's value is in use, and
         on the drive. Raises an error if there is no memory for the copies; nothing is kept then.
         """
-        weights = dict.fromkeys(fragment.weight for fragment in bucket.fragments)
+        weights = {fragment.weight for fragment in bucket.fragments}
         before = Before(
             bucket,
-            [_Gradient.of(fragment) for fragment in bucket.fragments],
+            {fragment: _fingerprint_of(fragment) for fragment in bucket.fragments},
             _RandomNumbers.on(bucket.device),
-            [_Changes.of(weight) for weight in weights],
+            {weight: (weight.changes, weight.was_changed) for weight in weights},
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.changes for fragment in bucket.fragments],
@@ -265,19 +221,12 @@ class ProvisionalUpdates:
         return [before.bucket]
 
     def roll_back_changed(self, options: StepOptions) -> list[Bucket]:
-        """Undo the updates whose gradients have different bits now; keep all others, and their
-        *options*. Return the undone buckets. No value may be in use.
-        """
-        made = [*self._made.values()]
-        kept = [gradient for before in made for gradient in before.gradients]
-        changed = _changed([*kept, *filter(None, (self._sample,))])
-        if self._sample is not None:
-            self._expects_changes = self._sample.fragment in changed
-        undone = [
-            before
-            for before in reversed(made)
-            if any(gradient.fragment in changed for gradient in before.gradients)
-        ]
+        """Undo updates whose gradients have other bits now; keep the *options* of all others."""
+        made = list(self._made.values())
+        changed = _changed([self._sample, *(before.gradients for before in made)])
+        if self._sample:
+            self._expects_changes = not changed.isdisjoint(self._sample)
+        undone = [one for one in reversed(made) if not changed.isdisjoint(one.gradients)]
         for before in undone:
             self.roll_back(before)
         self.rolled_back_count += len(undone)
@@ -304,51 +253,31 @@ class ProvisionalUpdates:
         self._clear()
         return [before.bucket for before in made]
 
-    def abandon(self) -> None:
-        """Restore the old parameters, except the ones to which the program has written. The states
-        are not used again.
-        """
-        others = self._changed_by_others()
-        for before in reversed(self._made.values()):
-            _restore(before, others)
-        self._clear()
-
     def commit_but_made(self, buckets: Iterable[Bucket]) -> None:
-        """Release the old versions of *buckets* for which `made` was not called. An exception has
-        ended their updates before anything changed.
-        """
+        """Release the old versions of *buckets* whose updates an exception has ended."""
         for bucket in buckets:
             if bucket not in self._made:
                 self._tier.swapper.commit(bucket.name)
                 bucket.is_retained = False
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
-        """Drop the updates, including partially undone ones: other states are being loaded into all
-        *buckets*.
-        """
-        for bucket in buckets:
-            if bucket.is_retained:
-                self._tier.swapper.commit(bucket.name)
-                bucket.is_retained = False
+        """Drop the updates, even partially undone ones: all *buckets* get other states."""
         self._clear()
+        self.commit_but_made(buckets)
 
     def forget_order(self, buckets: Iterable[Bucket]) -> None:
         """Forget *buckets* that are discarded, which are not provisionally updated now."""
         for bucket in buckets:
             self._order.pop(bucket, None)
-        self._sample = None
-
-    def step_made(self) -> None:
-        """The updates of a step have been made, or are about to be queued."""
-        self._idle_steps = 0 if self.made_count else self._idle_steps + 1
+        self._sample = {}
 
     def end_step(self) -> None:
         """The step has ended."""
-        self._sample = None
+        self._sample = {}
         self.made_count = self.rolled_back_count = 0
 
     def _changed_by_others(self) -> set[Weight]:
-        weights = {changes.weight for before in self._made.values() for changes in before.changes}
+        weights = {weight for before in self._made.values() for weight in before.changes}
         # a parameter that was only moved or cast gets its old values back, too
         return {
             weight
@@ -367,7 +296,7 @@ class ProvisionalUpdates:
         if owner is None:
             self._clear()
         elif torch._C._current_graph_task_id() == -1 and self._updates_any(module.parameters()):
-            owner._undo_provisional()
+            owner.undo_provisional()
 
     def _updates_any(self, parameters: Iterable[torch.Tensor]) -> bool:
         weights = {
@@ -376,17 +305,24 @@ class ProvisionalUpdates:
         return any(id(parameter) in weights for parameter in parameters)
 
 
-def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
-    """The fragments whose gradients have different bits now."""
+def _fingerprint_of(fragment: Fragment) -> torch.Tensor | None:
+    """None without a dense gradient; `step` refuses others."""
+    gradient = fragment.weight.parameter.grad
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    return fingerprint(fragment.of(local(gradient)))
+
+
+def _changed(gradients: Iterable[Mapping[Fragment, torch.Tensor | None]]) -> set[Fragment]:
+    """The fragments whose gradients have other fingerprints now."""
     changed: set[Fragment] = set()
     compared: dict[torch.device, list[tuple[Fragment, torch.Tensor, torch.Tensor]]] = {}
-    for gradient in gradients:
-        was, now = gradient.fingerprint, _Gradient.of(gradient.fragment).fingerprint
-        if was is None or now is None:
-            if was is not now:
-                changed.add(gradient.fragment)
-        else:
-            compared.setdefault(now.device, []).append((gradient.fragment, was, now))
+    for fragment, was in itertools.chain.from_iterable(one.items() for one in gradients):
+        now = _fingerprint_of(fragment)
+        if was is not None and now is not None:
+            compared.setdefault(now.device, []).append((fragment, was, now))
+        elif was is not now:
+            changed.add(fragment)
     for rows in compared.values():  # synchronizes with each GPU once
         same = torch.stack([was for _, was, _ in rows]) == torch.stack([now for *_, now in rows])
         changed.update(
@@ -411,17 +347,18 @@ def _restore(before: Before, others: Container[Weight]) -> None:
     ):
         _restore_small(fragment, old_states)
         fragment.changes = taken_up
-    for changes in before.changes:
-        if changes.weight in others:
-            changes.weight.look()  # so that the masters follow
-        else:
-            changes.restore()
+    for weight, (count, was_changed) in before.changes.items():
+        if weight in others:
+            weight.look()  # so that the masters follow
+            continue
+        weight.updated(always=True)
+        weight.changes = count
+        if was_changed:
+            weight.seen = _NEVER_SEEN
 
 
 def _restore_small(fragment: Fragment, old_states: dict[Any, Any]) -> None:
-    """Restore the states of *fragment* that are in memory: in the same tensors, since the program
-    may hold references to them. Remove states that were added since.
-    """
+    """Restore states in memory, in the same tensors, to which the program may have references."""
     states = fragment.states
     for key in [key for key in states if key not in fragment.leaves and key not in old_states]:
         del states[key]
@@ -434,9 +371,7 @@ def _restore_small(fragment: Fragment, old_states: dict[Any, Any]) -> None:
 
 
 def _is_plain(fragment: Fragment) -> bool:
-    """Whether it is known which states an update of *fragment* changes: it has all of its states,
-    and no state on the drive is part of a container.
-    """
+    """Whether it is known which states an update of *fragment* changes."""
     return fragment.stepped and all(top(key) is key for key in fragment.leaves)
 
 

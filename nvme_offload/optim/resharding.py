@@ -71,6 +71,11 @@ def reshard(trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight]) -> di
     return {**trees[0], "state": states, "nvme_offload": told}
 
 
+def fitting(trees: Sequence[dict[str, Any]], weights: Sequence[Weight]) -> dict[str, Any]:
+    """*trees* as a state dict of *weights*, resharded if that is necessary. Raises: as `reshard`."""
+    return trees[0] if len(trees) == 1 and fits(trees[0], weights) else reshard(trees, weights)
+
+
 def fits(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
     """Whether the state dict *tree* can be loaded without resharding."""
     if is_cut(tree):
@@ -133,9 +138,7 @@ def _box_of(shape: Sequence[int], dimensions: Sequence[tuple[int, int, str]]) ->
 
 
 def _state(box: Box, saved: list[tuple[Box, Mapping[Any, Any]]]) -> Any:
-    """The state of the part *box* of a parameter, assembled from the *saved* states of other
-    parts.
-    """
+    """The state of the part *box* of a parameter, assembled from *saved* parts."""
     if len({frozenset(state) for _, state in saved}) > 1:
         raise UsageError("the ranks saved different states of one parameter: load another save")
     state = {}
@@ -166,9 +169,7 @@ def _is_of(box: Box, form: torch.Tensor) -> bool:
 
 
 def _is_packed(value: Any) -> bool:
-    """Whether the state *value* is kept in 8 or 16 bits. The low bits of a master are loaded as
-    they are.
-    """
+    """Whether *value* is kept in 8 or 16 bits. The low bits of a master are loaded as they are."""
     return is_kept(value) and "low" not in value
 
 

@@ -82,9 +82,9 @@ def test_many_buckets_in_flight(tmp_path, state_format, fused):
     ) as optimizer:
         train(plain, reference, steps=5)
         train(ours, optimizer, steps=5)
-        assert len(optimizer._buckets) > 30
+        assert len(optimizer._steps.binding.buckets) > 30
         assert optimizer.stats().bytes_read > 100e6
-        assert optimizer._tier._pool.pinned == "cuda"
+        assert optimizer._steps.tier._pool.pinned == "cuda"
         state = optimizer.state_dict()["state"]
         assert (
             differing(

@@ -129,14 +129,14 @@ def test_the_first_layers_run_while_the_last_update_is_held(tmp_path, monkeypatc
             backward(ours, step)
             optimizer.step()
         optimizer.synchronize()
-        opened, opening = threading.Event(), optimizer._updater.open
+        opened, opening = threading.Event(), optimizer._steps.updater.open
 
         def open_bucket(bucket):
-            if bucket is optimizer._buckets[-1]:
+            if bucket is optimizer._steps.binding.buckets[-1]:
                 opened.wait()
             return opening(bucket)
 
-        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
+        monkeypatch.setattr(optimizer._steps.updater, "open", open_bucket)
         backward(plain, 3)
         reference.step()
         backward(ours, 3)

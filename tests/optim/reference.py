@@ -209,7 +209,7 @@ with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options)
             optimizer.state_dict()
             optimizer.save(path + "/kept")
             most = max(most, now())
-    print(most - before, sum(bucket.nbytes for bucket in optimizer._buckets))
+    print(most - before, sum(bucket.nbytes for bucket in optimizer._steps.binding.buckets))
 """
 
 

@@ -107,7 +107,7 @@ def test_what_fits_without_fits_with(tmp_path, dtype, options):
     ) as optimizer:
         train(ours, optimizer)
         assert optimizer.stats().bytes_read > 0
-        assert optimizer._tier._pool.nbytes <= caps[-1]
+        assert optimizer._steps.tier._pool.nbytes <= caps[-1]
     assert differing(ours, plain) == []
 
 
@@ -148,7 +148,7 @@ def test_no_gradient_is_where_the_parameters_are(tmp_path, monkeypatch):
         outside.append(
             sum(
                 fragment.summed.numel()
-                for other in optimizer._buckets
+                for other in optimizer._steps.binding.buckets
                 for fragment in other.fragments
                 if fragment.summed is not None
             )
@@ -173,7 +173,7 @@ def test_no_gradient_is_where_the_parameters_are(tmp_path, monkeypatch):
             assert optimizer.stats().step == step_number + 1
     assert len(made) == 2 * 6
     assert most[0] <= 1
-    assert len(outside) == 2 * len(optimizer._buckets) > 8
+    assert len(outside) == 2 * len(optimizer._steps.binding.buckets) > 8
 
 
 def test_operations_do_not_grow_with_the_number_of_parameters(tmp_path):
@@ -181,7 +181,7 @@ def test_operations_do_not_grow_with_the_number_of_parameters(tmp_path):
     for count in (50, 500):
         params = [torch.nn.Parameter(torch.ones(40)) for _ in range(count)]
         with NVMeOptimizer(params, paths=tmp_path, accumulate="host") as optimizer:
-            schedule = optimizer._tier.swapper._schedule
+            schedule = optimizer._steps.tier.swapper._schedule
             train(params, optimizer, steps=1)
             before = schedule.operations, schedule._count
             train(params, optimizer, steps=1)
@@ -709,7 +709,7 @@ def test_closing_frees_all(tmp_path):
         net.parameters(), paths=tmp_path, host_memory=200_000, accumulate="host"
     ) as optimizer:
         loss_of(net, 0).backward()
-        tier = weakref.ref(optimizer._tier)
+        tier = weakref.ref(optimizer._steps.tier)
     assert all(parameter.grad is None for parameter in net.parameters())
     loss_of(net, 1).backward()  # as ever
     assert all(type(parameter.grad) is torch.Tensor for parameter in net.parameters())
@@ -754,7 +754,7 @@ def test_an_optimizer_that_is_gone(tmp_path):
     net = model()
     optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
     loss_of(net, 0).backward()
-    tier = weakref.ref(optimizer._tier)
+    tier = weakref.ref(optimizer._steps.tier)
     del optimizer
     gc.collect()
     assert tier() is None
@@ -769,15 +769,15 @@ def test_zero_grad_releases_memory(tmp_path):
     with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
         for step in range(3):
             loss_of(net, step).backward()
-            names = optimizer._tier.swapper.names()
+            names = optimizer._steps.tier.swapper.names()
             assert sum(name.endswith("/gradients") for name in names) == 1
             if step:
                 optimizer.step()
             else:
                 optimizer.zero_grad()
-            names = optimizer._tier.swapper.names()
+            names = optimizer._steps.tier.swapper.names()
             assert not any(name.endswith("/gradients") for name in names)
-            assert not optimizer._tier.swapper.in_use()
+            assert not optimizer._steps.tier.swapper.in_use()
             optimizer.zero_grad()
 
 
@@ -791,8 +791,8 @@ def test_gradients_that_are_looked_at_are_not_written_again(tmp_path):
         for _ in range(4):
             for parameter in params:
                 parameter.grad.clone()
-            optimizer._drain()
-            counters.append(optimizer._tier.swapper.stats())
+            optimizer._steps.drain()
+            counters.append(optimizer._steps.tier.swapper.stats())
     assert counters[3].bytes_read > counters[1].bytes_read  # they do not all fit
     assert counters[3].bytes_written == counters[1].bytes_written
 
@@ -846,7 +846,7 @@ def test_a_sum_that_is_not_whole_is_reported(tmp_path, monkeypatch):
     with NVMeOptimizer(params, paths=tmp_path, host_memory=200_000, accumulate="host") as optimizer:
         backward(params, 0)
         monkeypatch.setattr(
-            optimizer._tier.swapper,
+            optimizer._steps.tier.swapper,
             "swap_in",
             lambda name: (_ for _ in ()).throw(OSError("the drive")),
         )
@@ -962,7 +962,7 @@ def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
     ) as optimizer:
         train(ours, optimizer, middle=middle)
         optimizer.zero_grad()
-        assert not optimizer._tier.swapper.in_use()
+        assert not optimizer._steps.tier.swapper.in_use()
     assert len(later.events) > 70
     assert all(event.query() for event in later.events)
     assert differing(ours, plain) == []

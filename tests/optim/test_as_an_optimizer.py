@@ -561,9 +561,9 @@ def test_states_are_saved_after_all_was_moved_to_another_device(tmp_path, dtype,
     with NVMeOptimizer(params, paths=tmp_path, state_format=state_format) as optimizer:
         train(params, optimizer, steps=3)
         expected = copy.deepcopy(optimizer.state_dict()["state"])
-        for bucket in optimizer._buckets:
+        for bucket in optimizer._steps.binding.buckets:
             bucket.home = bucket.device = torch.device("cuda", 0)  # as if they had been there
-        for weight in optimizer._weights:
+        for weight in optimizer._steps.binding.weights:
             weight.form = weight.form._replace(device=torch.device("cuda", 0))
         for state in optimizer.state.values():
             for key, value in state.items():
@@ -604,7 +604,7 @@ def test_garbage_gives_its_memory_back(tmp_path, in_backward):
     params = parameters()
     optimizer = NVMeOptimizer(params, paths=tmp_path, step_in_backward=in_backward)
     train(params, optimizer, steps=1)
-    pool = weakref.ref(optimizer._tier._pool)
+    pool = weakref.ref(optimizer._steps.tier._pool)
     scheduler = lr_scheduler.StepLR(optimizer, 1)
     del optimizer, scheduler
     gc.collect()
@@ -621,7 +621,7 @@ def test_several_drives(tmp_path):
         Path(place).mkdir()
     with smallest(lambda cap: NVMeOptimizer(ours, paths=places, host_memory=cap)) as optimizer:
         train(ours, optimizer)
-        assert all(optimizer._tier.store.bytes_on(str(place)) > 0 for place in places)
+        assert all(optimizer._steps.tier.store.bytes_on(str(place)) > 0 for place in places)
     assert differing(ours, plain) == []
 
 

@@ -573,7 +573,7 @@ def test_nothing_is_left_of_a_binding(tmp_path, mode):
         )
         optimizer.param_groups[0]["params"] = list(net.parameters())
         step(net, optimizer, number)
-        rooms.append(len(optimizer._tier.swapper.names()))
+        rooms.append(len(optimizer._steps.tier.swapper.names()))
     assert rooms == rooms[:1] * 12
     optimizer.close()
 

@@ -372,7 +372,7 @@ def test_room_for_a_state_dict_that_is_not_there(tmp_path):
     params = parameters()
     with tight(params, tmp_path) as optimizer:
         train(params, optimizer)
-        optimizer._tier.swapper.flush()  # so that nothing else is written
+        optimizer._steps.tier.swapper.flush()  # so that nothing else is written
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         try:

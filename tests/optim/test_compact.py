@@ -43,7 +43,7 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, k
     make = functools.partial(compact, state_format=state_format, betas=betas, weight_decay=0.1)
     whole = parameters(dtype, shapes=SHAPES)
     with make(whole, tmp_path, "64MiB") as optimizer:
-        buckets = {len(optimizer._buckets)}
+        buckets = {len(optimizer._steps.binding.buckets)}
         train(whole, optimizer, steps=4)
         half, state = (
             [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole],
@@ -60,7 +60,7 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, k
             )
             of = functools.partial(make, params, tmp_path)
             with smallest(of) if cap is None else of(cap) as optimizer:
-                buckets.add(len(optimizer._buckets))
+                buckets.add(len(optimizer._steps.binding.buckets))
                 if resumed:
                     optimizer.load_state_dict(state)
                 train(params, optimizer, steps=4 if resumed else 8, first=4 if resumed else 0)
@@ -84,8 +84,8 @@ def test_masters_have_24_bits_and_follow_those_of_32(tmp_path):
             assert (kept[index]["master"].view(torch.int32) & 0xFF == 0).all()
             # a step moves a weight by up to the rate of 1e-3, and rounds it to 2**-16 of itself
             assert torch.allclose(kept[index]["master"], masters[index]["master"], atol=4e-3)
-        assert sum(bucket.nbytes for bucket in ours._buckets) < 0.8 * sum(
-            bucket.nbytes for bucket in reference._buckets
+        assert sum(bucket.nbytes for bucket in ours._steps.binding.buckets) < 0.8 * sum(
+            bucket.nbytes for bucket in reference._steps.binding.buckets
         )
 
 
@@ -108,7 +108,7 @@ def test_states_are_widened_with_a_line(tmp_path, caplog, optimizer_class, said)
         train(params, optimizer)
         assert ("keeps the states of" in caplog.text) == bool(said)
         assert said in caplog.text
-        kept = sum(bucket.nbytes for bucket in optimizer._buckets) / sum(
+        kept = sum(bucket.nbytes for bucket in optimizer._steps.binding.buckets) / sum(
             parameter.numel() for parameter in params
         )
         states = len([key for key in optimizer.state[params[0]] if key != "step"])
@@ -197,7 +197,7 @@ def test_the_bits_of_those_are_the_same_with_any_budget_too(tmp_path, wide):
 
     whole = parameters(shapes=SHAPES)
     with compact(whole, tmp_path, "64MiB") as optimizer:
-        buckets = {len(optimizer._buckets)}
+        buckets = {len(optimizer._steps.binding.buckets)}
         go(whole, optimizer, 0, 6)
         half, state = (
             [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole],
@@ -215,7 +215,7 @@ def test_the_bits_of_those_are_the_same_with_any_budget_too(tmp_path, wide):
             )
             of = functools.partial(compact, params, tmp_path)
             with smallest(of) if cap is None else of(cap) as optimizer:
-                buckets.add(len(optimizer._buckets))
+                buckets.add(len(optimizer._steps.binding.buckets))
                 if resumed:
                     optimizer.load_state_dict(state)
                 go(params, optimizer, 6 if resumed else 0, 9)

@@ -350,7 +350,7 @@ def test_a_budget_is_held_to(tmp_path):
     params = parameters(torch.bfloat16, shapes=[(1000, 100)] * 10)
     with NVMeOptimizer(params, paths=tmp_path, host_memory="2MB") as optimizer:
         train(params, optimizer)
-        assert optimizer._tier._pool.nbytes <= 2_000_000 * 7 / 8 + 4096
+        assert optimizer._steps.tier._pool.nbytes <= 2_000_000 * 7 / 8 + 4096
         assert optimizer.stats().peak_bytes <= 2_000_000 * 7 / 8 + 4096
         assert optimizer.stats().bytes_read >= 12_000_000 - 2_000_000
 

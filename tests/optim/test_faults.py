@@ -95,7 +95,7 @@ def test_a_failed_step_can_be_dropped(faulty, caplog):
                 try:
                     optimizer.step()
                 except IOFailure:
-                    failed.append((step, len(optimizer._updated)))
+                    failed.append((step, len(optimizer._steps.updated)))
             counts = {float(optimizer.state[parameter]["step"]) for parameter in params}
         if len(failed) == 1 and failed[0][1] > 0 and failed[0][0] < 3:
             assert counts == {3.0, 4.0}

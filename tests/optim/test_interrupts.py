@@ -97,14 +97,14 @@ def expected(steps: int) -> list[torch.nn.Parameter]:
 def test_a_step_that_is_made_is_not_made_again(tmp_path, monkeypatch, options):
     """Ctrl-C comes after the last update. The next step, with other gradients, is made."""
     params, optimizer = begun(tmp_path, **options)
-    ended = optimizer._forget_step
+    ended = optimizer._steps.forget_step
 
     def interrupted():
         monkeypatch.undo()
         ended()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimizer, "_forget_step", interrupted)
+    monkeypatch.setattr(optimizer._steps, "forget_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(params, optimizer, steps=1, first=2)
     optimizer.step()

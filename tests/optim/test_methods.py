@@ -91,7 +91,7 @@ def test_methods_work_on_all_parameters(tmp_path, dtype):
     with smallest(
         lambda cap: NVMeOptimizer(ours, ScheduleFree, paths=tmp_path, host_memory=cap)
     ) as optimizer:
-        assert len(optimizer._buckets) > 1
+        assert len(optimizer._steps.binding.buckets) > 1
         for round_ in range(2):
             follow(reference.optimizer.train)
             optimizer.train()
@@ -121,10 +121,10 @@ def test_attributes_and_properties(tmp_path):
         optimizer.verbose = True  # before there are inner optimizers
         optimizer.train()
         assert optimizer.verbose
-        assert all(bucket.inner.verbose for bucket in optimizer._buckets)
+        assert all(bucket.inner.verbose for bucket in optimizer._steps.binding.buckets)
         optimizer.verbose = 3
-        assert [bucket.inner.verbose for bucket in optimizer._buckets] == [3] * len(
-            optimizer._buckets
+        assert [bucket.inner.verbose for bucket in optimizer._steps.binding.buckets] == [3] * len(
+            optimizer._steps.binding.buckets
         )
         for missing in ("nothing_like_it", "_private"):
             with pytest.raises(

@@ -109,7 +109,11 @@ def test_no_more_than_numbers_stays_in_memory(tmp_path):
     params = parameters(shapes=[*SHAPES, (100, 300), (200, 80)])
     with NVMeOptimizer(params, Odd, paths=tmp_path, host_memory=2_600_000) as optimizer:
         train(params, optimizer, steps=4)
-        states = [fragment.states for bucket in optimizer._buckets for fragment in bucket.fragments]
+        states = [
+            fragment.states
+            for bucket in optimizer._steps.binding.buckets
+            for fragment in bucket.fragments
+        ]
         assert sum(value.nbytes for state in states for value in tensors(state).values()) == 0
         assert sum(map(len, map(tensors, states))) > 12 * len(params)
         whole = sum(
@@ -119,10 +123,10 @@ def test_no_more_than_numbers_stays_in_memory(tmp_path):
         )
         assert (
             whole
-            <= sum(bucket.nbytes for bucket in optimizer._buckets)
-            <= whole * 1.05 + 4096 * len(optimizer._buckets)
+            <= sum(bucket.nbytes for bucket in optimizer._steps.binding.buckets)
+            <= whole * 1.05 + 4096 * len(optimizer._steps.binding.buckets)
         )
-        assert optimizer._tier._pool.nbytes <= 2_600_000
+        assert optimizer._steps.tier._pool.nbytes <= 2_600_000
         assert optimizer.stats().bytes_read > 0
 
 
@@ -191,7 +195,7 @@ def test_one_whose_elements_have_lists_is_cut(tmp_path):
     train(plain, reference)
     with tight(ours, tmp_path, Aggregated) as optimizer:
         train(ours, optimizer)
-        assert max(len(weight.fragments) for weight in optimizer._weights) > 1
+        assert max(len(weight.fragments) for weight in optimizer._steps.binding.weights) > 1
         state = copy.deepcopy(optimizer.state_dict())
         assert unlike(state["state"], reference.state_dict()["state"]) == []
         optimizer.load_state_dict(state)

@@ -72,7 +72,7 @@ def test_its_inputs(tmp_path, info):
                     many, kind, given, paths=tmp_path, host_memory=cap
                 )
             ) as optimizer:
-                several = max(several, len(optimizer._buckets))
+                several = max(several, len(optimizer._steps.binding.buckets))
                 train(many, optimizer)
         assert differing(one, plain) == [], given
         assert differing(many, plain) == [], given

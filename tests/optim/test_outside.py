@@ -149,7 +149,7 @@ def test_defaults_of_a_kind_of_group(tmp_path):
     ) as optimizer:
         assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.5, 1e-3]
         assert scheduled(ours, optimizer) == rates
-        assert len(optimizer._buckets) > 2
+        assert len(optimizer._steps.binding.buckets) > 2
     assert differing(ours, plain) == []
 
 
@@ -160,7 +160,7 @@ def test_a_list_of_parameters_that_are_not_frozen_and_a_rate_in_a_tensor(tmp_pat
         lambda cap: NVMeOptimizer(ours, Strict, paths=tmp_path, host_memory=cap)
     ) as optimizer:
         assert scheduled(ours, optimizer) == rates
-        assert len(optimizer._buckets) > 1
+        assert len(optimizer._steps.binding.buckets) > 1
     assert differing(ours, plain) == []
 
 

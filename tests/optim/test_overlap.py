@@ -116,10 +116,10 @@ class Gate:
     def __init__(self, optimizer, monkeypatch):
         self.opened, self.awaited = threading.Event(), threading.Event()
         _gates.append(self)
-        opening, waits = optimizer._updater.open, UpdateQueue._wait
+        opening, waits = optimizer._steps.updater.open, UpdateQueue._wait
 
         def open_bucket(bucket):
-            if bucket is optimizer._buckets[-1]:
+            if bucket is optimizer._steps.binding.buckets[-1]:
                 self.opened.wait()
             return opening(bucket)
 
@@ -128,7 +128,7 @@ class Gate:
                 self.awaited.set()
             waits(queue, is_done)
 
-        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
+        monkeypatch.setattr(optimizer._steps.updater, "open", open_bucket)
         monkeypatch.setattr(UpdateQueue, "_wait", wait)
 
 
@@ -932,17 +932,17 @@ class Failing:
 
     def __init__(self, optimizer, monkeypatch, times):
         self.times = times
-        opening = optimizer._updater.open
+        opening = optimizer._steps.updater.open
 
         def open_bucket(bucket):
-            if bucket is optimizer._buckets[-1] and self.times:
+            if bucket is optimizer._steps.binding.buckets[-1] and self.times:
                 self.times -= 1
                 raise IOFailure(
                     5, "gone", operation="read", path="drive", offset=0, nbytes=0, done=0
                 )
             return opening(bucket)
 
-        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
+        monkeypatch.setattr(optimizer._steps.updater, "open", open_bucket)
 
 
 @pytest.mark.parametrize(
@@ -1213,7 +1213,7 @@ def test_a_del_may_close_it_in_the_midst_of_a_use(tmp_path):
     net, optimizer = begun(tmp_path)
 
     def use():
-        with optimizer._queue.lock:  # the collector may run while this thread has it
+        with optimizer._steps.overlap.queue.lock:  # the collector may run while this thread has it
             optimizer.step()
             optimizer.close()
 
@@ -1230,7 +1230,7 @@ def test_the_collector_waits_for_no_lock_in_whichever_thread_it_runs(tmp_path):
     _, optimizer = begun(tmp_path)
     optimizer.step()
     optimizer.synchronize()
-    queue = optimizer._queue
+    queue = optimizer._steps.overlap.queue
     queue.itself, lock, gone = queue, queue.lock, weakref.ref(queue)
     optimizer.close()
     with lock:

@@ -339,7 +339,7 @@ def test_what_changes_one_gradient_undoes_one_update(tmp_path):
                 loss_of(net, step).backward()
             if step == 5:
                 net, optimizer = pairs[1]
-                fragment = next(iter(optimizer._provisional._made)).fragments[0]
+                fragment = next(iter(optimizer._steps.provisional._made)).fragments[0]
                 number = next(
                     number
                     for number, parameter in enumerate(net.parameters())
@@ -616,11 +616,11 @@ def test_a_drive_without_room_for_two_versions_is_refused(mounted):
 
 def test_the_space_of_a_second_version_is_released(tmp_path):
     [_, (net, optimizer)] = both(tmp_path)
-    store = optimizer._tier.store
+    store = optimizer._steps.tier.store
     for step in range(6):
         step_of(net, optimizer, step)
         store.drain()
-        kept = sum(-(-bucket.nbytes // 4096) * 4096 for bucket in optimizer._buckets)
+        kept = sum(-(-bucket.nbytes // 4096) * 4096 for bucket in optimizer._steps.binding.buckets)
         assert store.used_bytes <= kept
     optimizer.close()
 
@@ -822,7 +822,7 @@ def test_an_undo_that_is_cut_short_is_not_taken_for_whole(tmp_path, monkeypatch,
             optimizer.step()
         with contextlib.suppress(UsageError):
             FIRST_CALLS[first](optimizer)
-        assert optimizer.is_broken
+        assert optimizer._steps.is_broken
         for refused in (optimizer.step, optimizer.state_dict):
             with pytest.raises(UsageError, match="load both from a checkpoint"):
                 refused()

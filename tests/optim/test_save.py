@@ -50,7 +50,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
         resumed = copied(params)
         train(params, optimizer, first=3)
         with after(resumed, tmp_path, state_format=state_format) as again:
-            assert len(again._buckets) != len(optimizer._buckets)
+            assert len(again._steps.binding.buckets) != len(optimizer._steps.binding.buckets)
             load(again, path)
             train(resumed, again, first=3)
             assert differing(params, resumed) == []
@@ -204,7 +204,7 @@ def test_the_file_has_what_is_kept_and_nothing_else_is_written(tmp_path):
             params, paths=tmp_path, host_memory="24MiB", state_format=state_format
         ) as optimizer:
             train(params, optimizer)
-            tier = optimizer._tier
+            tier = optimizer._steps.tier
             tier.swapper.flush()
             written, used = tier.swapper.stats().bytes_written, tier.store.used_bytes
             engine = tier.store.engine.stats().write.bytes
@@ -327,6 +327,6 @@ def test_what_it_computes_grows_with_the_parameters_alone(tmp_path):
             profile = cProfile.Profile()
             profile.runcall(optimizer.save, tmp_path / "saved")
             calls.append(sum(entry.callcount for entry in profile.getstats()) / count)
-            buckets = len(optimizer._buckets)
+            buckets = len(optimizer._steps.binding.buckets)
     assert buckets > 20
     assert calls[1] < 1.2 * calls[0]

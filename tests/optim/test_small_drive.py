@@ -45,12 +45,12 @@ def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
     params, optimizer = made(place)
     moved = 0
     with optimizer:
-        store = optimizer._tier.store
+        store = optimizer._steps.tier.store
         assert store.free_bytes < STATES
         for step in range(6):
             set_gradients(params, step)
             if backwards:  # another order of use than the expected one
-                optimizer._buckets.reverse()
+                optimizer._steps.binding.buckets.reverse()
             optimizer.step()
             moved += bytes_of_step(optimizer)
             backwards = False
@@ -81,8 +81,8 @@ def test_states_are_saved_where_neither_the_drive_nor_memory_holds_all(mounted, 
     place = mounted("ext4-full")
     params, optimizer = made(place, host_memory=0.98)
     with optimizer:
-        assert optimizer._tier.cap_bytes < STATES
-        assert optimizer._tier.store.free_bytes < STATES
+        assert optimizer._steps.tier.cap_bytes < STATES
+        assert optimizer._steps.tier.store.free_bytes < STATES
         for step in range(6):
             set_gradients(params, step)
             optimizer.step()
@@ -114,7 +114,7 @@ def test_updates_in_backward_that_a_full_drive_fails_are_reported_once(tmp_path,
             step_in_backward="provisional",
         ) as optimizer:
             if full:
-                store = optimizer._tier.store
+                store = optimizer._steps.tier.store
                 store.reserve(1_200_000)
                 store._space.drives[0].grow = no_more
             for step in range(8):
@@ -142,7 +142,7 @@ def test_states_that_may_need_16_bits_have_room_for_them_or_a_warning(mounted, c
     for ranks, host_memory in (("1", "22MB"), ("1", "12MB"), ("2", "22MB")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         with NVMeOptimizer(params, host_memory=host_memory, **options) as optimizer:
-            sizes.append(optimizer._tier.store._space.nbytes)
+            sizes.append(optimizer._steps.tier.store._space.nbytes)
     roomy, *little = caplog.messages
     assert roomy.endswith("holds the rest")
     assert all("; should states grow, by up to 7." in reported for reported in little)

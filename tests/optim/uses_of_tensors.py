@@ -167,7 +167,7 @@ def main() -> None:
             "exp_avg": torch.linspace(-1, 1, 24).view(SHAPE).clone(),
             "exp_avg_sq": torch.ones(SHAPE),
         }
-        optimizer._take_up_states()
+        optimizer._steps.states.take_up()
         found: torch.Tensor = optimizer.state[parameter]["exp_avg"]
         return found
 
@@ -175,7 +175,7 @@ def main() -> None:
         if kind == "gradient":
             assert parameter.grad is not None
             return parameter.grad
-        optimizer._take_up_states()
+        optimizer._steps.states.take_up()
         found: torch.Tensor = optimizer.state[parameter]["exp_avg"]
         return found
 
