@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 class Offload:
     """Drives, and a budget of host memory, for parameters, optimizer states and activations.
 
-    The parts share one budget, and each takes as much of it as it needs. Those that are made first
-    are served first, so make them in the order of the bytes that they move: parameters, then the
-    optimizer, then activations.
+    The parts share one budget. Parts that are made first are served first: make them in the order
+    of the bytes that they move: parameters, optimizer, activations.
 
     Parameters
     ----------
@@ -49,8 +48,8 @@ class Offload:
 
     Notes
     -----
-    Lifetime: memory and drive space are freed by `close`. A part's are freed also when the optimizer
-    or the context is closed, or when it or the model is gone.
+    Lifetime: `close` frees memory and drive space. A part's are freed also when it is closed, or
+    when it or the model is gone.
     """
 
     def __init__(
@@ -94,13 +93,11 @@ class Offload:
         device
             Where the model computes.
         weights
-            A file of safetensors, or a directory with such files, which have the values of the
-            parameters and of the buffers in the state dict, by the names of the state dict. The
+            A file of safetensors, or a directory with such files, with the model's state dict. The
             model's parameters may be on the meta device. One tensor is read at a time.
         gpu_memory
             The most memory of *device* for parameters: bytes, or a size such as "8GB". The more it
-            is, the fewer parameters are copied. "auto" starts with a few hundred megabytes, and takes
-            more if forward and backward passes leave it free.
+            is, the fewer are copied. "auto" takes what forward and backward passes leave free.
         host_memory
             The part of the budget for these parameters. "auto" takes as much as they need. If any can
             be trained, it leaves a quarter of the rest, but at most 2 GiB, to parts made later.
@@ -268,9 +265,7 @@ class Offload:
         return f"<Offload {', '.join(self._paths)}: {format_bytes(self._memory.left_bytes())} of host memory left>"
 
     def _share(self, wanted: object, later: int = 0, *, grows: bool = True) -> Share:
-        """The share of a part that is to have *wanted* bytes, or if that is "auto" as many as it needs;
-        *later* parts may follow. *grows*: it may need more than at first. Raises: UsageError.
-        """
+        """The share of a part with *wanted* bytes, before *later* parts. Raises: UsageError."""
         asked = _size(wanted, "host_memory")
         left = self._memory.left_bytes()
         if left < self._memory.nbytes:
@@ -287,7 +282,7 @@ class Offload:
         return Share(self._memory, asked, asked)
 
     def _too_little(self, error: TooLittleMemoryError, wanted: object, later: int) -> UsageError:
-        """The *error* of a part that was to have *wanted* bytes, with the number to change."""
+        """The *error* of a part with *wanted* bytes, with the number to change."""
         enough = error.enough_bytes
         if wanted == "auto":
             enough = self._memory.needed_bytes + enough_with_later(enough, later)

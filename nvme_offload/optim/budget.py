@@ -1,6 +1,4 @@
-"""The size of buckets, and whether a cap of host memory holds them. Pure functions, except that
-they read dtypes.
-"""
+"""The size of buckets, and whether a cap of host memory holds them."""
 
 from __future__ import annotations
 
@@ -39,23 +37,19 @@ def beside_bytes(
 
 
 def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
-    """The largest number of elements that a bucket should have. An element takes *value_bytes* in
-    the value, and *beside* bytes of scratch memory during an update.
+    """The elements that a bucket should have at most. Each takes *value_bytes*, and *beside* bytes
+    of scratch memory during an update.
     """
     wanted = bucket_elements(cap_bytes, value_bytes, beside)
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 
 class DividedOtherwiseError(Exception):
-    """The present buckets leave too little memory for new ones, but all would fit if they were made
-    anew.
-    """
+    """New buckets would fit if the present ones were made anew."""
 
 
 class Budget:
-    """Divides *cap_bytes* between values and the scratch memory of updates. Attributes:
-    *values_bytes*, the share of the values.
-    """
+    """Divides *cap_bytes* between values, which get *values_bytes*, and scratch memory."""
 
     def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes
@@ -67,12 +61,10 @@ class Budget:
         self.values_bytes, self._divided = self.cap_bytes, False
 
     def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
-        """Make room for buckets whose values have the sizes *values*, and for the largest of
-        *beside*, the sizes of their scratch memory; return the bytes of all values.
+        """Make room for *values* of these sizes, one of which may grow to *most* bytes, and for the
+        largest of *beside*, their scratch memory; return the bytes of all values.
 
-        *most*: the bytes to which one value may grow. Raises: UsageError, which names a cap that
-        suffices; DividedOtherwiseError if buckets exist already and the cap would suffice if all
-        were made anew.
+        Raises: UsageError, which names a cap that suffices; DividedOtherwiseError.
         """
         largest = max((_rounded(value) for value in [*values, most]), default=0) + _PAGE
         aside = max(beside, default=0)

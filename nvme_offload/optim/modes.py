@@ -39,11 +39,8 @@ _entered = threading.local()
 
 @contextlib.contextmanager
 def sure_stack() -> Iterator[contextlib.ExitStack]:
-    """An ExitStack that leaves its contexts even if an exception, such as Ctrl-C, comes at the end
-    of the `with` statement or in this function: a mode that stays set changes what the thread
-    computes later.
-
-    Without the call of `__exit__`, Python drops this generator, which ends its `yield`.
+    """An ExitStack that leaves its contexts even if Ctrl-C comes at the end of the `with` statement
+    or in this function: Python then drops this generator, which ends its `yield`.
     """
     stack = contextlib.ExitStack()
     try:
@@ -86,9 +83,7 @@ def callers() -> Modes:
 
 @contextlib.contextmanager
 def callers_modes() -> Iterator[None]:
-    """Within `fixed_modes`: the caller's default device and autocast. The meta device is left out,
-    since states have values.
-    """
+    """Within `fixed_modes`: the caller's default device, unless it is meta, and autocast."""
     modes = callers()
     with sure_stack() as stack:
         if modes.device is not None and modes.device.type != "meta":

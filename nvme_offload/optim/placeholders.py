@@ -1,6 +1,4 @@
-"""Placeholders, tensors without memory: `SpentGradient` for a consumed gradient in `.grad`, and
-`StateOnDrive` for a state on the drive in an optimizer's `state`.
-"""
+"""Tensors without memory: `SpentGradient` in `.grad`, and `StateOnDrive` in `state`."""
 
 from __future__ import annotations
 
@@ -161,9 +159,7 @@ class StateOnDrive(WithoutMemory):
         return self.updates in (None, self.weight.updates)
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the whole state, and the result of this tensor's operators on it: a view,
-        unless it was moved. Raises: UsageError.
-        """
+        """A copy of the whole state, and this tensor as a view of it. Raises: UsageError."""
         source = self.source()
         if source is None:
             raise UsageError(f"the NVMeOptimizer that the state {self.key!r} was of is gone")

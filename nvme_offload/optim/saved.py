@@ -49,14 +49,13 @@ def collect(
     the kernel can reclaim. Raises: IOFailure if the drive has no room for the file; as
     `Updater.reading`.
     """
-    places: dict[tuple[Weight, Key], tuple[int, torch.Tensor]] = {}
+    offsets: dict[tuple[Weight, Key], int] = {}
+    forms_of: dict[tuple[Weight, Key], torch.Tensor] = {}
     end = 0
-    for bucket in buckets:
-        for fragment in bucket.fragments:
-            for key, form in forms(fragment).items():
-                if (fragment.weight, key) not in places:
-                    places[fragment.weight, key] = end, form
-                    end += -(-form.numel() * form.itemsize // _ALIGNMENT) * _ALIGNMENT
+    for fragment, key, form in _offloaded(buckets):
+        if (fragment.weight, key) not in offsets:
+            offsets[fragment.weight, key], forms_of[fragment.weight, key] = end, form
+            end += -(-form.numel() * form.itemsize // _ALIGNMENT) * _ALIGNMENT
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
             file.truncate(end)
@@ -64,57 +63,35 @@ def collect(
                 if bucket.layout is None:
                     continue
                 with updater.reading(bucket) as find:
-                    for fragment in bucket.fragments:
-                        for key in forms(fragment):
-                            values = find(fragment, key)
-                            if (
-                                key in fragment.rest
-                                and fragment is not fragment.weight.fragments[0]
-                            ):
-                                continue  # the same for all
-                            file.seek(
-                                places[fragment.weight, key][0]
-                                + (0 if key in fragment.rest else fragment.start * values.itemsize)
-                            )
-                            content: Any = in_a_row(values).view(torch.uint8).numpy()
-                            file.write(content)
+                    for fragment, key, form in _offloaded([bucket]):
+                        values = in_a_row(find(fragment, key))
+                        start = 0 if key in fragment.rest else fragment.start * form.itemsize
+                        file.seek(offsets[fragment.weight, key] + start)
+                        content: Any = values.view(torch.uint8).numpy()
+                        file.write(content)
             file.flush()
         except OSError as error:
             reason = (
                 f"{error.strerror}; a state dict takes {end} bytes on the drive, in addition to the states; "
                 "save(path) writes them to a file without that"
             )
+            code = error.errno or errno.EIO
             raise IOFailure(
-                error.errno or errno.EIO,
-                reason,
-                operation="write",
-                path=str(directory),
-                offset=0,
-                nbytes=0,
-                done=0,
+                code, reason, operation="write", path=directory, offset=0, nbytes=0, done=0
             ) from error
         mapped = mmap.mmap(file.fileno(), end) if end else b""
-
-    def tensor(weight: Weight, key: Key) -> torch.Tensor:
-        offset, form = places[weight, key]
-        flat = (
-            torch.frombuffer(mapped, dtype=form.dtype, count=form.numel(), offset=offset)
-            if form.numel()
-            else torch.empty(0, dtype=form.dtype)
-        )
-        whole = flat.as_strided(form.shape, form.stride())
-        return (
-            whole
-            if weight.fragments and key in weight.fragments[0].rest
-            else like(weight.parameter, whole)
-        )
-
     collected: dict[Weight, dict[Key, torch.Tensor]] = {weight: {} for weight in weights}
-    for weight, key in places:
-        collected[weight][key] = tensor(weight, key)
+    for (weight, key), form in forms_of.items():
+        flat = torch.empty(0, dtype=form.dtype)
+        if form.numel():
+            flat = torch.frombuffer(
+                mapped, dtype=form.dtype, count=form.numel(), offset=offsets[weight, key]
+            )
+        whole = flat.as_strided(form.shape, form.stride())
+        is_rest = key in weight.fragments[0].rest
+        collected[weight][key] = whole if is_rest else like(weight.parameter, whole)
     return [
-        in_place_of_leaves(weight, there, lambda small: small.clone())
-        for weight, there in collected.items()
+        in_place_of_leaves(weight, there, torch.Tensor.clone) for weight, there in collected.items()
     ]
 
 
@@ -124,25 +101,26 @@ def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weigh
     """
     made = [bucket for bucket in buckets if bucket.layout is not None]
     names = [bucket.name for bucket in made]
+    lenders = {
+        bucket: _lender(updater, bucket, names[number + 1 :][:_AHEAD])
+        for number, bucket in enumerate(made)
+    }
     forms_of: dict[tuple[Weight, Key], torch.Tensor] = {}
     parts: dict[tuple[Weight, Key], dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
-    for number, bucket in enumerate(made):
-        lender = _lender(updater, bucket, names[number + 1 :][:_AHEAD])
-        for fragment in bucket.fragments:
-            for key, form in forms(fragment).items():
-                forms_of.setdefault((fragment.weight, key), form)
-                if key not in fragment.rest:
-                    for name, field in _fields(fragment, key).items():
-                        parts[fragment.weight, key][name].append(
-                            Part(lender, (fragment, key, name), fragment.start // field.elements)
-                        )
-                elif fragment is fragment.weight.fragments[0]:  # the same for all
-                    parts[fragment.weight, key][""].append(Part(lender, (fragment, key, ""), 0))
-    there: dict[Weight, dict[Key, Any]] = {weight: {} for weight in weights}
-    for (weight, key), by_name in parts.items():
-        form, fragment = forms_of[weight, key], weight.fragments[0]
+    for fragment, key, form in _offloaded(made):
+        forms_of.setdefault((fragment.weight, key), form)
+        firsts = {"": 0}
+        if key not in fragment.rest:
+            fields_of = _fields(fragment, key)
+            firsts = {name: fragment.start // one.elements for name, one in fields_of.items()}
+        for name, first in firsts.items():
+            part = Part(lenders[fragment.bucket], (fragment, key, name), first)
+            parts[fragment.weight, key][name].append(part)
+    found: dict[Weight, dict[Key, Any]] = {weight: {} for weight in weights}
+    for (weight, key), form in forms_of.items():
+        fragment, by_name = weight.fragments[0], parts[weight, key]
         if key in fragment.rest:
-            there[weight][key] = offloaded(form.shape, form.dtype, by_name[""], form.stride())
+            found[weight][key] = offloaded(form.shape, form.dtype, by_name[""], form.stride())
             continue
         tensors_of = {}
         for name, field in _fields(fragment, key).items():
@@ -150,17 +128,14 @@ def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weigh
             if field.elements > 1:
                 shape, strides = torch.Size([-(-form.numel() // field.elements)]), (1,)
             tensors_of[name] = offloaded(shape, field.dtype, by_name[name], strides)
-        there[weight][key] = state_of(_layout(fragment), _of_layout(key), tensors_of)
+        found[weight][key] = state_of(_layout(fragment), _of_layout(key), tensors_of)
     return [
-        in_place_of_leaves(weight, found, lambda small: small.clone())
-        for weight, found in there.items()
+        in_place_of_leaves(weight, there, torch.Tensor.clone) for weight, there in found.items()
     ]
 
 
 def write(tree: Mapping[str, Any], path: Path, engine: Engine) -> None:
-    """Write *tree*, with the tensors of `as_kept`, to the file *path*, completely or not at all.
-    Raises: IOFailure, and the errors of reading buckets.
-    """
+    """Write *tree* of `as_kept` to the file *path*, completely or not at all. Raises: IOFailure."""
     try:
         with commit.new_file(path) as partial:
             archive.write(str(partial), tree, engine)
@@ -175,9 +150,7 @@ def write_together(
     ranks: Ranks,
     step: int,
 ) -> None:
-    """Write the *states* of *ranks* to the directory *path*, a file for each rank: all files or
-    none. An error on any rank is raised on every rank.
-    """
+    """Write the *states* of *ranks* to the directory *path*: a file for each rank, or none."""
     directory = SharedDirectory(
         path,
         ranks,
@@ -250,24 +223,19 @@ def _file_of(rank: int) -> str:
 
 
 def _lender(updater: Updater, bucket: Bucket, ahead: Sequence[str]) -> Provider:
-    """A provider of the stored states of *bucket*, by fragment, key and name of the field. It reads
-    the values *ahead* in the background.
-    """
+    """Provides the stored states of *bucket*, and reads the values *ahead* in the background."""
 
     @contextlib.contextmanager
     def lend() -> Iterator[Mapping[Any, torch.Tensor]]:
         with updater.kept(bucket, ahead) as memory:
             found = {}
-            for fragment in bucket.fragments:
-                for key in forms(fragment):
-                    if key in fragment.rest:
-                        rest = memory[_layout(fragment).nbytes :]
-                        found[fragment, key, ""] = in_a_row(fragment.rest[key].within(rest))
-                        continue
-                    for name, field in _fields(fragment, key).items():
-                        found[fragment, key, name] = field.of(
-                            memory, fragment.place, fragment.numel
-                        )
+            for fragment, key, _ in _offloaded([bucket]):
+                if key in fragment.rest:
+                    rest = memory[_layout(fragment).nbytes :]
+                    found[fragment, key, ""] = in_a_row(fragment.rest[key].within(rest))
+                    continue
+                for name, field in _fields(fragment, key).items():
+                    found[fragment, key, name] = field.of(memory, fragment.place, fragment.numel)
             yield found
 
     return lend
@@ -288,9 +256,7 @@ def _layout(fragment: Fragment) -> Layout:
 def in_place_of_leaves(
     weight: Weight, there: Mapping[Key, torch.Tensor], small: Callable[[torch.Tensor], torch.Tensor]
 ) -> State:
-    """The state of *weight*, with the tensors *there* in place of its offloaded states and master,
-    and the results of *small* in place of all other tensors.
-    """
+    """The state of *weight*, with the tensors *there*, and *small* of all other tensors."""
     state = next((fragment.states for fragment in weight.fragments if fragment.states), {})
     others = {
         id(value): there[key] if key in there else small(value)
@@ -314,8 +280,7 @@ def restore(
     A weight that is not in *given* keeps its states. Placeholders in *given* stand for the states
     that the drive has already.
     """
-    sources: dict[Fragment, State] = {}
-    kept: dict[Fragment, State] = {}
+    kept: dict[Fragment, State] = {fragment: {} for fragment in bucket.fragments}
     keeping = [
         fragment
         for fragment in bucket.fragments
@@ -323,23 +288,19 @@ def restore(
         or any(map(is_on_drive, tensors(given[fragment.weight]).values()))
     ]
     if bucket.layout is not None and keeping:
-        has_master = bucket.layout.master is not None
+        masters = [] if bucket.layout.master is None else [MASTER]
         with updater.reading(bucket) as find:
             for fragment in keeping:
-                kept[fragment] = {
-                    key: find(fragment, key).clone()
-                    for key in [*fragment.leaves, *([MASTER] if has_master else [])]
-                }
-    for fragment in bucket.fragments:
-        sources[fragment] = kept.get(fragment, {})
-        if fragment.weight in given:
-            sources[fragment] = _given(
-                fragment,
-                given[fragment.weight],
-                kept.get(fragment, {}),
-                groups[fragment.group],
-                keep_dtypes,
-            )
+                for key in [*fragment.leaves, *masters]:
+                    kept[fragment][key] = find(fragment, key).clone()
+    sources = {
+        fragment: _given(
+            fragment, given[fragment.weight], there, groups[fragment.group], keep_dtypes
+        )
+        if fragment.weight in given
+        else there
+        for fragment, there in kept.items()
+    }
     bucket.inner = None
     if not any(sources.values()):
         bucket.layout, bucket.rest_bytes = None, 0  # the first update creates it
@@ -372,9 +333,7 @@ def _given(
     group: Mapping[str, Any],
     keep_dtypes: bool,
 ) -> dict[Key, torch.Tensor]:
-    """Set the states of *fragment* from *state*; return the values of its offloaded states. Values
-    of placeholders are in *kept*, as read from the drive.
-    """
+    """Set the states of *fragment* from *state*; return the values of its offloaded states."""
     values: dict[Key, torch.Tensor] = {}
     others: dict[int, torch.Tensor] = {}
     fragment.leaves = {}
@@ -427,9 +386,7 @@ def _unpacked(value: Mapping[str, Any], fragment: Fragment) -> torch.Tensor:
 
 
 def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtype:
-    """The dtype in which a loaded state is stored: the optimizer's own if it is known; otherwise
-    the dtype of masters, for a state in 16 bits like its weight, or the state's dtype.
-    """
+    """The dtype in which a loaded state is stored: the optimizer's own, if it is known."""
     narrow = value.dtype == fragment.bucket.dtype != fragment.shadow.dtype
     return fragment.bucket.traits.states.get(key, fragment.shadow.dtype if narrow else value.dtype)
 
@@ -484,17 +441,12 @@ def _placeholder(value: Any) -> StateOnDrive:
 def steps(state: Mapping[str, Any]) -> int:
     """The step count of *state*; 0 if it has none."""
     count = state.get("step", 0)
-    return (
-        int(count)
-        if isinstance(count, int | float) or (torch.is_tensor(count) and count.numel() == 1)
-        else 0
-    )
+    is_number = isinstance(count, int | float) or (torch.is_tensor(count) and count.numel() == 1)
+    return int(count) if is_number else 0
 
 
 def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
-    """Tensors without memory that have the form of the whole parameter's states, and of its master,
-    as far as the bucket's value has a part of them for *fragment*.
-    """
+    """The forms of the whole states, and master, that the bucket's value has for *fragment*."""
     layout = fragment.bucket.layout
     if layout is None:
         return {}
@@ -518,6 +470,17 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
     return found
 
 
+def _offloaded(buckets: Sequence[Bucket]) -> Iterator[tuple[Fragment, Key, torch.Tensor]]:
+    """The parts of states in the values of *buckets*: the key, and the form of the whole state.
+    States in the rest are the same for all fragments of a parameter.
+    """
+    for bucket in buckets:
+        for fragment in bucket.fragments:
+            for key, form in forms(fragment).items():
+                if key not in fragment.rest or fragment is fragment.weight.fragments[0]:
+                    yield fragment, key, form
+
+
 def in_a_row(values: torch.Tensor) -> torch.Tensor:
     """*values*, which have no gaps, as a flat view in memory order."""
     return values.as_strided((values.numel(),), (1,))
@@ -526,17 +489,12 @@ def in_a_row(values: torch.Tensor) -> torch.Tensor:
 def _small(
     key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """*value*, which stays in memory, converted as torch's optimizers do when they load it. Source:
-    torch.optim.Optimizer.load_state_dict.
-    """
+    """*value*, which stays in memory, as torch.optim.Optimizer.load_state_dict converts it."""
     if key == "step" and not group.get("fused"):
         return value.clone()
-    return value.to(
-        fragment.shadow.device,
-        torch.float32
-        if key == "step"
-        else fragment.shadow.dtype
-        if value.is_floating_point()
-        else value.dtype,
-        copy=True,
-    )
+    dtype = value.dtype
+    if key == "step":
+        dtype = torch.float32
+    elif value.is_floating_point():
+        dtype = fragment.shadow.dtype
+    return value.to(fragment.shadow.device, dtype, copy=True)

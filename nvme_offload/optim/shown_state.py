@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer_states.tree import content
@@ -41,7 +41,7 @@ class ShownStates(defaultdict[Any, Any]):
 
 class ShownState(dict[Any, Any]):
     """The state of *weight*: small values, and a `StateOnDrive` for each offloaded state. *check*
-    is called with values that the program adds, *settle* before every use.
+    is called with added values, *settle* before every use.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShownState(dict[Any, Any]):
         self._leaves: list[tuple[tuple[Any, ...], Any]] = []
 
     def show(self, state: Mapping[Any, Any], fragment: Fragment) -> None:
-        """Replace the content by *state*, made from the states of *fragment*."""
+        """Replace the content by *state*, made from *fragment*."""
         dict.clear(self)
         dict.update(self, state)
         self._shown = content(state)
@@ -70,17 +70,13 @@ class ShownState(dict[Any, Any]):
         self._guards = [weakref.ref(leaf) for _, leaf in self._shown if is_on_drive(leaf)]
 
     def shows(self, fragment: Fragment) -> bool:
-        """Whether `show` would not change the content: the states of *fragment* are the same
-        objects, with the same arrangement.
-        """
+        """Whether `show` would not change the content."""
         return _arrangement(fragment) == self._arrangement and _same(
             content(fragment.states), self._leaves
         )
 
     def differs_from(self, state: Mapping[Any, Any]) -> bool:
-        """Whether *state*, which may be this object, differs from the content that `show` has
-        set.
-        """
+        """Whether *state*, maybe this object, differs from the content that `show` has set."""
         if state is not self:
             return bool(state or self._shown)
         # dict.copy would call the methods of this class, which settle for every key.
@@ -90,16 +86,8 @@ class ShownState(dict[Any, Any]):
         self._check({key: value}, self._weight)
         super().__setitem__(key, value)
 
-    def update(self, *given: Any, **named: Any) -> None:
-        """As `dict.update`."""
-        for key, value in dict(*given, **named).items():
-            self[key] = value
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As `dict.setdefault`."""
-        if key not in self:
-            self[key] = default
-        return self[key]
+    update: Any = MutableMapping.update  # by __setitem__
+    setdefault: Any = MutableMapping.setdefault
 
     def __ior__(self, other: Any) -> ShownState:  # type: ignore[misc]
         self.update(other)
@@ -117,9 +105,7 @@ class ShownState(dict[Any, Any]):
 
 
 def _arrangement(fragment: Fragment) -> tuple[Any, ...]:
-    """The properties of a fragment's states on which their placeholders depend, except the
-    parameter.
-    """
+    """The properties of a fragment's states on which their placeholders depend."""
     layout = fragment.bucket.layout
     dtypes = {} if layout is None else {key: layout.states[key].dtype for key in fragment.keys}
     has_master = layout is not None and layout.master is not None and fragment.stepped

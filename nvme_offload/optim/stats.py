@@ -48,9 +48,7 @@ class UpdateStats(DriveUse):
 
 
 class UpdateClock:
-    """Measures the `UpdateStats` of one optimizer. Updates run in `running`; `end_step` ends a
-    step.
-    """
+    """Measures `UpdateStats`: updates run in `running`; `end_step` ends a step."""
 
     def __init__(self, tier: Tier) -> None:
         self._meter = Meter(tier)

@@ -1,6 +1,4 @@
-"""`WithoutMemory`: tensors whose values are stored elsewhere. An access to their memory raises an
-error.
-"""
+"""`WithoutMemory`: tensors whose values are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -97,23 +95,13 @@ def written(kind: type[Kind], function: Any, args: Any, kwargs: Any) -> list[Kin
 
 def _of_memory() -> dict[Any, str]:
     names = (
-        *(
-            "data_ptr",
-            "const_data_ptr",
-            "mutable_data_ptr",
-            "untyped_storage",
-            "storage",
-            "_typed_storage",
-            "share_memory_",
-            "is_shared",
-        ),
-        *("__dlpack__", "__dlpack_device__", "__array__", "numpy", "apply_", "map_", "map2_"),
+        *("data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage"),
+        *("_typed_storage", "share_memory_", "is_shared", "__dlpack__", "__dlpack_device__"),
+        *("__array__", "numpy", "apply_", "map_", "map2_"),
     )
-    methods: dict[Any, str] = {
-        getattr(torch.Tensor, name): name for name in names if hasattr(torch.Tensor, name)
-    }
+    found = {getattr(torch.Tensor, name): name for name in names if hasattr(torch.Tensor, name)}
     interface: Any = torch.Tensor.__cuda_array_interface__
-    return {**methods, interface.__get__: "__cuda_array_interface__"}
+    return {**found, interface.__get__: "__cuda_array_interface__"}
 
 
 # Methods of torch.Tensor, in C++ or Python, that use memory without an operator.
