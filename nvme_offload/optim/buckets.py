@@ -94,9 +94,7 @@ class Weight:
 
     @property
     def states(self) -> dict[Any, Any]:
-        """The states of the first fragment: all fragments have the same small states. Empty if
-        there are no fragments, as for a parameter that never has gradients.
-        """
+        """The states of the first fragment, if any: all fragments have the same small states."""
         return self.fragments[0].states if self.fragments else {}
 
     @property
@@ -244,9 +242,7 @@ class Fragment:
         return len(self.weight.fragments) == 1
 
     def of_weight(self) -> torch.Tensor:
-        """The elements of the parameter, or a copy if `is_scattered`; `put_weight` writes a copy
-        back.
-        """
+        """The elements of the parameter; a copy, for `put_weight`, if `is_scattered`."""
         return self.of(local(self.weight.parameter).detach())
 
     @property
@@ -268,9 +264,7 @@ class Fragment:
         rows.copy_(flat.view(rows.shape))
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The fragment's part of *whole*, which has the parameter's shape; a copy if a view is
-        impossible.
-        """
+        """The fragment's part of *whole*, a tensor like the parameter; a view if possible."""
         if self.is_whole:
             return rows_of(whole, 0, len(whole)) if hasattr(whole, "rows") else whole
         if whole.is_contiguous() and not hasattr(whole, "rows"):
@@ -285,15 +279,11 @@ class Fragment:
         return rows_of(whole, first, last), self.start - first * size, self.stop - first * size
 
     def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
-        """The fragment's part of *flat*, which has an entry for each element of the bucket, in
-        memory order.
-        """
+        """The fragment's part of *flat*, which has an entry for each element of the bucket."""
         return flat[self.place : self.place + self.numel]
 
     def within(self, flat: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The fragment's part of *flat*, with the shape of the parameter, and its strides or other
-        *strides* without gaps.
-        """
+        """As `flat_within`, with the shape of the parameter, and its strides or other *strides*."""
         return flat.as_strided(
             self.shape,
             self.strides if strides is None else strides,
@@ -319,9 +309,7 @@ class Fragment:
         return weight.as_strided((self.numel,), (1,))
 
     def look_at_strides(self) -> None:
-        """Update `strides`, with which states are created: the parameter's own, without gaps
-        between its elements.
-        """
+        """Set `strides`, with which states are created, to the parameter's own without gaps."""
         whole = local(self.weight.parameter)
         self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
@@ -460,16 +448,16 @@ class Bucket(Unit):
         return sorted({fragment.group for fragment in self.fragments})
 
     def block_names(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The numbers by which "compact" rounds each block: the parameter's number and the position
-        in it, so that rounding does not depend on the buckets. On the bucket's device.
+        """The numbers by which "compact" rounds each block, on *device* or the bucket's: the
+        parameter's number and the position in it, so that rounding does not depend on the buckets.
         """
-        # on that device, so that a GPU does not wait for a copy
-        made_on = self.device if device is None else device
-        names = [
-            block_names(fragment.first_block * BLOCK, fragment.numel, made_on)
-            for fragment in self.fragments
-        ]
-        return torch.cat(names)
+        made_on = self.device if device is None else device  # so that a GPU waits for no copy
+        return torch.cat(
+            [
+                block_names(fragment.first_block * BLOCK, fragment.numel, made_on)
+                for fragment in self.fragments
+            ]
+        )
 
     def join(self, other: Bucket) -> None:
         """Take over the fragments of *other*, for which nothing is stored yet."""
@@ -495,9 +483,7 @@ class Bucket(Unit):
 
     @property
     def trained(self) -> bool:
-        """Whether its parameters required gradients when they were bound. A bucket does not mix
-        trained and frozen parameters.
-        """
+        """Whether its parameters, all or none, required gradients when they were bound."""
         return self.fragments[0].weight.trained
 
     @property
@@ -588,12 +574,9 @@ def cut(
     sizes: Sequence[int], most: int, divisible: Sequence[bool], unit: int = 1
 ) -> list[list[tuple[int, int, int]]]:
     """Divide items of *sizes* elements, in order, into lists of at most *most* elements. An entry
-    of a list is (index of the item, start, stop).
+    of a list is (index of the item, start, stop) and occupies whole *units*, as *most* does.
 
-    Each entry occupies whole *units*; *most* is a multiple of *unit*.
-
-    An item of more than *most* elements is cut if it is *divisible*, and otherwise gets a separate
-    list.
+    An item of more than *most* elements is cut if it is *divisible*; otherwise it gets a list.
     """
     lists: list[list[tuple[int, int, int]]] = []
     room = -1

@@ -191,7 +191,7 @@ def values_of(weights: Sequence[Weight]) -> str:
 
 
 def differ(path: Path, ranks: Ranks) -> bool:
-    """Whether all *ranks* give different paths. Raises: UsageError if only some of them differ."""
+    """Whether all *ranks* give different paths. Raises: UsageError if only some paths differ."""
     given = ranks.gather(os.fspath(path.absolute()))
     different: int = len(set(given))
     if 1 < different < len(given):

@@ -37,8 +37,8 @@ _on_gpu: ContextVar[bool] = ContextVar("on_gpu", default=False)
 
 
 def making_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """`DeepSpeedEngine._configure_optimizer`, which makes the optimizer for the device of updates.
-    If that optimizer is FusedAdam and cannot be built, it makes torch's fused Adam.
+    """`DeepSpeedEngine._configure_optimizer`, which makes the optimizer for the device of updates:
+    torch's fused Adam if FusedAdam cannot be built.
     """
 
     @functools.wraps(configure)
@@ -90,9 +90,7 @@ def _torch_fused_adam(
     set_grad_none: bool = True,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """torch's fused Adam, in place of FusedAdam. Raises: UsageError for an option that only
-    FusedAdam has.
-    """
+    """torch's fused Adam, in place of FusedAdam."""
     if not bias_correction:
         raise UsageError(
             '"bias_correction": false needs DeepSpeed\'s FusedAdam, which cannot be built here: install nvcc, or set "update_device": "cpu" in "nvme_offload"'
@@ -163,9 +161,8 @@ def trial_device(optimizer: Any) -> torch.device:
 
 
 def gpu_bytes(footprint: Footprint) -> float:
-    """Bytes of GPU memory for each element of the largest sub-group, computed from the *footprint*
-    of updates on the CPU. Several sub-groups have their states on the GPU, and one sub-group is
-    unpacked.
+    """Bytes of GPU memory for each element of the largest sub-group, of which one is unpacked; the
+    *footprint* is of updates on the CPU.
     """
     return footprint.states * footprint.in_flight + footprint.scratch + footprint.gradient
 
