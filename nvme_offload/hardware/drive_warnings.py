@@ -35,7 +35,6 @@ def rotational(drive: Mapping[str, Any]) -> str:
 
 
 def _is_virtual(disks: Sequence[str]) -> bool:
-    """Whether one of *disks* is virtual, so that its flags depend on the configuration of the host."""
     return any(disk.startswith(("vd", "xvd")) for disk in disks)
 
 
@@ -108,22 +107,15 @@ def _warnings(drive: Drive) -> Iterator[str]:
             f"The drive's PCIe link runs at {drive.pcie_link}, but drive and slot support {drive.pcie_link_most}. "
             "Look for a shared or shorter slot, a riser, or a power saving setting in the firmware."
         )
-    if (
-        drive.numa_node is not None
-        and drive.cpu_numa_nodes
-        and drive.numa_node not in drive.cpu_numa_nodes
-    ):
+    node, cpus, gpus = drive.numa_node, drive.cpu_numa_nodes, drive.gpu_numa_nodes
+    if node is not None and cpus and node not in cpus:
         yield (
-            f"The drive is on NUMA node {drive.numa_node}, and this process may only run on {_nodes(drive.cpu_numa_nodes)}: every byte crosses sockets. "
-            f"Start training with `numactl --cpunodebind={drive.numa_node}`, or give a drive of that node."
+            f"The drive is on NUMA node {node}, and this process may only run on {_nodes(cpus)}: every byte crosses sockets. "
+            f"Start training with `numactl --cpunodebind={node}`, or give a drive of that node."
         )
-    if (
-        drive.numa_node is not None
-        and drive.gpu_numa_nodes
-        and drive.numa_node not in drive.gpu_numa_nodes
-    ):
+    if node is not None and gpus and node not in gpus:
         yield (
-            f"The drive is on NUMA node {drive.numa_node}, and the GPUs are on {_nodes(drive.gpu_numa_nodes)}: transfers between them cross sockets. "
+            f"The drive is on NUMA node {node}, and the GPUs are on {_nodes(gpus)}: transfers between them cross sockets. "
             "Prefer a drive on a GPU's node."
         )
 

@@ -28,12 +28,9 @@ LINK_SHARE = 0.87
 
 
 class GpuModel(NamedTuple):
-    """One model of GPU.
-
-    flops: dense 16-bit matrix operations a second. bytes_per_second: of the GPU's own memory. sizes: MiB
-    of memory as reported, by the GB in the name of the card, for each size that it is sold with.
-    generation, lanes: of its PCI Express link; generation is 0 for another kind of link. bfloat16:
-    whether it supports bfloat16.
+    """flops: dense 16-bit matrix operations a second. bytes_per_second: of the GPU's own memory. sizes:
+    MiB of memory as reported, by the GB in the name of the card. generation, lanes: of its PCI Express
+    link; generation is 0 for another kind of link.
     """
 
     flops: float
@@ -97,10 +94,7 @@ MODELS = {
 
 def find(name: str) -> GpuModel | None:
     """The model that *name* contains, such as "H100", "NVIDIA A100-SXM4-80GB" or "RTX4090"; None for a
-    model that the table lacks, and for GPUs of laptops, which are slower than the desktop GPU of the
-    same name.
-
-    Words are compared whole, and the longest known name wins, so that "L40S" is not read as "L40".
+    model that the table lacks, and for GPUs of laptops, which are slower than their namesakes.
     """
     if re.search(r"laptop|mobile|max-q", name, re.IGNORECASE):
         return None

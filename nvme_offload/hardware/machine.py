@@ -48,9 +48,7 @@ def gpus() -> list[Gpu]:
 
 
 def parse_gpus(output: str) -> list[Gpu]:
-    """Parse nvidia-smi's CSV: name, MiB, PCIe generation, lanes. A field that is not a number ("[N/A]")
-    is unknown.
-    """
+    """Parse nvidia-smi's CSV: name, MiB, PCIe generation, lanes; "[N/A]" where unknown."""
     found = []
     for line in output.splitlines():
         name, *numbers = (field.strip() for field in line.rsplit(",", 3))
@@ -64,9 +62,7 @@ def parse_gpus(output: str) -> list[Gpu]:
 
 
 def gpu_count(root: Path = Path("/")) -> int:
-    """The number of GPUs that training would use: all GPUs of the NVIDIA driver, or the ones
-    in CUDA_VISIBLE_DEVICES. 0 without the driver.
-    """
+    """The number of GPUs of the NVIDIA driver, or in CUDA_VISIBLE_DEVICES; 0 without the driver."""
     # procfs in a container may list all GPUs of the host; on a host the device nodes may not exist
     # until first use.
     found = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
@@ -87,9 +83,7 @@ def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that processes can still allocate: MemAvailable, or less where a control group limits it.
 
     The inactive page cache of a group counts as available, because the kernel reclaims it first.
-    Without /proc the page cache does not count, and the limits of the mounted control group apply, as
-    in a container. Source: proc(5) for MemAvailable; memory.max, memory.current and memory.stat of
-    cgroup v2, and their names in v1; sysconf(3).
+    Without /proc the page cache does not count. Source: proc(5); the kernel's cgroup-v2 and v1 memory.
     """
     available = _meminfo(root, "MemAvailable")
     if available is None:
@@ -123,9 +117,7 @@ def usable_cpus() -> frozenset[int]:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Bytes left below the memory limit of each control group of this process, the outermost
-    visible last.
-    """
+    """Bytes left below the memory limit of each control group of this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -153,10 +145,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:
     """Measure the memory bandwidth of large copies: bytes read and written per second by *threads*, by
-    default one per usable CPU.
-
-    Allocates 2 GiB, or a quarter of the available memory, and takes a little longer than *seconds*, to
-    fault the pages in.
+    default one per usable CPU. Allocates 2 GiB, or a quarter of the available memory.
     """
     count = threads or len(usable_cpus())
     size = max(min(_PROBE_BYTES, available_bytes() // 4) // count // 2, 1 << 20)

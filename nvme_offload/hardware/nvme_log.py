@@ -19,7 +19,6 @@ LOG_BYTES = 512
 UNIT_BYTES = 512_000  # drives count written data in these units
 _TIMEOUT_MILLISECONDS = 2000
 
-
 _CRITICAL = (  # by bit
     "its spare area is low",
     "its temperature is out of range",
@@ -56,9 +55,7 @@ def read(device: str) -> Health | None:
 
 
 def parse(page: bytes) -> Health:
-    """Parse the 512 bytes of the log page. A drive that does not count the seconds for which heat slowed
-    it down has the seconds above its warning temperatures.
-    """
+    """Parse the 512 bytes of the log page."""
     (kelvin,) = struct.unpack_from("<H", page, 1)
     warm_minutes = sum(struct.unpack_from("<II", page, 192))
     throttled = sum(struct.unpack_from("<II", page, 224))
@@ -67,6 +64,7 @@ def parse(page: bytes) -> Health:
         temperature_celsius=kelvin - 273.0 if kelvin else None,
         wear=page[5] / 100,
         written_bytes=int.from_bytes(page[48:64], "little") * UNIT_BYTES,
+        # a drive that does not count them counts the minutes above its warning temperatures
         throttled_seconds=throttled or 60 * warm_minutes,
         critical="; ".join(text for bit, text in enumerate(_CRITICAL) if page[0] & 1 << bit),
     )

@@ -25,10 +25,9 @@ def directory() -> Path:
 
 def user_directory(variable: str, default: str) -> Path:
     """The directory "nvme-offload" in the directory of the environment variable *variable*, or
-    else in *default*, relative to the home directory. It may not exist.
+    else in *default* in the home directory. It may not exist. Raises: UnsupportedError.
 
-    Raises: UnsupportedError when there is no home directory either. Source: the XDG Base Directory
-    Specification, by which relative paths in the variable are ignored.
+    Source: the XDG Base Directory Specification, by which relative paths in the variable are ignored.
     """
     named = os.environ.get(variable, "")
     if Path(named).is_absolute():
@@ -47,10 +46,9 @@ def user_directory(variable: str, default: str) -> Path:
 def keep(profile: Profile) -> Path:
     """Write *profile* to its file, over an earlier profile of the drive. Returns the file.
 
-    A profile of DeepSpeed's op has a separate file, since `find` must not return it. Raises: UsageError
-    when *profile* does not name its drive; UnsupportedError; OSError.
+    Raises: UsageError when *profile* does not name its drive; UnsupportedError; OSError.
     """
-    path = directory() / _name(_identity(profile), profile.engine.get("name"))
+    path = _file(profile)
     commit.make_directory(path.parent)
     commit.write_file(path, profile.to_json())
     return path
@@ -60,9 +58,8 @@ def better(profile: Profile) -> Profile | None:
     """The kept profile of the same drive and engine, if it has a better grade than *profile*; else
     None. Raises: as `keep`.
     """
-    place = directory() / _name(_identity(profile), profile.engine.get("name"))
     with contextlib.suppress(OSError, UsageError):
-        kept = Profile.load(place)
+        kept = Profile.load(_file(profile))
         if grade(kept).level > grade(profile).level:
             return kept
     return None
@@ -75,7 +72,7 @@ def find(path: str | os.PathLike[str]) -> Profile:
     file is damaged or of an unknown schema; OSError.
     """
     drive = describe(_nearest(path))
-    kept = directory() / _name(drive.identity)
+    kept = directory() / f"{drive.identity}.json"
     command = f"`nvme-sweep {shlex.quote(drive.path)}`"
     try:
         profile = Profile.load(kept)
@@ -109,13 +106,11 @@ _warned: set[tuple[str, str]] = set()  # drives and dates of their profiles
 
 
 def swept_elsewhere(path: str | os.PathLike[str]) -> Profile | None:
-    """The profile of a drive that was swept at *path* and is not mounted there now, or was replaced.
-
-    None when the drive that *path* is on now has a profile, or when no drive was swept there.
-    Unreadable profiles are skipped. Raises: UnsupportedError; OSError.
+    """The profile of a drive that was swept at *path* and is not mounted there now, or was replaced;
+    None when the drive that *path* is on now has a profile. Raises: UnsupportedError; OSError.
     """
     drive = describe(_nearest(path))
-    if (directory() / _name(drive.identity)).exists():
+    if (directory() / f"{drive.identity}.json").exists():
         return None
     place = Path(drive.path)
     for file in sorted(directory().glob("*.json")):
@@ -138,14 +133,12 @@ def _nearest(path: str | os.PathLike[str]) -> Path:
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 
 
-def _identity(profile: Profile) -> str:
+def _file(profile: Profile) -> Path:
+    """A profile of DeepSpeed's op has a separate file, since `find` must not return it."""
     identity = profile.drive.get("identity")
     if not isinstance(identity, str) or not re.fullmatch("[0-9a-f]{32}", identity):
         raise UsageError(
             "the profile does not name its drive, because an older version wrote it; run nvme-sweep again"
         )
-    return identity
-
-
-def _name(identity: str, engine: object = "native") -> str:
-    return f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json"
+    engine = profile.engine.get("name")
+    return directory() / (f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json")
