@@ -7,6 +7,7 @@ at that moment.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
@@ -35,15 +36,11 @@ _Entry = tuple[Setting, tuple[str, ...]]  # a setting, and the phases to try it 
 
 
 class Search:
-    """Yields trials until its time is over.
+    """Tries a coarse grid in short trials; then twice replaces the worse half with neighbours of the
+    better half; then runs the finalists and the control, interleaved. Settings that `preference` puts
+    first are kept along with the fastest if noise may hide that they are as fast.
 
-    `planned()` yields them and is sent their results. It tries a coarse grid in short trials; then twice
-    replaces the worse half with neighbours of the better half; then runs the finalists and the
-    control, interleaved. Settings that `preference` puts first are kept along with the fastest if
-    noise may hide that they are as fast.
-
-    settings: candidates; seconds: the time from the first trial on; clock: returns seconds;
-    ceiling_bytes_per_second: a limit on the speed of each direction, if known.
+    seconds: the time from the first trial on. ceiling_bytes_per_second: of each direction, if known.
     """
 
     def __init__(
@@ -90,14 +87,11 @@ class Search:
         yield from self._finals()
 
     def _screen(self, end: float) -> _Trials:
-        """The coarse grid, or all settings if time allows, under the mixed load; a third of it also
-        under reads and writes alone, which weigh less.
+        """The coarse grid, or all settings if time allows; a third of it also under reads and writes
+        alone, which weigh less.
         """
-        first = (
-            self._settings
-            if self._affordable(end) >= 3 * len(self._settings)
-            else coarse(self._settings)
-        )
+        plenty = self._affordable(end) >= 3 * len(self._settings)
+        first = self._settings if plenty else coarse(self._settings)
         preferred = min(first, key=preference)
         first = [*spread(first, max(3, self._affordable(end))), preferred]
         first = list(dict.fromkeys(first))
@@ -106,9 +100,7 @@ class Search:
         yield from self._stage("screen", entries, end)
 
     def _finals(self) -> _Trials:
-        """The finalists and the control interleaved, mixed in every round, read and write in every
-        other one.
-        """
+        """The finalists and the control, mixed in every round, read and write in every other one."""
         left = self.seconds_left()
         most = 2 if self.seconds < 9 else 4 if self.seconds < 90 else 6
         each = FINAL_WINDOW_SECONDS + self._overhead_seconds()
@@ -145,9 +137,7 @@ class Search:
             done += 1
 
     def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Trials:
-        """Try each of *entries* once, with windows that fill the time until the share *end* of the
-        budget.
-        """
+        """Try each of *entries* once, in the time until the share *end* of the budget."""
         groups = -(-len(entries) // GROUP)
         trials = [phase for _, phases in entries for phase in phases]
         trials += [phase for phase in PHASES if phase in trials] * groups
@@ -166,9 +156,7 @@ class Search:
         windows: Mapping[str, float],
         repeated: bool = False,
     ) -> _Trials:
-        """Try *entries*, then the control; repeat them if the control shows that the drive changed
-        meanwhile.
-        """
+        """Try *entries*, then the control; once more if the drive's speed jumped meanwhile."""
         before = self._latest_control_speeds()
         first = len(self.evidence.observations)
         began = self._clock()
@@ -208,9 +196,7 @@ class Search:
         self.evidence.observations.append(seen)
 
     def _survivors(self, keep: int, tolerance: float | None = None) -> list[Setting]:
-        """*keep* settings: alternately the best, and the preferred whose distance to the best is at most
-        *tolerance*, by default the noise.
-        """
+        """Alternately the best, and the preferred within *tolerance* of it, by default the noise."""
         costs = self.evidence.step_seconds()
         costs.pop(self.evidence.control, None)
         by_speed = sorted(costs, key=lambda setting: costs[setting])
@@ -226,9 +212,7 @@ class Search:
         return kept[:keep]
 
     def _newcomers(self, survivors: Sequence[Setting], count: int) -> list[Setting]:
-        """At most *count* new settings: alternately the cheapest and the dearest untried neighbour of
-        each of *survivors*.
-        """
+        """New settings: alternately the cheapest and the dearest untried neighbours of *survivors*."""
         tried = {seen.planned.setting for seen in self.evidence.observations}
         queues = [
             [other for other in neighbours(setting, self._settings) if other not in tried]
@@ -242,9 +226,7 @@ class Search:
         return list(found)[: max(0, count)]
 
     def _affordable(self, end: float) -> int:
-        """The number of settings that can be tried under the mixed load until the share *end* of the
-        budget.
-        """
+        """The number of settings that can be tried under the mixed load until *end*."""
         each = (self._least_window * MIXED_WINDOWS + self._overhead_seconds()) * (1 + 1 / GROUP)
         return max(0, int(self._left_until(end) / each))
 
@@ -252,9 +234,7 @@ class Search:
         return self._start + end * self.seconds - self._clock()
 
     def _overhead_seconds(self) -> float:
-        """The time of a trial outside its window, to fill and drain the queues and to read back: the
-        median of the trials so far.
-        """
+        """The time of a trial outside its window, to fill and drain the queues and to read back."""
         taken = [
             seen.ended_seconds - seen.started_seconds - seen.planned.seconds
             for seen in self.evidence.observations[-12:]
@@ -265,21 +245,16 @@ class Search:
         return min(MAX_WINDOW_SECONDS, max(self._least_window, window))
 
     def _latest_control_speeds(self) -> dict[str, float]:
-        return {
-            phase: series[-1][1]
-            for phase in PHASES
-            if (series := self.evidence.control_series(phase))
-        }
+        series = {phase: self.evidence.control_series(phase) for phase in PHASES}
+        return {phase: points[-1][1] for phase, points in series.items() if points}
 
 
 def run_trials(trials: _Trials, measure: Callable[[PlannedTrial], Result]) -> None:
     """Measure each of *trials* and send it the result."""
-    try:
+    with contextlib.suppress(StopIteration):
         planned = next(trials)
         while True:
             planned = trials.send(measure(planned))
-    except StopIteration:
-        return
 
 
 def _windows(phase: str) -> int:

@@ -37,12 +37,8 @@ def grid(
     most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
     ranks: int = 1,
 ) -> list[Setting]:
-    """Every setting worth trying, the cheapest first, for a drive that moves about
-    *bytes_per_second*.
-
-    Each of *ranks* runs the setting, and they share the drive, the processors and the bytes in
-    flight that there may be. A "posix" worker has one block under way at a time, so queue depths
-    have no meaning there and only 1 is tried.
+    """Every setting worth trying, the cheapest first, for a drive that moves about *bytes_per_second*.
+    *ranks* processes share the drive, the processors and the bytes in flight.
     """
     cpu_count //= ranks
     least_bytes = max((16 << 20) // ranks, DEEPSPEED_DEFAULTS.bytes_in_flight)
@@ -51,6 +47,7 @@ def grid(
     settings = [
         Setting(block_size, queue_depth, thread_count, backend=backend)
         for block_size in BLOCK_SIZES
+        # a "posix" worker has one block under way at a time
         for queue_depth in (QUEUE_DEPTHS if backend != "posix" else (1,))
         for thread_count in THREAD_COUNTS
         if thread_count <= max(1, 2 * cpu_count) and 2 * ranks * block_size <= MAX_BYTES_IN_FLIGHT
@@ -59,9 +56,7 @@ def grid(
 
 
 def coarse(settings: Sequence[Setting]) -> list[Setting]:
-    """The start of a search: settings two steps apart in each direction, and one with the most bytes in
-    flight.
-    """
+    """Settings two steps apart in each direction, and one with the most bytes in flight."""
     deepest = max(setting.bytes_in_flight for setting in settings)
     found = [
         setting
@@ -77,31 +72,30 @@ def coarse(settings: Sequence[Setting]) -> list[Setting]:
 
 def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
     """The settings one step away from *setting* in one direction, the cheapest first."""
-    return [other for other in settings if _steps(setting, other) == 1]
+    names = "block_size", "queue_depth", "thread_count"
+
+    def steps(other: Setting) -> int:
+        return sum(_doublings(getattr(setting, name), getattr(other, name)) for name in names)
+
+    return [other for other in settings if steps(other) == 1]
 
 
-def cost(setting: Setting) -> tuple[int, int, tuple[bool, int]]:
-    """The sort key from cheap to dear: bytes in flight, then threads, then the preferred block size."""
-    return setting.bytes_in_flight, setting.thread_count, _block_preference(setting)
+def cost(setting: Setting) -> tuple[int, int, bool, int]:
+    """The sort key from cheap to dear: bytes in flight, then threads, then block sizes up to 1 MiB
+    before larger ones, and the nearest to 1 MiB first.
+    """
+    block_doublings = _doublings(setting.block_size, PREFERRED_BLOCK_SIZE)
+    large = setting.block_size > PREFERRED_BLOCK_SIZE
+    return setting.bytes_in_flight, setting.thread_count, large, block_doublings
 
 
-def preference(setting: Setting) -> tuple[int, int, int, tuple[int, int, tuple[bool, int]]]:
-    """The sort key of settings that are equally fast, the preferred first.
-
-    First the block size nearest to 1 MiB, then the fewest doublings away from 32 MiB in flight and
-    one thread; of the same number of doublings the nearest to 32 MiB.
+def preference(setting: Setting) -> tuple[int, int, int, tuple[int, int, bool, int]]:
+    """The sort key of settings that are equally fast: the block size nearest to 1 MiB, then the fewest
+    doublings away from 32 MiB in flight and one thread, then the nearest to 32 MiB.
     """
     block_doublings = _doublings(setting.block_size, PREFERRED_BLOCK_SIZE)
     away = _doublings(setting.bytes_in_flight, PREFERRED_BYTES_IN_FLIGHT)
     return block_doublings, away + _doublings(setting.thread_count, 1), away, cost(setting)
-
-
-def _block_preference(setting: Setting) -> tuple[bool, int]:
-    """Blocks over 1 MiB are last, of the others the one nearest to 1 MiB is first."""
-    return (
-        setting.block_size > PREFERRED_BLOCK_SIZE,
-        _doublings(setting.block_size, PREFERRED_BLOCK_SIZE),
-    )
 
 
 def _doublings(one: int, other: int) -> int:
@@ -116,10 +110,3 @@ def spread(items: Sequence[_Item], count: int) -> list[_Item]:
     if count == 1:
         return [items[len(items) // 2]]
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
-
-
-def _steps(one: Setting, other: Setting) -> int:
-    return sum(
-        _doublings(getattr(one, name), getattr(other, name))
-        for name in ("block_size", "queue_depth", "thread_count")
-    )

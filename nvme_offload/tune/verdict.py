@@ -82,9 +82,7 @@ class Evidence:
         self.observations: list[Observation] = []
 
     def control_series(self, phase: str, stage: str | None = None) -> list[tuple[float, float]]:
-        """(seconds, bytes a second) of the control's runs under *phase*, of one *stage* or all, in
-        the order of time.
-        """
+        """(seconds, bytes a second) of the control's runs under *phase*, of one *stage* or all."""
         return [
             (seen.at_seconds, seen.result.bytes_per_second)
             for seen in self.observations
@@ -97,9 +95,7 @@ class Evidence:
     def relatives(
         self, phase: str, stage: str | None = None
     ) -> dict[Setting, list[tuple[float, float]]]:
-        """By setting: (log of the ratio to the control, seconds of the window) of its sound trials,
-        of one *stage* or all.
-        """
+        """By setting: (log of the ratio to the control, seconds of the window) of its sound trials."""
         found: dict[Setting, list[tuple[float, float]]] = {}
         series = self.control_series(phase)
         for seen in self.observations if series else ():
@@ -113,9 +109,7 @@ class Evidence:
         return found
 
     def gains(self, phase: str) -> dict[Setting, float]:
-        """By setting: the log of its ratio to the control over all its sound trials, each weighted
-        by its seconds.
-        """
+        """By setting: the mean log of its ratio to the control, weighted by the seconds of its trials."""
         return {
             setting: sum(value * seconds for value, seconds in values)
             / sum(seconds for _, seconds in values)
@@ -192,19 +186,6 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         raise UnsupportedError(
             "the transfers were faster than the drive's link or memory allows, so a cache answers them: sweep the drive without that cache"
         )
-    of = {setting: {phase: gains[phase][setting] for phase in PHASES} for setting in candidates}
-    costs = {setting: _step_cost(found, speeds) for setting, found in of.items()}
-    # the time of a step as in the report, which a single slow load can determine
-    steps: dict[Setting, float] = {}
-    for setting, found in of.items():
-        reached = {phase: speeds[phase] * math.exp(found[phase].value) / 1e9 for phase in PHASES}
-        steps[setting] = floor(STATES, 1.0, reached).seconds
-    most = steps.get(evidence.control, math.inf) * (1 + ALIKE)
-    gaining = [setting for setting in candidates if steps[setting] <= most]
-    chosen, why = _choose(gaining, costs, gains, evidence.control)
-    series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
-    steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
-    # every candidate ran under every load of the finals
     finals = {
         phase: {
             setting: _best(setting, gains[phase], evidence.control, speeds[phase])
@@ -212,12 +193,26 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
         }
         for phase in PHASES
     }
-    best = {
-        phase: max(each.values(), key=lambda one: one.relative) for phase, each in finals.items()
+    costs = {
+        setting: _step_cost({phase: gains[phase][setting] for phase in PHASES}, speeds)
+        for setting in candidates
     }
+    # the time of a step as in the report, which a single slow load can determine
+    steps = {
+        setting: floor(STATES, 1.0, {phase: finals[phase][setting].gb_per_s for phase in PHASES})
+        for setting in candidates
+    }
+    most = steps[evidence.control].seconds * (1 + ALIKE)
+    gaining = [setting for setting in candidates if steps[setting].seconds <= most]
+    chosen, why = _choose(gaining, costs, gains, evidence.control)
+    series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
+    steadiness = {phase: steady.judge(each) for phase, each in series.items()}
     return Verdict(
         chosen=chosen,
-        best=best,
+        best={
+            phase: max(each.values(), key=lambda one: one.relative)
+            for phase, each in finals.items()
+        },
         performance={phase: each[chosen] for phase, each in finals.items()},
         finals={phase: tuple(each.values()) for phase, each in finals.items()},
         reasons=tuple(_reasons(evidence, chosen, why, len(costs), ranks)),
@@ -240,11 +235,6 @@ class _Estimate:
 def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
     """The log of the ratio to the control for every finalist; for the control 0, with the error that all
     ratios have in common.
-
-    The common part of a round, which is the drive's change between the finalists and the control, is
-    removed before finalists are compared with each other. The scatter is estimated from all finalists
-    together, because one has few runs. Without repetition it is the noise of the control, times 1.22
-    for a ratio to the mean of two runs.
     """
     logs = {
         setting: [value for value, _ in values]
@@ -253,6 +243,7 @@ def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
     rounds = min((len(values) for values in logs.values()), default=0)
     if not rounds:
         return {}
+    # the drive's change between the finalists and the control is not a difference between finalists
     common = [
         statistics.fmean(values[index] for values in logs.values()) for index in range(rounds)
     ]
@@ -261,11 +252,12 @@ def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
         setting: [value - shared for value, shared in zip(values, common, strict=False)]
         for setting, values in logs.items()
     }
+    # the scatter of all finalists together, because one has few runs
     freedom = (rounds - 1) * max(1, len(logs) - 1)
     squares = sum(
         (value - statistics.fmean(values)) ** 2 for values in own.values() for value in values
     )
-    noise = 1.22 * evidence.noise(phase)
+    noise = 1.22 * evidence.noise(phase)  # of a ratio to the mean of two runs
     scatter = math.sqrt(squares / freedom) if freedom else noise
     # 1.253: standard errors, median over mean
     median_error = (1.253 if rounds > 2 else 1.0) / math.sqrt(rounds)
@@ -300,7 +292,6 @@ def _alike(one: _Estimate, best: _Estimate) -> bool:
 
 
 def _doubtful(one: _Estimate, best: _Estimate) -> bool:
-    """Whether the 90 % interval of their difference includes 0."""
     return one.value - best.value <= _reach(one, best)
 
 
@@ -310,13 +301,8 @@ def _choose(
     gains: dict[str, dict[Setting, _Estimate]],
     control: Setting,
 ) -> tuple[Setting, str]:
-    """The setting to recommend, and a sentence's end on why: "its training step ...".
-
-    It is the first by `preference` of the settings that take at most 3 % longer for a step than the
-    fastest and are under no load measurably slower than the defaults or than 98 % of the best. If
-    there is none, the step only has to be indistinguishable from the fastest; then the loads only
-    have to be as fast as with the defaults. Otherwise it is the setting at most 3 % slower that loses
-    least under some load.
+    """The setting to recommend, by the rules of docs/tuning.md, and a sentence's end on why: "its
+    training step ...".
     """
     fastest = min(settings, key=lambda setting: costs[setting].value)
     near = [setting for setting in settings if _alike(costs[setting], costs[fastest])]
@@ -358,9 +344,7 @@ def _choose(
 
 
 def _below(one: _Estimate, other: _Estimate, margin: float = 0.0) -> float:
-    """How far *one* is measurably below *other* less the share *margin*: the log of a ratio, beyond the
-    90 % interval; 0 if it is not.
-    """
+    """How far *one* is measurably below *other* less the share *margin*, as the log of a ratio."""
     if one is other:
         return 0.0
     return max(0.0, other.value + math.log1p(-margin) - one.value - _reach(one, other))
