@@ -48,21 +48,21 @@ def _limit(drive: Drive, sys: Path = Path("/sys")) -> float | None:
 
 
 class Thermometer:
-    """The highest temperature that was seen of *drive*, in degrees Celsius."""
+    """The health of *drive* before and after a sweep, with the highest temperature seen."""
 
     def __init__(self, drive: Drive) -> None:
         self._drive = drive
-        self.highest: float | None = None
+        self.before = measure(drive)
+        self._seen: list[float | None] = []
 
     def sample(self) -> None:
         """Read the temperature now."""
-        now = temperature(self._drive)
-        if now is not None:
-            self.highest = now if self.highest is None else max(self.highest, now)
+        self._seen.append(temperature(self._drive))
 
-    def with_highest(self, health: Health | None) -> Health | None:
-        """*health* with the highest temperature."""
-        seen = [self.highest, health.temperature_celsius] if health else []
+    def after(self) -> Health | None:
+        """The health now."""
+        health = measure(self._drive)
+        seen = [*self._seen, health.temperature_celsius] if health else []
         highest = max((each for each in seen if each is not None), default=None)
         return health and dataclasses.replace(health, highest_celsius=highest)
 

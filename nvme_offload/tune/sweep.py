@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -48,14 +49,6 @@ RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and drain a ru
 WORTH = 1.03  # from this ratio another backend is recommended
 
 
-class Start(NamedTuple):
-    """What a search begins with: measured speeds of the drive and of memory, and the time for it."""
-
-    bytes_per_second: float
-    copy_bytes_per_second: float
-    search_seconds: float
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of a sweep, as of the command."""
@@ -75,11 +68,12 @@ class Options:
 
 
 def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) -> Profile:
-    """Sweep the drive of *found* with files of *file_bytes* for each rank.
-
-    Raises: UsageError when it cannot be measured; the errors of `Rig.run`; ChildProcessError when a rank
-    died.
+    """Sweep the drive of *found* with files of *file_bytes* for each rank. Raises: UsageError when it
+    cannot be measured; the errors of `Rig.run`; ChildProcessError when a rank died.
     """
+    from .ranks import request_bytes
+    from .sustained import warnings as sustained_warnings
+
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     began = time.monotonic()
     warnings = drive_warnings(found)
@@ -87,7 +81,6 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
         warnings.append(
             "Measured with the posix backend, which ignores queue_depth: for DeepSpeed, whose op is built on libaio, measure with --backend libaio."
         )
-    health_before = health.measure(found)
     thermometer = health.Thermometer(found)
     with open_rig(found, file_bytes, options) as rig:
         if not rig.direct:
@@ -96,31 +89,32 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
             )
         share = FILL_SHARE * options.seconds if options.size is None else None
         speed = fill(rig, found, share, options.backend, progress)
-        start = Start(
-            bytes_per_second=speed,
-            copy_bytes_per_second=rig.memory_bytes_per_second(),
-            search_seconds=options.seconds - _seconds_after(options) - (time.monotonic() - began),
+        copy_speed = rig.memory_bytes_per_second()
+        settings = space.grid(
+            options.backend, len(usable_cpus()), speed, rig.file_bytes // 2, options.ranks
         )
-        search, verdict = _search(rig, found, options, start, progress, thermometer)
+        ceiling = copy_speed * len(usable_cpus())
+        if found.link_bytes_per_second:
+            ceiling = LINK_TOLERANCE * found.link_bytes_per_second
+        control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
+        left = options.seconds - _seconds_after(options) - (time.monotonic() - began)
+        search = Search(settings, control, left, time.monotonic, ceiling if rig.direct else None)
+        _run_search(rig, search, options, progress, thermometer)
+        verdict = decide(search.evidence, options.ranks)
         latencies = _latencies(rig, search, verdict, options, progress)
         beside = _compare_others(rig, verdict.chosen, options, progress)
-        measured = _engine_facts(rig, start, options)
+        measured = _engine_facts(rig, copy_speed, options)
         workload = {
             "file_bytes": {"read": rig.file_bytes, "write": rig.file_bytes},
-            "request_bytes": _request_bytes(options),
+            "request_bytes": request_bytes(options.ranks),
             "ranks": options.ranks,
             "seconds": options.seconds,
             "verified": True,
         }
-    health_after = health.measure(found)
     sustained = _sustained(found, verdict.chosen, options, progress)
     if sustained:
-        from .sustained import warnings as sustained_warnings
-
         warnings += sustained_warnings(sustained)
-        thermometer.sample()
-        health_after = health.measure(found)
-    health_after = thermometer.with_highest(health_after)
+    health_after = thermometer.after()
     warnings += health.link_warnings(found.pcie_link, describe_drive(found.path).pcie_link)
     return Profile(
         tool_version=__version__,
@@ -136,11 +130,11 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
         finals=verdict.finals,
         reasons=(*verdict.reasons, *_backend_reasons(beside, options)),
         steady=verdict.steady,
-        warnings=(*warnings, *health.warnings(health_before, health_after), *verdict.warnings),
+        warnings=(*warnings, *health.warnings(thermometer.before, health_after), *verdict.warnings),
         latencies=tuple(latencies),
         beside=tuple(beside),
         sustained=sustained,
-        health_before=health_before,
+        health_before=thermometer.before,
         health_after=health_after,
     )
 
@@ -186,23 +180,13 @@ def fill(
     return rig.fill(dataclasses.replace(FILL_SETTING, backend=backend), seconds, filled)
 
 
-def _search(
+def _run_search(
     rig: Rig | Ranks,
-    found: Drive,
+    search: Search,
     options: Options,
-    start: Start,
     progress: Progress,
     thermometer: health.Thermometer,
-) -> tuple[Search, Verdict]:
-    control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
-    cpu_count, speed = len(usable_cpus()), start.bytes_per_second
-    most_in_flight = rig.file_bytes // 2
-    settings = space.grid(options.backend, cpu_count, speed, most_in_flight, options.ranks)
-    ceiling = start.copy_bytes_per_second * cpu_count
-    if found.link_bytes_per_second:
-        ceiling = LINK_TOLERANCE * found.link_bytes_per_second
-    if not rig.direct:
-        ceiling = math.inf
+) -> None:
     by = f" by {options.ranks} ranks" if options.ranks > 1 else ""
 
     def measure(planned: PlannedTrial) -> Result:
@@ -214,9 +198,7 @@ def _search(
         thermometer.sample()
         return result
 
-    search = Search(settings, control, start.search_seconds, time.monotonic, ceiling)
     run_trials(search.planned(), measure)
-    return search, decide(search.evidence, options.ranks)
 
 
 def _latencies(
@@ -225,7 +207,7 @@ def _latencies(
     """The latencies of blocks with the chosen setting, the fastest and the control."""
     from .latency import percentiles
 
-    if options.seconds < LATENCY_SECONDS or options.engine != "native":
+    if not _measures_latency(options):
         return []
     settings = dict.fromkeys(
         [verdict.chosen, search.evidence.control, verdict.best["mixed"].setting]
@@ -242,10 +224,14 @@ def _latencies(
     return found
 
 
+def _measures_latency(options: Options) -> bool:
+    return options.seconds >= LATENCY_SECONDS and options.engine == "native"
+
+
 def _seconds_after(options: Options) -> float:
     """The time of latencies and comparisons after the search."""
-    timed = options.seconds >= LATENCY_SECONDS and options.engine == "native"
-    return (LATENCY_SHARE * options.seconds if timed else 0.0) + _comparisons(options).seconds
+    latencies = LATENCY_SHARE * options.seconds if _measures_latency(options) else 0.0
+    return latencies + _comparisons(options).seconds
 
 
 class _Comparisons(NamedTuple):
@@ -275,29 +261,26 @@ def _compare_others(
 ) -> list[Beside]:
     """fio, and the other backend, at the chosen setting, interleaved with the engine."""
     names, rounds, _ = _comparisons(options)
+    if not names:
+        return []
     found: list[Beside] = []
 
     def run(name: str, phase: str) -> float:
         if name == "fio":
-            return _by_fio(rig, chosen, phase, options.ranks)
+            with contextlib.suppress(UnsupportedError):  # the sweep does not need it
+                return _by_fio(rig, chosen, phase, options.ranks)
+            return math.nan
         setting = dataclasses.replace(chosen, backend=name)
         return rig.run(setting, phase, COMPARISON_WINDOW_SECONDS).bytes_per_second
 
     for phase in PHASES:
-        while names:
-            progress.show("comparing", f"{phase} with {' and '.join(names)}, {rounds} rounds")
-            runs = [functools.partial(run, name, phase) for name in (chosen.backend, *names)]
-            try:
-                ones, others = interleaved(runs[0], runs[1:], rounds)
-            except UnsupportedError:
-                if "fio" not in names:
-                    raise
-                names = [name for name in names if name != "fio"]  # the sweep does not need it
-                continue
-            for name, series in zip(names, others, strict=True):
-                version = fio.version() or "" if name == "fio" else ""
+        progress.show("comparing", f"{phase} with {' and '.join(names)}, {rounds} rounds")
+        runs = [functools.partial(run, name, phase) for name in (chosen.backend, *names)]
+        ones, others = interleaved(runs[0], runs[1:], rounds)
+        for name, series in zip(names, others, strict=True):
+            version = fio.version() or "" if name == "fio" else ""
+            if not any(map(math.isnan, series)):
                 found.append(judged(name, version, phase, ones, series))
-            break
     return found
 
 
@@ -360,13 +343,7 @@ def _sustained(
     return write_on(Path(found.path), chosen, most, file_bytes, options.direct, report)
 
 
-def _request_bytes(options: Options) -> int:
-    from .ranks import request_bytes
-
-    return request_bytes(options.ranks)
-
-
-def _engine_facts(rig: Rig | Ranks, start: Start, options: Options) -> dict[str, Any]:
+def _engine_facts(rig: Rig | Ranks, copy_speed: float, options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": options.engine,
         "version": __version__,
@@ -375,7 +352,7 @@ def _engine_facts(rig: Rig | Ranks, start: Start, options: Options) -> dict[str,
         "kernel": platform.release(),
         "python": platform.python_version(),
         "cpu_count": len(usable_cpus()),
-        "memory_copy_bytes_per_second": round(start.copy_bytes_per_second),
+        "memory_copy_bytes_per_second": round(copy_speed),
     }
     if options.engine == "deepspeed":
         from .deepspeed_op import load

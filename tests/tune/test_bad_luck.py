@@ -135,10 +135,12 @@ def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
         assert result.stdout.startswith("Usage: nvme-sweep")
 
 
-@pytest.mark.parametrize("module", ["nvme_offload.tune", "nvme_offload.sweep"])
-def test_launchers_can_start_it_as_a_module(module: str) -> None:
+def test_launchers_can_start_it_as_a_module() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-m", "nvme_offload.tune", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("Usage: nvme-sweep")

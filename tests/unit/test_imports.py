@@ -45,7 +45,6 @@ MAY_IMPORT = {
     "update": MOVING | {"device", "optimizer_states"},
     "zero3": MOVING | {"device", "ds_config", "optimizer_states", "planning", "update"},
     "report": HOST | {"ds_config", "planning"},
-    "sweep": {"tune"},
     "tune": HOST | {"ds_config", "io", "planning", "report"},
     "commands": HOST | {"ds_config", "io", "optimizer_states", "planning", "zero3"},
 }
