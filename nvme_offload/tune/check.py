@@ -25,10 +25,9 @@ MOST_LOSS = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """The result. *holds*: None where the drive is too unsteady for a result. *loss*: how much longer a
-    step takes on the drive with the config's setting than with the best alternative, with its 90 %
-    interval; *better*: that alternative, if the config no longer holds. speeds: bytes per second by
-    setting and phase.
+    """*holds* is None where the drive is too unsteady for a result. *loss*: how much longer a step takes on
+    the drive with the config's setting than with the best alternative, with its 90 % interval; *better*:
+    that alternative, if the config no longer holds. speeds: bytes per second by setting and phase.
     """
 
     holds: bool | None
@@ -46,8 +45,7 @@ def rounds(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[tuple[Setting, str], float]]:
     """Run *settings*, the config's first, interleaved, under every phase, for about *seconds* or until
-    there is a result, but at most `MOST_PATIENCE` times as long. Every other round runs in reverse order.
-    Returns bytes per second of each round.
+    there is a result, but at most `MOST_PATIENCE` times as long. Returns bytes per second of each round.
     """
     window = min(1.0, max(0.1, seconds / (len(settings) * len(PHASES) * 2 * LEAST_ROUNDS)))
     began = clock()
@@ -70,9 +68,7 @@ def rounds(
 
 
 def judged(config: Setting, measured: Sequence[dict[tuple[Setting, str], float]]) -> Checked:
-    """Compare *config* with the other settings of *measured* by the time of a training step on the
-    drive.
-    """
+    """Compare *config* with the other settings by the time of a training step on the drive."""
     settings = list(dict.fromkeys(setting for setting, _ in measured[0]))
     # a config that was measured alone is compared with itself
     others = [setting for setting in settings if setting != config] or [config]
@@ -136,9 +132,7 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
 def _gap(
     config: Setting, other: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
 ) -> tuple[float, float]:
-    """The mean over the rounds of log(a step's time with *config* / with *other*), and half of its 90 %
-    interval.
-    """
+    """The mean of log(a step's time with *config* / with *other*), and half of its 90 % interval."""
     gaps = [_step_log(each, config) - _step_log(each, other) for each in measured]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
     return statistics.fmean(gaps), quantile(len(gaps) - 1) * error

@@ -20,8 +20,8 @@ LEAST_SCATTER = 0.02  # the least relative spread that is assumed for few runs
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The second's chosen setting over the first's under *phase*: a ratio of speeds and its 90 % interval,
-    by the scatter of the final runs. *trusted*: neither profile has poor evidence.
+    """The second's chosen setting over the first's under *phase*, with the 90 % interval by the scatter of
+    the final runs. *trusted*: neither profile has poor evidence.
     """
 
     phase: str
@@ -35,9 +35,7 @@ class Change:
 
 def load(place: Path) -> Profile:
     """The profile in the file *place*, of the report *place* (its directory or its page), or of the
-    drive of *place*.
-
-    Raises: UsageError, UnsupportedError.
+    drive of *place*. Raises: UsageError, UnsupportedError.
     """
     place = place.parent if place.name == "report.html" else place
     try:
@@ -88,7 +86,7 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
 
 
 def line(found: Change) -> str:
-    """A line for one load: speeds, the change with its interval, and a verdict."""
+    """The line of one load."""
     if not found.trusted:
         sure = "too little evidence"
     elif found.low <= 1 <= found.high:

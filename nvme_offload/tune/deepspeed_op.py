@@ -40,21 +40,16 @@ class _Stats(NamedTuple):
 class DeepSpeedOp:
     """The loaded op; made by `load`, once in a process."""
 
+    version: str  # of DeepSpeed
+
     def __init__(self, module: Any, torch: Any) -> None:
-        self._module = module
-        self._torch = torch
+        self._module, self._torch = module, torch
+        self.version = importlib.metadata.version("deepspeed")
         self._example = torch.empty(0, dtype=torch.uint8)
         self._allocator = module.aio_handle(1 << 20, 1, False, True, 1)
 
-    @property
-    def version(self) -> str:
-        """Of DeepSpeed."""
-        return importlib.metadata.version("deepspeed")
-
     def locked(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory that the op transfers without a copy. It is kept until the process ends, as
-        DeepSpeed's swapper does.
-        """
+        """Memory that the op transfers without a copy, kept until the process ends."""
         return np.asarray(self._allocator.new_cpu_locked_tensor(nbytes, self._example).numpy())
 
     @contextlib.contextmanager
@@ -73,14 +68,11 @@ class DeepSpeedOp:
 
 
 class DeepSpeedEngine:
-    """Two handles, one for each direction, as in the swappers. Buffers are held until their requests
-    are done.
-    """
+    """Two handles, one for each direction, as in DeepSpeed's swappers."""
 
     def __init__(self, reading: Any, writing: Any, torch: Any, paths: Mapping[File, str]) -> None:
         self._handles = {"read": reading, "write": writing}
-        self._torch = torch
-        self._paths = paths
+        self._torch, self._paths = torch, paths
         self._moved = {"read": 0, "write": 0}
         self._pending: dict[str, list[DeepSpeedTicket]] = {"read": [], "write": []}
 
@@ -113,10 +105,9 @@ class DeepSpeedEngine:
         """Wait for pending requests and ignore their errors: the op ends the process when a handle is
         freed with work pending.
         """
-        with contextlib.suppress(IOFailure):
-            self.wait()
-        with contextlib.suppress(IOFailure):  # the other direction, where the first failed
-            self.wait()
+        for _ in self._handles:  # an error ends the wait for one direction
+            with contextlib.suppress(IOFailure):
+                self.wait()
 
     def _submit(self, direction: str, buffer: Any, file: File, offset: int) -> DeepSpeedTicket:
         tensor = self._torch.from_numpy(np.asarray(buffer))
@@ -130,35 +121,29 @@ class DeepSpeedEngine:
 
 
 class DeepSpeedTicket:
-    """As `Ticket`, of a request that is done when its batch is."""
+    """As `Ticket`, of a request that is done when its batch is. It holds the buffer until then."""
 
     def __init__(
         self, engine: DeepSpeedEngine, direction: str, path: str, offset: int, tensor: Any
     ) -> None:
-        self._engine = engine
-        self._direction = direction
-        self._path = path
-        self._offset = offset
-        self._tensor = tensor
+        self._engine, self._tensor = engine, tensor
         self.nbytes: int = tensor.nbytes
         self.finished = False
+        self._place: dict[str, Any] = {"operation": direction, "path": path, "offset": offset}
 
     def done(self) -> bool:
         """Whether its batch was waited for."""
         return self.finished
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the whole batch, however long it takes; returns the bytes asked for. Raises:
-        IOFailure.
-        """
+        """Wait for the whole batch, however long it takes; returns the bytes asked for."""
         if not self.finished:
             self._engine.wait()
         return self.nbytes
 
     def failure(self, reason: str) -> IOFailure:
         """An error of this request; the op does not report errno."""
-        place: dict[str, Any] = {"path": self._path, "offset": self._offset, "nbytes": self.nbytes}
-        return IOFailure(errno.EIO, reason, operation=self._direction, done=0, **place)
+        return IOFailure(errno.EIO, reason, nbytes=self.nbytes, done=0, **self._place)
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def command(
     seconds: float | None,
     direct: bool,
 ) -> list[str]:
-    """fio's command line: *paths* by direction, a file of *file_bytes* for each rank, all moved at
-    once as *setting* has it, for *seconds*, or once and synced.
+    """fio's command line: *paths* by direction, each with a file of *file_bytes* for each rank, for
+    *seconds*, or once and synced.
     """
     each = max(1, setting.thread_count // len(paths))
     depth = max(1, setting.queue_depth * setting.thread_count // (each * len(paths)))
@@ -70,9 +70,7 @@ def bytes_per_second(
     seconds: float,
     direct: bool,
 ) -> float:
-    """The speed that fio reaches in *seconds*, all files together. Raises: UnsupportedError with fio's
-    message.
-    """
+    """The speed that fio reaches in *seconds*, all files together. Raises: UnsupportedError."""
     words = command(paths, file_bytes, setting, seconds, direct)
     ran = subprocess.run(
         words,
@@ -87,9 +85,7 @@ def bytes_per_second(
 
 
 def parse(output: str) -> float:
-    """Bytes per second of all jobs in fio's JSON, which ran at the same time. Raises:
-    UnsupportedError when they moved nothing.
-    """
+    """Bytes per second of all jobs in fio's JSON, which ran at the same time. Raises: UnsupportedError."""
     jobs = json.loads(output[output.index("{") :])["jobs"]
     moved = [
         job[direction]

@@ -20,9 +20,7 @@ WAIT_SECONDS = 600.0  # beyond what a sweep takes: for nodes that are slow, or s
 
 
 class Place(NamedTuple):
-    """The place of this process. local_ranks: ranks of this node; node, nodes: its number, and the
-    number of nodes.
-    """
+    """The place of this process. local_ranks: of this node. node: its number."""
 
     rank: int
     local_rank: int
@@ -38,16 +36,11 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py,
     deepspeed/launcher/launch.py.
     """
-    if (
-        "RANK" not in environment
-        or "WORLD_SIZE" not in environment
-        or "LOCAL_RANK" not in environment
-    ):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if not set(names) <= set(environment):
         return None
     try:
-        rank, world, local_rank = (
-            int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        )
+        rank, local_rank, world = (int(environment[name]) for name in names)
         local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world)
         node = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // local)
         nodes = int(
@@ -62,7 +55,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     ):
         named = ", ".join(
             f"{name}={environment[name]}"
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+            for name in (*names, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
             if name in environment
         )
         raise UsageError(

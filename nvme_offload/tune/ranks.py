@@ -38,20 +38,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def request_bytes(count: int) -> int:
     """The bytes of each request of *count* ranks: smaller for many ranks, so that all together use
-    less than 1 GB of memory.
-
-    No block in `space.grid` for this number of ranks is larger.
+    less than 1 GB of memory. No block in `space.grid` for this number of ranks is larger.
     """
     return min(REQUEST_BYTES, 1 << ((MAX_BYTES_IN_FLIGHT // count // 2).bit_length() - 1))
 
 
 class Ranks(Closing):
     """*count* processes, each with its own `Rig`, behind the interface of one `Rig`: sizes and speeds
-    are sums.
+    are sums. They end with `close`, with this process, and with the thread that made this object.
 
-    Lifetime: the processes end with `close`, with this process, and with the thread that made this
-    object (prctl(2)). Raises: as `Rig`, from any rank; ChildProcessError when a rank died. After an
-    exception only `close` may be called.
+    Raises: as `Rig`, from any rank; ChildProcessError when a rank died. After an exception only `close`
+    may be called.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Ranks(Closing):
             raise
 
     def memory_bytes_per_second(self) -> float:
-        """As `Rig.memory_bytes_per_second`: one thread of one rank, while the other ranks are idle."""
+        """As `Rig.memory_bytes_per_second`, of one rank."""
         (speed,) = self._order("memory_bytes_per_second", only=1)
         return float(speed)
 
@@ -88,7 +85,7 @@ class Ranks(Closing):
         return float(sum(speed for speed, _ in filled))
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
-        """As `Rig.run`, in all ranks concurrently: each runs *setting*, and all count the same window."""
+        """As `Rig.run`, in all ranks concurrently: all count the same window."""
         self._order("load", setting, phase)
         result = measure(self._pump, phase, seconds)
         self._order("finish")
@@ -124,9 +121,7 @@ class Ranks(Closing):
             )
 
     def _pump(self, seconds: float) -> tuple[Point, Point]:
-        """The points of all ranks together, at the mean of their times, which differ by less than a
-        millisecond.
-        """
+        """The points of all ranks together, at the mean of their times."""
         by_rank = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
         first, last = (
             Point(
@@ -188,9 +183,7 @@ class _Rank:
         self._pumping = False
 
     def serve(self) -> NoReturn:
-        """Answer orders until the connection ends, and keep the queues full between orders. Raises:
-        EOFError; the errors of the orders.
-        """
+        """Answer orders until the connection ends, and keep the queues full between orders."""
         while True:
             while self._pumping and not self._connection.poll():
                 self._load.turn()

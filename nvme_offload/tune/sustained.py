@@ -20,7 +20,7 @@ from nvme_offload.planning.traffic import STEP_BYTES_7B
 from nvme_offload.units import format_bytes, format_speed
 
 from . import steady
-from .trial import REQUEST_BYTES
+from .trial import REQUEST_BYTES, wait
 
 ROUNDS = 32  # into which the given bytes are divided
 MOST = 2  # times the given bytes, while the drive is not steady
@@ -36,10 +36,9 @@ def write_on(
     report: Callable[[int, float], None],
 ) -> Sustained:
     """Write *total_bytes* to a file of *file_bytes* on the drive of *directory*, and more until it is
-    steady, but at most twice as much.
+    steady, but at most twice as much. *report* receives the bytes so far and the speed of the last round.
 
-    *report* is called with the bytes so far and the speed of the last round. Raises: NoSpaceError,
-    IOFailure.
+    Raises: NoSpaceError, IOFailure.
     """
     requests = max(1, file_bytes // REQUEST_BYTES)
     each = max(1, total_bytes // ROUNDS // REQUEST_BYTES)
@@ -57,7 +56,7 @@ def write_on(
             while not _enough(samples, total_bytes):
                 for _ in range(each):
                     if len(under_way) == len(ring):
-                        done += _wait(under_way.pop(0))
+                        done += wait(under_way.pop(0))
                     buffer = ring[index % len(ring)]
                     buffer[::512] += np.uint64(1)  # no page is written twice with the same contents
                     under_way.append(engine.write(buffer, file, index % requests * REQUEST_BYTES))
@@ -65,7 +64,7 @@ def write_on(
                 samples.append((time.monotonic() - began, done))
                 report(done, speeds(samples)[-1])
             while under_way:
-                done += _wait(under_way.pop(0))
+                done += wait(under_way.pop(0))
     finally:
         with contextlib.suppress(OffloadError):  # the first failure is being raised
             engine.close()
@@ -97,9 +96,8 @@ def speeds(samples: Sequence[tuple[float, int]]) -> list[float]:
 def cache_end(rounds: Sequence[float]) -> int | None:
     """The number of rounds before the speed fell for good; None if it did not.
 
-    It is the cut with the least scatter on both sides, each of two rounds or more. It counts as a fall
-    if the median after it is less than three quarters of the median before it, and no later round is
-    as fast as before.
+    It is the cut with the least scatter on both sides, if the median after it is less than three
+    quarters of the median before it, and no later round is as fast as before.
     """
     cuts = range(2, len(rounds) - 1)
     if not cuts:
@@ -133,9 +131,3 @@ def _enough(samples: Sequence[tuple[float, int]], total_bytes: int) -> bool:
 def _scatter(values: Sequence[float]) -> float:
     mean = statistics.fmean(values)
     return sum((value - mean) ** 2 for value in values)
-
-
-def _wait(ticket: Ticket) -> int:
-    while True:  # in short waits, between which signal handlers run
-        with contextlib.suppress(TimeoutError):
-            return ticket.wait(0.1)

@@ -149,14 +149,14 @@ class Rig(Closing):
                     self.requests = index
                     break
                 if len(under_way) == 2 * FILLERS:
-                    done += sum(_wait(under_way.pop(0)) for _ in range(2))
+                    done += sum(wait(under_way.pop(0)) for _ in range(2))
                     report(done)
                 buffer, offset = ring[index % FILLERS], index * self.request_bytes
                 _stamps(buffer)[:] = self._stamp(0, index)
                 under_way += [
                     engine.write(buffer.data, file, offset) for file in (self._source, self._sink)
                 ]
-            done += sum(_wait(ticket) for ticket in under_way)
+            done += sum(wait(ticket) for ticket in under_way)
         return done / (time.monotonic() - began)
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
@@ -364,7 +364,7 @@ class _Lane:
     def drain(self) -> None:
         """Wait for all requests."""
         for entry in self._under_way:
-            _wait(entry[0])
+            wait(entry[0])
             self._finish(*entry)
         self._under_way = []
 
@@ -378,7 +378,7 @@ class _Lane:
         for buffer, index in sample:
             offset = index * self._rig.request_bytes
             if self._direction == "write":
-                _wait(self._rig._reader.read(self._rig._scratch.data, self._file, offset))
+                wait(self._rig._reader.read(self._rig._scratch.data, self._file, offset))
                 self._compare(self._rig._scratch, buffer, offset)
             else:
                 _stamps(self._rig._pattern)[:] = self._rig._stamp(0, index)
@@ -453,7 +453,7 @@ def _stamps(buffer: Bytes) -> NDArray[np.uint64]:
     return buffer.view(np.uint64)[:: PAGE_BYTES // 8]
 
 
-def _wait(ticket: _Ticket) -> int:
+def wait(ticket: _Ticket) -> int:
     """Wait in short waits, between which signal handlers run."""
     while True:
         with contextlib.suppress(WaitTimeout):
