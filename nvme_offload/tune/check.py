@@ -9,7 +9,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.hardware.profile import PHASES, Profile, Setting
 from nvme_offload.hardware.profile_grade import quantile
 
@@ -87,6 +89,15 @@ def judged(config: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
     holds = False if worse else None if unclear else True
     loss, low, high = (math.expm1(each) for each in (gap, gap - reach, gap + reach))
     return Checked(holds, loss, low, high, best if worse else None, speeds)
+
+
+def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
+    """The setting of an aio section, with DeepSpeed's defaults for missing keys. Raises: UsageError."""
+    defaults = ds_config.DEEPSPEED_AIO
+    given = {key: value for key, value in aio.items() if key in defaults}
+    known: dict[str, Any] = ds_config.aio_section({**defaults, **given})
+    threads = known.pop("intra_op_parallelism")
+    return Setting(**known, thread_count=threads, backend=backend)
 
 
 def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:

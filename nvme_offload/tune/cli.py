@@ -357,7 +357,6 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     from nvme_offload.hardware import profile_shelf
 
     from . import check as checking
-    from .proof import setting_of
 
     _require_seconds(seconds)
     found = preflight.require_drive(path, force)
@@ -365,7 +364,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         config = ds_config.locate(config)
         aio = ds_config.read_aio(config)
         profile = profile_shelf.find(path)
-        setting = setting_of(aio, profile.chosen.backend)
+        setting = checking.setting_of(aio, profile.chosen.backend)
         AioConfig.of(setting)
     except UnsupportedError as error:  # there is no profile
         raise UsageError(str(error)) from None

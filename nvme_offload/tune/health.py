@@ -10,10 +10,8 @@ from pathlib import Path
 from nvme_offload.hardware import nvme_log, sysfs
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.profile import Health
-from nvme_offload.planning.traffic import STEP_BYTES_7B
 
 WORN = 0.8
-LEAST_WEAR = 0.03  # drives count whole per cents: below, the rated life cannot be estimated
 
 
 def measure(drive: Drive) -> Health | None:
@@ -90,20 +88,4 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
         said.append(
             f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest."
         )
-    if after.wear is not None and after.written_bytes and LEAST_WEAR <= after.wear < 1:
-        left = after.written_bytes * (1 / after.wear - 1)
-        said.append(
-            f"The drive has worn {after.wear:.0%} by {after.written_bytes / 1e12:.3g} TB: the rest lasts for about {left / 1e12:.3g} TB, "
-            f"{left / STEP_BYTES_7B:,.0f} optimizer steps of a 7B model, which write {STEP_BYTES_7B / 1e9:.0f} GB each."
-        )
     return said
-
-
-def link_warnings(before: str | None, after: str | None) -> list[str]:
-    """A warning if the PCIe link (`Drive.pcie_link`) changed during the sweep."""
-    if not before or not after or before == after:
-        return []
-    return [
-        f"The drive's PCIe link ran at {before} when the sweep began, and at {after} when it ended: heat or power saving slowed its clock. "
-        "Look at the power settings of the firmware, and sweep again."
-    ]

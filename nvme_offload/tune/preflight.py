@@ -24,9 +24,8 @@ MOST_FILE_BYTES = 1 << 30
 
 
 def require_named(*places: str | os.PathLike[str] | None) -> None:
-    """Raises: UsageError when one of *places*, as the user wrote them, is empty: `Path` would take it for
-    the current directory.
-    """
+    """Raises: UsageError when one of *places*, as the user wrote them, is empty."""
+    # `Path` would take it for the current directory
     if any(place is not None and not os.fspath(place).strip() for place in places):
         raise UsageError(
             "a path is empty: is a variable of the shell not set? Give a directory on the drive"
@@ -54,9 +53,7 @@ def require_drive(path: str, force: bool) -> Drive:
 
 
 def config_file(given: Path) -> Path:
-    """The DeepSpeed config *given*, or named by Accelerate's YAML *given*. Raises: UsageError
-    when it is unreadable or not writable.
-    """
+    """The DeepSpeed config *given*, or named by Accelerate's YAML *given*. Raises: UsageError."""
     try:
         config = ds_config.locate(given)
         ds_config.read_aio(config)
@@ -94,9 +91,7 @@ def check_file(path: Path, option: str) -> None:
 
 
 def check_engine(engine: str, backend: str) -> None:
-    """Raises: UsageError when that engine does not run here on that backend. Loads DeepSpeed's op,
-    which builds it at its first use.
-    """
+    """Raises: UsageError when that engine does not run here on that backend. Loads DeepSpeed's op."""
     from nvme_offload.io.engine import Engine
 
     if engine == "deepspeed" and backend != "libaio":
@@ -153,10 +148,8 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path, found: Drive) -> Iterator[None]:
-    """Keep a second sweep off the drive, by a lock on its mount point, which leaves no file and ends
-    with the process.
-
-    Raises: OffloadError when another one runs.
+    """Keep a second sweep off the drive, by a lock on its mount point, which leaves no file. Raises:
+    OffloadError when another one runs.
     """
     descriptor = -1
     for place in (found.mount_point, directory):

@@ -25,7 +25,7 @@ class Progress:
         self._due = 0.0
 
     def show(self, topic: str, text: str) -> None:
-        """Show the current step; without a terminal only when *topic* is new or some time has passed."""
+        """Show the current step."""
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
             self._write(_ERASE + f"{topic}: {text}"[:width])
@@ -35,7 +35,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Write a line that stays."""
-        self._write((_ERASE if self._terminal else "") + line + "\n")
+        self.clear()
+        self._write(line + "\n")
 
     def say_in_handler(self, line: str) -> None:
         """As `say`, for a signal handler, which may run in the middle of a write to the stream."""

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
@@ -20,15 +21,12 @@ from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.units import format_bytes, format_speed
 
 from .progress import Progress, change, describe
-from .proof import prove
 
 LONGER = "Sweep longer for more (--seconds), while no other process uses the drive."
 
 
 def write_report(profile: Profile, name: str, directory: Path, progress: Progress) -> Path:
-    """Write the report to a temporary directory, then rename it, so that it is complete or absent.
-    Returns its directory.
-    """
+    """Write the report, complete or not at all; returns its directory."""
     from nvme_offload.report import render
 
     progress.show("report", "drawing")
@@ -56,20 +54,15 @@ def _named(aside: Path, wanted: Path) -> Path:
     raise OffloadError(f"there are too many reports named {wanted}: move some away")
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """Whether a profile was kept, with a line on the reason if not, or on a low grade. refused: a
-    profile with more evidence stays.
-    """
+class Kept(NamedTuple):
+    """note: why a profile was not kept, or that its grade is low. refused: a better profile stays."""
 
     note: str
     refused: bool = False
 
 
 def keep(profile: Profile, force: bool) -> Kept:
-    """Keep *profile*, so that `AioConfig.for_path` finds it. A profile with more evidence is replaced
-    only with *force*.
-    """
+    """Keep *profile* for `AioConfig.for_path`, over one with more evidence only with *force*."""
     if not profile.engine["direct"]:
         return Kept("Not kept for AioConfig.for_path: these are speeds of the page cache.")
     found = grade(profile)
@@ -101,14 +94,11 @@ def notes(profiles: Sequence[Profile], kept: Sequence[Kept]) -> list[str]:
 
 
 def apply(config: Path, profile: Profile) -> str:
-    """Set the chosen setting in *config* and read it back; returns a line on the changes and on the
-    parser that read them.
-    """
+    """Set the chosen setting in *config*; returns a line on the changes."""
     with _uninterrupted():  # a file that is written in place must be written completely
         applied = ds_config.apply(config, profile)
-    read_back, proven = prove(config, profile.chosen)
     if not applied.changed:
-        return f"{config}: says so already; {read_back}"
+        return f"{config}: has these settings already"
     was = {key: f" (was {json.dumps(value)})" for key, value in applied.before.items()}
     new = [
         f"{key} {json.dumps(value)}{was.get(key, '')}"
@@ -116,12 +106,12 @@ def apply(config: Path, profile: Profile) -> str:
         if applied.before.get(key) is not value
     ]
     ignored = f"; DeepSpeed does not read {', '.join(applied.ignored)}" if applied.ignored else ""
-    return f"{config}: set {', '.join(new)}; {'' if proven else 'BUT '}{read_back}{ignored}"
+    return f"{config}: set {', '.join(new)}{ignored}"
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Defer the signals that end the command to the end of this context, for all threads."""
+    """Defer the signals that end the command to the end of this context."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: heard.append(number))
@@ -166,8 +156,8 @@ def summary(profile: Profile) -> list[str]:
             "",
             f"fio ({fio[0].version}) at the same setting, GB/s: {', '.join(speeds)}; the engine compared with it {', '.join(shares)}",
         ]
-    if profile.latencies:
-        timed = (_latency(one) for one in profile.latencies if one.setting == chosen)
+    timed = [_latency(one) for one in profile.latencies if one.setting == chosen]
+    if timed:
         lines.append(f"Block latency, ms (p50, p99, p99.9): {'; '.join(timed)}")
     rates = (
         f"{phase} {1e9 * profile.performance[phase].gb_per_s / chosen.block_size:,.0f}"
@@ -179,10 +169,8 @@ def summary(profile: Profile) -> list[str]:
 
 
 def _latency(one: Latency) -> str:
-    times = [format_speed(one.p50_ms), format_speed(one.p99_ms), "too few blocks"]
-    if one.p999_ms is not None:
-        times[2] = format_speed(one.p999_ms)
-    return f"{one.phase} {', '.join(times)}"
+    rare = "too few blocks" if one.p999_ms is None else format_speed(one.p999_ms)
+    return f"{one.phase} {format_speed(one.p50_ms)}, {format_speed(one.p99_ms)}, {rare}"
 
 
 def shelf_lines() -> list[str]:

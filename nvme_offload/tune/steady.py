@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 ROUNDS = 5
 MOST_RANGE = 0.20
@@ -13,11 +13,8 @@ MOST_SLOPE = 0.10
 JUMP = 1.25
 
 
-@dataclasses.dataclass(frozen=True)
-class Steadiness:
-    """The verdict on a series of speeds; range and slope are shares of its mean, over the last
-    `ROUNDS` of them.
-    """
+class Steadiness(NamedTuple):
+    """The verdict on a series of speeds; range and slope are shares of the mean of its last `ROUNDS`."""
 
     steady: bool
     range: float
@@ -25,11 +22,9 @@ class Steadiness:
 
 
 def judge(speeds: Sequence[float]) -> Steadiness:
-    """Whether the last five of *speeds* lie within 20 % of their mean, and the line through them
-    rises or falls by 10 % of it at the most.
-
-    Fewer than five show nothing: not steady. Source: the steady state of SNIA's Solid State Storage
-    Performance Test Specification.
+    """Whether the last five of *speeds* lie within 20 % of their mean, and the line through them rises or
+    falls by 10 % of it at most. Fewer than five are not steady. Source: the steady state of SNIA's
+    Solid State Storage Performance Test Specification.
     """
     window = speeds[-ROUNDS:]
     if not window:
@@ -45,10 +40,8 @@ def judge(speeds: Sequence[float]) -> Steadiness:
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
-    """The control's speed at *seconds*, from *series*, (seconds, speed) pairs in the order of time.
-
-    Between two runs it is interpolated geometrically; before the first and after the last it is
-    constant.
+    """The control's speed at *seconds*, interpolated geometrically between the (seconds, speed) pairs of
+    *series*, and constant before and after them.
     """
     after = bisect.bisect(series, (seconds, math.inf))
     if after == 0 or after == len(series):
@@ -59,7 +52,5 @@ def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
 
 
 def jumped(before: float, after: float) -> bool:
-    """Whether the drive changed so much between two runs of the control that trials between them do not
-    count.
-    """
+    """Whether trials between two runs of the control with these speeds do not count."""
     return max(before, after) > JUMP * min(before, after)

@@ -19,7 +19,6 @@ from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive, filesystem_space
-from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
 from nvme_offload.hardware.machine import usable_cpus
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
@@ -115,7 +114,6 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
     if sustained:
         warnings += sustained_warnings(sustained)
     health_after = thermometer.after()
-    warnings += health.link_warnings(found.pcie_link, describe_drive(found.path).pcie_link)
     return Profile(
         tool_version=__version__,
         created=created,

@@ -28,11 +28,6 @@ from nvme_offload.tune import health
         (None, Health("smartctl", wear=0.85), ["used 85% of its rated life"]),
         (
             None,
-            Health("smartctl", wear=0.04, written_bytes=24 * 10**12),
-            ["576 TB, 6,857 optimizer steps of a 7B model, which write 84 GB each"],
-        ),
-        (
-            None,
             Health("sysfs", 70.0, limit_celsius=80.0, highest_celsius=83.0),
             ["became 83 \N{DEGREE SIGN}C warm during the sweep, and warns from 80"],
         ),
@@ -124,10 +119,3 @@ def test_temperatures_are_those_of_the_warmest_disk(tmp_path: Path) -> None:
     assert health._limit(drive, tmp_path) == 80.0
     nobody = dataclasses.replace(drive, physical_devices=("/dev/vda",))
     assert health.temperature(nobody, tmp_path) is None
-
-
-def test_a_link_that_changed_is_reported() -> None:
-    assert health.link_warnings("16.0 GT/s x4", "16.0 GT/s x4") == []
-    assert health.link_warnings(None, "16.0 GT/s x4") == []
-    (said,) = health.link_warnings("16.0 GT/s x4", "2.5 GT/s x4")
-    assert "ran at 16.0 GT/s x4 when the sweep began, and at 2.5 GT/s x4" in said

@@ -312,3 +312,11 @@ def test_check_measures_and_its_status_is_for_scripts(
         (0, "The drive is too unsteady for a result"),
     ), lost.stdout
     assert list(disk.iterdir()) == []
+
+
+def test_what_a_section_leaves_out_is_deepspeeds_default() -> None:
+    assert check.setting_of({}) == DEEPSPEED_DEFAULTS
+    given = {"queue_depth": 4, "thread_count": 8, "use_gds": False}
+    assert check.setting_of(given) == Setting(1 << 20, 4, 1)
+    with pytest.raises(UsageError, match="queue_depth"):
+        check.setting_of({"queue_depth": "auto"})
