@@ -24,35 +24,15 @@ STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256, "compact24"
 class Load(NamedTuple):
     """Bytes of a parameter to and from the drive, in the optimizer step and in the passes before it."""
 
-    name: str
     step_read: float
     step_write: float
     passes_read: float = 0
 
 
-def of_states(state_format: str) -> Load:
-    """The load of optimizer states alone, in *state_format*; gradients and parameters are in
-    memory.
-    """
-    said = "" if state_format == "exact" else f', state_format "{state_format}"'
-    return Load(
-        f"Optimizer states{said}; gradients stay in host memory",
-        STATE_BYTES[state_format],
-        STATE_BYTES[state_format],
-    )
-
-
-STATES = of_states("exact")
-GRADIENTS = Load(
-    "Optimizer states and gradients (ZeRO-Infinity)", *2 * [STATE_BYTES["exact"] + WIDE_BYTES]
-)
-PARAMETERS = Load(
-    "Optimizer states, gradients and parameters",
-    GRADIENTS.step_read,
-    GRADIENTS.step_write + WEIGHT_BYTES,
-    2 * WEIGHT_BYTES,
-)
-LOADS = (*map(of_states, STATE_BYTES), GRADIENTS, PARAMETERS)
+STATES = Load(STATE_BYTES["exact"], STATE_BYTES["exact"])
+# with ZeRO-Infinity's gradients
+GRADIENTS = Load(STATES.step_read + WIDE_BYTES, STATES.step_write + WIDE_BYTES)
+PARAMETERS = Load(GRADIENTS.step_read, GRADIENTS.step_write + WEIGHT_BYTES, 2 * WEIGHT_BYTES)
 # written by a step of the optimizer of 7 billion parameters, gradients in host memory
 STEP_BYTES_7B = 7e9 * STATES.step_write
 
