@@ -110,9 +110,6 @@ class Change(NamedTuple):
 
 
 class _Lever(NamedTuple):
-    """*cost*: a power of two, so that a lever costs more than all cheaper ones together."""
-
-    cost: int
     words: str
     pull: Callable[[Question], Question]
 
@@ -127,11 +124,13 @@ def cheapest_change(question: Question) -> Change | None:
     space the least amount that suffices is named.
     """
     levers = _levers(question)
-    tries = [each for count in range(1, 5) for each in itertools.combinations(levers, count)]
-    for each in sorted(tries, key=lambda each: sum(lever.cost for lever in each)):
+    numbers = range(len(levers))
+    tries = [each for count in range(1, 5) for each in itertools.combinations(numbers, count)]
+    # a lever costs more than all before it together
+    for each in sorted(tries, key=lambda each: sum(1 << number for number in each)):
         changed = question
-        for lever in each:
-            changed = lever.pull(changed)
+        for number in each:
+            changed = levers[number].pull(changed)
         if fastest(changed.answers()) is None:
             continue
         amounts = []
@@ -143,7 +142,7 @@ def cheapest_change(question: Question) -> Change | None:
             changed, said = _least_drive(question, changed)
             amounts.append(said)
         found = changed.answers()
-        words = [lever.words for lever in each if lever.words]
+        words = [levers[number].words for number in each if levers[number].words]
         chosen = known(fastest(found))
         finer = roomy if roomy.concession < chosen.concession else None
         return Change(" and ".join([*words, *amounts]), chosen, found, finer)
@@ -151,38 +150,37 @@ def cheapest_change(question: Question) -> Change | None:
 
 
 def _levers(question: Question) -> list[_Lever]:
+    """The changes that apply, the cheapest first."""
     work = question.work
     count = work.accumulation * work.micro_batch
     small = partial(_working, micro_batch=1, accumulation=count)
     twice = 2 * question.machine.host_bytes
-    levers = [
-        (
-            question.state_format,
-            _Lever(1, "another state format", partial(_with, state_format=None)),
-        ),
-        (question.way, _Lever(2, "another way to train", partial(_with, way=None))),
+    saves = work.tokens and not question.inference
+    levers: list[tuple[object, str, Callable[[Question], Question]]] = [
+        (question.state_format, "another state format", partial(_with, state_format=None)),
+        (question.way, "another way to train", partial(_with, way=None)),
         *(
             (
-                work.tokens and not question.inference and _saves_more(work, name),
-                _Lever(
-                    cost, f"{words} (--activations {name})", partial(_working, activations=name)
-                ),
+                saves and _saves_more(work, name),
+                f"{words} (--activations {name})",
+                partial(_working, activations=name),
             )
-            for cost, name, words in (
-                (4, "checkpoint", "activation checkpointing"),
-                (8, "checkpoint-drive", "checkpointed activations on the drive"),
+            for name, words in (
+                ("checkpoint", "activation checkpointing"),
+                ("checkpoint-drive", "checkpointed activations on the drive"),
             )
         ),
-        (question.budget is not None, _Lever(16, "no --budget", partial(_with, budget=None))),
+        (question.budget is not None, "no --budget", partial(_with, budget=None)),
         (
             work.tokens and work.micro_batch > 1,
-            _Lever(32, f"--micro-batch 1 --accumulate {count}", small),
+            f"--micro-batch 1 --accumulate {count}",
+            small,
         ),
-        (True, _Lever(64, "", partial(_machine, host_bytes=twice))),
-        (True, _Lever(128, "", lambda asked: _machine(asked, drives=_roomy(asked.machine)))),
-        (True, _Lever(256, "", partial(_machine, host_bytes=UNLIMITED_BYTES))),
+        (True, "", partial(_machine, host_bytes=twice)),
+        (True, "", lambda asked: _machine(asked, drives=_roomy(asked.machine))),
+        (True, "", partial(_machine, host_bytes=UNLIMITED_BYTES)),
     ]
-    return [lever for applies, lever in levers if applies]
+    return [_Lever(words, pull) for applies, words, pull in levers if applies]
 
 
 def _saves_more(work: Work, activations: str) -> bool:

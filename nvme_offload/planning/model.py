@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
@@ -13,13 +12,6 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _USUAL_RATIO = 128  # width over depth of decoders of 1 to 70 billion parameters
 _USUAL_VOCABULARY = 32_000
-
-# Alternative keys of configs.
-_NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
-    "vocabulary": ("vocab_size",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +119,8 @@ def of_module(module: Any) -> Model:
         raise UsageError(f"{type(module).__name__} has no parameters")
     trained = sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
     config: Any = getattr(module, "config", None)
-    described = config.to_dict() if hasattr(config, "to_dict") else {}
-    described = described if isinstance(described, dict) else {}
+    if hasattr(config, "get_text_config"):  # of the language model among several
+        config = config.get_text_config(decoder=True)
     named = module.named_parameters()
     experts = [sizes[id(parameter)] for name, parameter in named if "experts" in name.split(".")]
     total = sum(sizes.values())
@@ -136,16 +128,17 @@ def of_module(module: Any) -> Model:
         total,
         max(sum(map(_numel, each.parameters(recurse=False))) for each in module.modules()),
         max(sizes.values()),
-        *_shape(described),
+        _first(config, "num_hidden_layers"),
+        _first(config, "hidden_size"),
+        _first(config, "vocab_size"),
         source=type(module).__name__,
-        idle=_idle(described, sum(experts)),
+        idle=_idle(config, sum(experts)),
         trainable=trained if trained < total else None,
     )
 
 
-def _idle(config: Mapping[str, Any], experts: int) -> int:
+def _idle(config: Any, experts: int) -> int:
     """The number of the *experts* parameters that a token does not use."""
-    config = _text_part(config)
     used = _first(config, "num_experts_per_tok", "moe_top_k", "top_k", "moe_k")
     of = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not (used and of) or used >= of:
@@ -153,30 +146,12 @@ def _idle(config: Mapping[str, Any], experts: int) -> int:
     return experts - experts * used // of
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first positive whole number in *config* under *names*."""
-    return next(
-        (config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None
-    )
-
-
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """*config*, or its language model's part if it describes several models."""
-    for name in ("text_config", "llm_config", "language_config", "decoder"):
-        part = config.get(name)
-        if isinstance(part, Mapping) and _first(config, *_NAMES["hidden"]) is None:
-            return part
-    return config
+def _first(config: Any, *names: str) -> int | None:
+    """The first of the attributes *names* that is a positive whole number."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _numel(parameter: Any) -> int:
     # a parameter partitioned by ZeRO-3 is empty
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
-
-
-def _shape(config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    config = _text_part(config)
-    layers, hidden, vocabulary = (
-        _first(config, *_NAMES[key]) for key in ("layers", "hidden", "vocabulary")
-    )
-    return layers, hidden, vocabulary

@@ -10,11 +10,8 @@ from pathlib import Path
 import click
 import torch
 
-from nvme_offload.swap.tier import engine_config
-
 from .. import command
-from ..command import COUNT, Names, Size, option, say
-from ..floor import floor
+from ..command import COUNT, Names, option, say
 from ..machine import facts
 from ..report import write
 from ..turns import interruptible, rounds, there_and_back
@@ -44,7 +41,6 @@ def many(name: str, default: object, text: str) -> object:
 @option("--ways", "names", type=Names(NAMES), default=",".join(NAMES), help="With commas between.")
 @option("--rounds", "count", type=COUNT, default=3)
 @option("--steps", type=COUNT, default=1, help="Of each way in a round, without its first one.")
-@option("--fio-size", type=Size(), default="1GB", help="Of each of fio's two files; 0: no fio.")
 @option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: float32 on the CPU.")
 @option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @command.seconds()
@@ -58,7 +54,6 @@ def main(
     names: list[str],
     count: int,
     steps: int,
-    fio_size: int,
     dtype: str | None,
     device: str,
     seconds: float | None,
@@ -74,7 +69,7 @@ def main(
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     about = facts(directory, "sweeps.activations")
     about["computing"] = f"{torch.cuda.get_device_name(device) if on_gpu else device}, {dtype}"
-    results = Results(about, Shape(**sizes), [], [], {})
+    results = Results(about, Shape(**sizes), [], {})
     give_back_at_once()
     blocks, x = make(results.shape, torch.device(device), getattr(torch, dtype))
     for parameter in blocks.parameters():
@@ -82,13 +77,10 @@ def main(
     memory = {"nvme": host_memory, "nvme-checkpoint": checkpoint_host_memory}
     notes: list[str] = []
     with (
-        floor(directory, engine_config(str(directory)), fio_size, about, notes) as drive,
         ways(names, directory, memory, share, min_bytes) as found,
         interruptible(about, notes),
     ):
         for number in rounds(count, seconds, notes):
-            if drive is not None:
-                results.speeds.append(drive.measure())
             for way in there_and_back(found, number):
                 _measure(results, way, blocks, x, number, steps)
             write(output, render(results, found, notes), results.as_json())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import pandas as pd
 
 from nvme_offload.units import format_bytes
 
-from ..floor import Speeds, described
 from ..report import columns, document, listed, ratios, shown
 from .transformer import Shape
 from .ways import Step, Way
@@ -19,27 +17,17 @@ from .ways import Step, Way
 
 @dataclasses.dataclass
 class Results:
-    """facts: machine and command, by name. speeds: fio's measurements. refused: why a way, by name,
-    did not run.
-    """
+    """facts: machine and command, by name. refused: why a way, by name, did not run."""
 
     facts: dict[str, str]
     shape: Shape
     steps: list[Step]
-    speeds: list[Speeds]
     refused: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
         """All results as JSON."""
-        rows = {
-            "steps": [step._asdict() for step in self.steps],
-            "speeds": [speeds._asdict() for speeds in self.speeds],
-        }
-        return {"facts": self.facts, "shape": self.shape._asdict(), **rows}
-
-    def speed(self, name: str) -> float:
-        """The median of fio's speeds in bytes per second; 0 without fio."""
-        return statistics.median([getattr(one, name) for one in self.speeds] or [0.0])
+        steps = [step._asdict() for step in self.steps]
+        return {"facts": self.facts, "shape": self.shape._asdict(), "steps": steps}
 
 
 def render(results: Results, ways: Sequence[Way], notes: Sequence[str] = ()) -> str:
@@ -59,7 +47,6 @@ def render(results: Results, ways: Sequence[Way], notes: Sequence[str] = ()) -> 
         listed(results.facts),
         *notes,
         _how(steps),
-        f"fio, before each round: {described(results.speeds)}." if results.speeds else "",
         _equality(ways, of),
     )
 
@@ -73,13 +60,13 @@ def _summary(results: Results, ways: Sequence[Way], of: dict[str, pd.DataFrame])
         yield f"Without offload a forward pass computes {rate:.3g} Tflop/s."
     titles = {way.name: way.title for way in ways}
     yield "\n".join(
-        f"- **{way.title}**, compared with {titles[way.base]}: {_judged(results, of[way.name], of[way.base])}"
+        f"- **{way.title}**, compared with {titles[way.base]}: {_judged(of[way.name], of[way.base])}"
         for way in ways
         if of[way.name].saved_bytes.any() and len(of.get(way.base, ()))
     )
 
 
-def _judged(results: Results, mine: pd.DataFrame, base: pd.DataFrame) -> str:
+def _judged(mine: pd.DataFrame, base: pd.DataFrame) -> str:
     times, memory = (_against(mine, base, figure) for figure in ("seconds", "peak_bytes"))
     said = f"{times} of the time at {memory} of the activation memory. "
     written, read = mine.written_bytes.median(), mine.read_bytes.median()
@@ -88,13 +75,7 @@ def _judged(results: Results, mine: pd.DataFrame, base: pd.DataFrame) -> str:
     takes = written / base.forward_seconds.median()
     gives = read / base.backward_seconds.median()
     said += f"To keep up, a drive has to take {takes / 1e9:.3g} GB/s in the forward pass and give {gives / 1e9:.3g} GB/s in the backward pass"
-    if not results.speeds:
-        return said + "."
-    fast = takes <= results.speed("write") and gives <= results.speed("read")
-    return said + (
-        f"; this one takes {results.speed('write') / 1e9:.3g} and gives {results.speed('read') / 1e9:.3g} GB/s, "
-        f"{results.speed('mixed') / 1e9:.3g} both ways concurrently, and is {'fast enough' if fast else 'too slow'}."
-    )
+    return said + "."
 
 
 def _times(ways: Sequence[Way], of: dict[str, pd.DataFrame], refused: dict[str, str]) -> str:

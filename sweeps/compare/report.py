@@ -16,15 +16,13 @@ from .plan import Setting, describe
 HOW = (
     "Each round runs every task, and each task runs all sides one after another; the next round reverses the order. A ratio is "
     "the median over the rounds of the ratio within one round, with the range of all rounds (the middle 80 % of ten or more) in brackets. Sides of different "
-    "libraries run in separate processes, so memory and CPU are per library. Sides that take the caller's memory get equal buffers: huge pages, touched "
+    "libraries run in separate processes. Sides that take the caller's memory get equal buffers: huge pages, touched "
     "before the clock starts. DeepSpeed's op gets memory from its own allocator, because it copies any other.",
     "All clocks stop after fdatasync or its equivalent. A file to read is dropped from the page cache before the clock starts, which mincore confirms, and is "
     "fully in memory when it stops: sides that map a file touch every page. The first round compares every byte outside the timed part. fio uses its own "
     "memory, whose contents are not checked.",
     "Each side gets the fastest of its candidate settings, measured just before by the geometric mean over large and 1 MiB tensors (for a checkpoint: "
     "by writing one). A setting within 2 % of the fastest that stands earlier in the plan is preferred.",
-    "Memory is the peak resident size above the level at the start, when the data to write or the memory to read into is already allocated; only a checkpoint "
-    "is read into memory allocated on the way. Locked memory includes the data. fio's figure is of its whole process. The kernel counts to within 2 MB.",
 )
 
 
@@ -39,9 +37,6 @@ class Run:
     nbytes: int
     seconds: float
     cpu_seconds: float
-    extra_bytes: int
-    locked_bytes: int
-    cached_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +99,12 @@ class Results:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A side at a task. advantage: the reference's speed over this side's in the same round, or None
-    without common rounds. CPU and memory are medians.
+    without common rounds. CPU is a median.
     """
 
     gb_per_second: Spread
     advantage: Spread | None
     cpu_seconds_per_gib: float
-    extra_bytes: float
-    locked_bytes: float
-    cached_bytes: float
 
 
 def rows(results: Results, task: TaskFacts) -> dict[str, Row]:
@@ -127,12 +119,10 @@ def rows(results: Results, task: TaskFacts) -> dict[str, Row]:
     found = {}
     for name, runs in by_side.items():
         common = [] if reference is None else ratios(reference.speed, runs.speed)
-        middle = runs.median(numeric_only=True)
         found[name] = Row(
             spread(runs.speed / 1e9),
             spread(common) if len(common) else None,
-            middle.cpu,
-            *(middle.extra_bytes, middle.locked_bytes, middle.cached_bytes),
+            runs.cpu.median(),
         )
     return found
 
@@ -148,9 +138,6 @@ def render(results: Results) -> str:
     measures: list[tuple[str, Callable[[Row], str]]] = [
         ("GB/s", lambda row: f"{row.gb_per_second.median:.3g}"),
         ("CPU seconds per GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}"),
-        ("memory of the process, without the data, MB", lambda row: _mb(row.extra_bytes)),
-        ("left in the page cache, MB", lambda row: _mb(row.cached_bytes)),
-        ("locked or pinned, with the data, MB", lambda row: _mb(row.locked_bytes)),
     ]
     parts = ["# This engine compared with others", listed(results.facts), *results.notes]
     parts += [f"## Speed: {reference} in GB/s, and how many times as fast as each other side it is"]
@@ -217,7 +204,3 @@ def _matrix(
 
 def _escaped(lines: Sequence[Sequence[Any]]) -> list[list[str]]:
     return [[escaped(" ".join(str(cell).split())) for cell in line] for line in lines]
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.0f}" if nbytes >= 9.5e5 or nbytes < 5e4 else f"{nbytes / 1e6:.1f}"

@@ -25,8 +25,8 @@ from ..peers import sides
 from ..peers.buffers import Bytes, allocated, fill, require_filled
 from ..peers.deepspeed_op import DeepSpeedOp
 from ..peers.job import DIRECTIONS, Job
-from ..peers.page_cache import cached_bytes, evict
-from ..peers.stopwatch import Measurement, Stopwatch
+from ..peers.page_cache import evict
+from ..peers.stopwatch import Stopwatch
 from . import checkpoints, state
 
 READ_SEED = 0  # of the file to read
@@ -153,16 +153,13 @@ class Worker:
             for direction in job.directions:
                 evict(self._place.path(direction))
             measurement = peer.run(self._place, job)
-            cached = measurement.cached_bytes or sum(
-                cached_bytes(self._place.path(direction)) for direction in job.directions
-            )
             if asked["verify"] and base not in _UNCHECKED:
                 self._verify(job, base, asked["seed"])
         finally:
             if not asked["keep"]:
                 buffers.release()
                 _trim()
-        return _answer(measurement._replace(cached_bytes=cached))
+        return measurement._asdict()
 
     def checkpoint(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Save or load a file of tensors; check every tensor with "verify"."""
@@ -179,7 +176,6 @@ class Worker:
                 with Stopwatch() as watch:
                     side.save(tensors, path, setting)
                 del tensors
-                cached = cached_bytes(path)
                 if asked["verify"]:
                     evict(path)
                     state.require_same(side.load(path, nbytes, setting), nbytes, asked["side"])
@@ -192,7 +188,6 @@ class Worker:
                 _make_room(moved)
                 with Stopwatch() as watch:
                     tensors = side.load(written, nbytes, setting)
-                cached = cached_bytes(written)
                 if asked["verify"]:
                     state.require_same(tensors, nbytes, asked["side"])
                 del tensors
@@ -200,7 +195,7 @@ class Worker:
             if not asked["keep"]:
                 path.unlink(missing_ok=True)
             _trim()
-        return _answer(watch.measurement(moved)._replace(cached_bytes=cached))
+        return watch.measurement(moved)._asdict()
 
     def _verify(self, job: Job, base: str, seed: int) -> None:
         buffers = self._place.buffers
@@ -240,10 +235,6 @@ def _trim() -> None:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-
-
-def _answer(measurement: Measurement) -> dict[str, Any]:
-    return measurement._asdict()
 
 
 def main() -> None:

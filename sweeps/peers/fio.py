@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from nvme_offload.errors import UnsupportedError
@@ -17,8 +14,6 @@ from nvme_offload.tune import fio
 from .buffers import Place
 from .job import Job
 from .stopwatch import Measurement
-
-_POLL_SECONDS = 0.02
 
 
 class Fio:
@@ -38,22 +33,17 @@ class Fio:
     def run(self, place: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError with fio's message."""
         tunables = [fio.PREFAULT, *([fio.HUGE_PAGES] if job.memory == "huge" else [])]
-        with tempfile.TemporaryFile("w+") as output:
-            errors = subprocess.STDOUT
-            with subprocess.Popen(
-                command(place, job),
-                stdout=output,
-                stderr=errors,
-                env={**os.environ, "GLIBC_TUNABLES": ":".join(tunables)},
-            ) as process:
-                resident_bytes = _watch(process)
-            output.seek(0)
-            said = output.read()
-        if process.returncode != 0:
-            raise UnsupportedError(f"fio failed: {said.strip()[:500]}")
-        return parse(json.loads(said[said.index("{") : said.rindex("}") + 1]), job)._replace(
-            extra_bytes=resident_bytes
+        done = subprocess.run(
+            command(place, job),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "GLIBC_TUNABLES": ":".join(tunables)},
         )
+        said = done.stdout
+        if done.returncode != 0:
+            raise UnsupportedError(f"fio failed: {said.strip()[:500]}")
+        return parse(json.loads(said[said.index("{") : said.rindex("}") + 1]), job)
 
 
 def command(place: Place, job: Job) -> list[str]:
@@ -61,24 +51,6 @@ def command(place: Place, job: Job) -> list[str]:
     setting = Setting(job.block_size, job.queue_depth, job.thread_count, backend=job.backend)
     paths = {direction: [str(place.path(direction))] for direction in job.directions}
     return fio.command(paths, job.file_bytes, setting, None, place.direct)
-
-
-def _watch(process: subprocess.Popen[Any]) -> int:
-    """Wait for *process* and return its peak resident bytes, sampled."""
-    most = 0
-    while True:
-        try:
-            process.wait(_POLL_SECONDS)
-            return most
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                most = max(
-                    [
-                        most,
-                        *(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")),
-                    ]
-                )
 
 
 def parse(output: dict[str, Any], job: Job) -> Measurement:

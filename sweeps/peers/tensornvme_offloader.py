@@ -12,7 +12,7 @@ from nvme_offload.errors import UnsupportedError
 
 from .buffers import Bytes, Place, memory_of, require_read, spoil
 from .job import Job
-from .page_cache import cached_bytes, evict, sync
+from .page_cache import evict, sync
 from .stopwatch import Measurement, Stopwatch
 
 _BACKENDS = {"libaio": "aio", "io_uring": "uring", "posix": "pthread"}
@@ -63,7 +63,6 @@ class TensorNVMe:
                 offloader.synchronize()
                 if direction == "write":
                     sync(path)
-        cached = sum(cached_bytes(path) for _, path in made.values())
         if "read" in buffers:
             require_read(buffers["read"], "TensorNVMe")
         if "write" in buffers:
@@ -72,7 +71,7 @@ class TensorNVMe:
             spoil(buffers["write"])
             self._read(offloader, tensors["write"])
             require_read(buffers["write"], "TensorNVMe")
-        return watch.measurement(job.nbytes)._replace(cached_bytes=cached)
+        return watch.measurement(job.nbytes)
 
     def _offloader(self, place: Place, job: Job, direction: str) -> tuple[Any, Path]:
         path = place.path(direction).with_name(f"tensornvme-{direction}")

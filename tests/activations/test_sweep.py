@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = shlex.split(
-    "--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --fio-size 0 --host-memory 140KB --checkpoint-host-memory 36KB"
+    "--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --host-memory 140KB --checkpoint-host-memory 36KB"
 )
 
 
