@@ -44,8 +44,7 @@ from .report import columns, document, escaped, listed, ratios, shown, write
 
 _EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
 _SETTLING = 2  # steps: the first creates states, after the second the order is learned
-_LEARNING_RATE = 1e-4
-_DECAY = 0.1
+_ADAMW = {"lr": 1e-4, "weight_decay": 0.1}
 _SUB_GROUP = 200_000_000  # parameters; the size of DeepSpeed's float32 buffers
 
 Step = Callable[[torch.Tensor], float]
@@ -103,20 +102,21 @@ def _plain(model: Callable[..., Any], optimizer: Any) -> Step:
     return step
 
 
-def _ours(state_format: str, job: dict[str, Any]) -> Step:
+_IN_BACKWARD = {"step_in_backward": True, **_ADAMW, "fused": True}
+
+
+def _ours(state_format: str, job: dict[str, Any], model: Any = None) -> Step:
+    """*model*, by default on the GPUs, with packed states in host memory and on the drive."""
     from nvme_offload import NVMeOptimizer
 
-    model = _model(job, job["gpus"])
+    model = _model(job, job["gpus"]) if model is None else model
     optimizer = NVMeOptimizer(
         model.parameters(),
         torch.optim.AdamW,
         paths=job["directory"],
         host_memory=job["host_memory"],
         state_format=state_format,
-        step_in_backward=True,
-        lr=_LEARNING_RATE,
-        weight_decay=_DECAY,
-        fused=True,
+        **_IN_BACKWARD,
     )
     return _plain(model, optimizer)
 
@@ -131,13 +131,7 @@ def _streamed(state_format: str, job: dict[str, Any]) -> Step:
     offload = Offload(job["directory"], host_memory=job["host_memory"])
     offload.parameters(model, _device(), gpu_memory=job["gpu_memory"] or "auto")
     optimizer = offload.optimizer(
-        model.parameters(),
-        torch.optim.AdamW,
-        state_format=state_format,
-        step_in_backward=True,
-        lr=_LEARNING_RATE,
-        weight_decay=_DECAY,
-        fused=True,
+        model.parameters(), torch.optim.AdamW, state_format=state_format, **_IN_BACKWARD
     )
     return _plain(model, optimizer)
 
@@ -159,7 +153,7 @@ def _zero3(
         "bf16": {"enabled": True},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": _LEARNING_RATE, "weight_decay": _DECAY},
+            "params": _ADAMW,
         },
         "zero_optimization": {
             "stage": 3,
@@ -230,29 +224,13 @@ def _in_host_memory(model: Any) -> Any:
 
 def _cpu_offload_policy_and_ours(job: dict[str, Any]) -> Step:
     """Parameters in bfloat16 and packed states in host memory."""
-    from nvme_offload import NVMeOptimizer
-
-    model = _in_host_memory(_model(job))
-    optimizer = NVMeOptimizer(
-        model.parameters(),
-        torch.optim.AdamW,
-        paths=job["directory"],
-        host_memory=job["host_memory"],
-        state_format="compact",
-        step_in_backward=True,
-        lr=_LEARNING_RATE,
-        weight_decay=_DECAY,
-        fused=True,
-    )
-    return _plain(model, optimizer)
+    return _ours("compact", job, _in_host_memory(_model(job)))
 
 
 def _cpu_offload_policy(job: dict[str, Any]) -> Step:
     """Parameters, gradients and states in float32 in host memory."""
     model = _in_host_memory(_model(job).float())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW, fused=True)
     return _plain(model, optimizer)
 
 
@@ -261,7 +239,7 @@ def _flashoptim(job: dict[str, Any]) -> Step:
     from flashoptim import FlashAdamW, enable_gradient_release
 
     model = _model(job, job["gpus"])
-    optimizer = FlashAdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY)
+    optimizer = FlashAdamW(model.parameters(), **_ADAMW)
     enable_gradient_release(model, optimizer)
     return _plain(model, optimizer)
 
@@ -290,9 +268,7 @@ def _megatrain(job: dict[str, Any]) -> Step:
         enable_timing=False,
     )
     model = CPUMasterModel(llama, settings)
-    optimizer = DeepSpeedCPUAdam(
-        model.get_parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY, adamw_mode=True
-    )
+    optimizer = DeepSpeedCPUAdam(model.get_parameters(), **_ADAMW, adamw_mode=True)
 
     # only with flash-attn does it combine a padding mask with a causal one
     causal = torch.ones(1, 1, job["sequence"], job["sequence"], dtype=torch.bool).tril()

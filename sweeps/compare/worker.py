@@ -22,7 +22,7 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 
 from ..peers import sides
-from ..peers.buffers import Bytes, allocated, fill, require_filled
+from ..peers.buffers import Shared, allocated, require_filled
 from ..peers.deepspeed_op import DeepSpeedOp
 from ..peers.job import DIRECTIONS, Job
 from ..peers.page_cache import evict
@@ -33,59 +33,6 @@ READ_SEED = 0  # of the file to read
 _LARGE_BYTES = 1 << 20
 _UNCHECKED = {"fio"}  # its memory is in another process
 _OWN_FILES = {"tensornvme"}  # writes its own file and checks it
-
-
-class Loans:
-    """Buffers by kind and number, of the size of the current task; kept until `release`."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.seed = 1
-        self.to_fill: set[int] = set()
-        self.op: DeepSpeedOp | None = None
-        self._lent: dict[tuple[str, int], Bytes] = {}
-        self._seeds: dict[tuple[str, int], int] = {}
-
-    def get(self, kind: str, number: int) -> Bytes:
-        """Return that buffer; the numbers in `to_fill` are filled from seed + number. Raises:
-        UnsupportedError.
-        """
-        buffer = self._lent.get((kind, number))
-        if buffer is None or buffer.nbytes != self.nbytes:
-            self._free((kind, number))
-            buffer = allocated(kind, self.nbytes, self.op.locked if self.op else None)
-            self._lent[kind, number] = buffer
-        if self._seeds.get((kind, number)) != self.seed:
-            if number in self.to_fill:
-                fill(buffer, self.seed + number)
-            else:
-                buffer[:: mmap.PAGESIZE] = 0  # fault in every page
-            self._seeds[kind, number] = self.seed
-        return buffer
-
-    def release(self) -> None:
-        """Free all buffers."""
-        for key in list(self._lent):
-            self._free(key)
-
-    def _free(self, key: tuple[str, int]) -> None:
-        buffer = self._lent.pop(key, None)
-        self._seeds.pop(key, None)
-        if buffer is not None and key[0].startswith("locked") and self.op is not None:
-            self.op.unlock(buffer)
-
-
-class Shared:
-    """The directory of a comparison; all sides share its file to read and its file to write."""
-
-    def __init__(self, directory: Path, direct: bool) -> None:
-        self.directory = directory
-        self.direct = direct
-        self.buffers = Loans()
-
-    def path(self, direction: str) -> Path:
-        """The file to read or the file to write."""
-        return self.directory / direction
 
 
 class Worker:

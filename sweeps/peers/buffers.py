@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +20,6 @@ Bytes = NDArray[np.uint8]
 
 _PAGE_BYTES = 4096
 _FILL_BYTES = 64 << 20
-
-
-class Memory(Protocol):
-    """Buffers by kind and number."""
-
-    def get(self, kind: str, number: int) -> Bytes:
-        """Return that buffer. Raises: UnsupportedError where this machine lacks the kind."""
-
-
-class Place(Protocol):
-    """The files and buffers of a side. direct: whether the filesystem supports O_DIRECT."""
-
-    direct: bool
-
-    @property
-    def buffers(self) -> Memory:
-        """The buffers."""
-
-    def path(self, direction: str) -> Path:
-        """The file to read or the file to write; both have all their blocks on the drive."""
 
 
 def allocated(kind: str, nbytes: int, locked: Callable[[int], Bytes] | None = None) -> Bytes:
@@ -70,6 +51,59 @@ def require_filled(buffer: Bytes, seed: int, side: str) -> None:
             raise wrong(f"{side} did not move this byte", begin + int(differing[0]), 1)
 
 
+class Loans:
+    """Buffers by kind and number, of the size of the current task; kept until `release`."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.seed = 1
+        self.to_fill: set[int] = set()
+        self.op: Any = None  # DeepSpeed's, which allocates locked memory
+        self._lent: dict[tuple[str, int], Bytes] = {}
+        self._seeds: dict[tuple[str, int], int] = {}
+
+    def get(self, kind: str, number: int) -> Bytes:
+        """Return that buffer; the numbers in `to_fill` are filled from seed + number. Raises:
+        UnsupportedError.
+        """
+        buffer = self._lent.get((kind, number))
+        if buffer is None or buffer.nbytes != self.nbytes:
+            self._free((kind, number))
+            buffer = allocated(kind, self.nbytes, self.op.locked if self.op else None)
+            self._lent[kind, number] = buffer
+        if self._seeds.get((kind, number)) != self.seed:
+            if number in self.to_fill:
+                fill(buffer, self.seed + number)
+            else:
+                buffer[:: mmap.PAGESIZE] = 0  # fault in every page
+            self._seeds[kind, number] = self.seed
+        return buffer
+
+    def release(self) -> None:
+        """Free all buffers."""
+        for key in list(self._lent):
+            self._free(key)
+
+    def _free(self, key: tuple[str, int]) -> None:
+        buffer = self._lent.pop(key, None)
+        self._seeds.pop(key, None)
+        if buffer is not None and key[0].startswith("locked") and self.op is not None:
+            self.op.unlock(buffer)
+
+
+class Shared:
+    """The directory of a comparison; all sides share its file to read and its file to write."""
+
+    def __init__(self, directory: Path, direct: bool) -> None:
+        self.directory = directory
+        self.direct = direct
+        self.buffers = Loans()
+
+    def path(self, direction: str) -> Path:
+        """The file to read or the file to write; both have all their blocks on the drive."""
+        return self.directory / direction
+
+
 def spoil(buffer: Bytes) -> None:
     """Overwrite the number of every page, so that `require_read` detects a missing read."""
     _stamps(buffer)[:] = 0
@@ -97,7 +131,7 @@ def failed(message: str, job: Job, done: int = 0, path: str = "the file") -> IOF
     return IOFailure(errno.EIO, message, nbytes=job.nbytes, done=done, **facts)
 
 
-def memory_of(place: Place, job: Job) -> dict[str, Bytes]:
+def memory_of(place: Shared, job: Job) -> dict[str, Bytes]:
     """The buffer of each direction of *job*."""
     return {
         direction: place.buffers.get(job.memory, number)[: job.file_bytes]

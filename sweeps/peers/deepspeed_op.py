@@ -14,7 +14,7 @@ import numpy as np
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.tune.deepspeed_op import standard_output_to_error
 
-from .buffers import Bytes, Place, failed, memory_of, require_read, spoil
+from .buffers import Bytes, Shared, failed, memory_of, require_read, spoil
 from .job import Job
 from .page_cache import sync
 from .stopwatch import Measurement, Stopwatch
@@ -69,7 +69,7 @@ class DeepSpeedOp:
         """Free memory from `locked`; the caller must not use it afterwards."""
         self._handle.free_cpu_locked_tensor(self._torch.from_numpy(buffer))
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once. Raises: IOFailure, UnsupportedError."""
         buffers = memory_of(place, job)
         handles = {

@@ -11,7 +11,7 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.tune import fio
 
-from .buffers import Place
+from .buffers import Shared
 from .job import Job
 from .stopwatch import Measurement
 
@@ -30,7 +30,7 @@ class Fio:
             raise UnsupportedError("fio is not installed: apt-get install fio")
         self.version = version
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError with fio's message."""
         tunables = [fio.PREFAULT, *([fio.HUGE_PAGES] if job.memory == "huge" else [])]
         done = subprocess.run(
@@ -46,7 +46,7 @@ class Fio:
         return parse(json.loads(said[said.index("{") : said.rindex("}") + 1]), job)
 
 
-def command(place: Place, job: Job) -> list[str]:
+def command(place: Shared, job: Job) -> list[str]:
     """fio's command line for *job*: a fio job for each direction."""
     setting = Setting(job.block_size, job.queue_depth, job.thread_count, backend=job.backend)
     paths = {direction: [str(place.path(direction))] for direction in job.directions}

@@ -8,7 +8,7 @@ from typing import Any
 
 from nvme_offload.errors import UnsupportedError
 
-from .buffers import Place, failed, memory_of, require_read, spoil
+from .buffers import Shared, failed, memory_of, require_read, spoil
 from .job import Job
 from .page_cache import evict, sync
 from .stopwatch import Measurement, Stopwatch
@@ -38,7 +38,7 @@ class KvikIO:
         names = [name for name in ("kvikio-cu13", "kvikio-cu12", "kvikio") if _installed(name)]
         self.version = f"kvikio {importlib.metadata.version(names[0])}" if names else "kvikio"
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once. Raises: IOFailure, CorruptionError."""
         buffers = memory_of(place, job)
         wanted = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from nvme_offload.errors import UnsupportedError
 
-from .buffers import Place, require_read, spoil
+from .buffers import Shared, require_read, spoil
 from .job import Job
 from .page_cache import evict
 from .stopwatch import Measurement, Stopwatch
@@ -25,7 +25,7 @@ class MemoryMap:
     def __init__(self) -> None:
         self.version = f"numpy {np.__version__}"
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.direction == "mixed":
             raise UnsupportedError("a memory map cannot read and write concurrently")

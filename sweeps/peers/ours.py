@@ -6,7 +6,7 @@ from nvme_offload import __version__
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 
-from .buffers import Place, memory_of, require_read, spoil
+from .buffers import Shared, memory_of, require_read, spoil
 from .job import Job
 from .stopwatch import Measurement, Stopwatch
 
@@ -19,7 +19,7 @@ class Ours:
     def __init__(self) -> None:
         self.version = f"nvme-offload {__version__}"
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once. Raises: OffloadError."""
         config = AioConfig(
             job.block_size, job.queue_depth, job.thread_count, job.backend, direct=place.direct

@@ -8,7 +8,7 @@ from typing import Protocol
 from nvme_offload.errors import UsageError
 
 from . import deepspeed_op, fio, kvikio_file, memory_map, ours, tensornvme_offloader
-from .buffers import Place
+from .buffers import Shared
 from .job import Job
 from .stopwatch import Measurement
 
@@ -18,7 +18,7 @@ class Peer(Protocol):
 
     version: str
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once."""
 
 

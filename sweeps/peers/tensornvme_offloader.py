@@ -10,7 +10,7 @@ import numpy as np
 
 from nvme_offload.errors import UnsupportedError
 
-from .buffers import Bytes, Place, memory_of, require_read, spoil
+from .buffers import Bytes, Shared, memory_of, require_read, spoil
 from .job import Job
 from .page_cache import evict, sync
 from .stopwatch import Measurement, Stopwatch
@@ -40,7 +40,7 @@ class TensorNVMe:
         self._made: dict[tuple[str, str, int, str], Any] = {}
         self.version = f"tensornvme {importlib.metadata.version('tensornvme')}"
 
-    def run(self, place: Place, job: Job) -> Measurement:
+    def run(self, place: Shared, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError, CorruptionError."""
         if job.thread_count > 1:
             raise UnsupportedError("TensorNVMe has one thread")
@@ -73,7 +73,7 @@ class TensorNVMe:
             require_read(buffers["write"], "TensorNVMe")
         return watch.measurement(job.nbytes)
 
-    def _offloader(self, place: Place, job: Job, direction: str) -> tuple[Any, Path]:
+    def _offloader(self, place: Shared, job: Job, direction: str) -> tuple[Any, Path]:
         path = place.path(direction).with_name(f"tensornvme-{direction}")
         depth = max(job.queue_depth, job.requests) if job.backend == "libaio" else job.queue_depth
         key = (str(path), job.backend, depth, f"{job.requests} x {job.request_bytes}")

@@ -12,9 +12,9 @@ from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 from sweeps.compare import checkpoints, state
-from sweeps.compare.worker import READ_SEED, Shared, Worker
+from sweeps.compare.worker import READ_SEED, Worker
 from sweeps.peers import sides
-from sweeps.peers.buffers import fill, require_filled
+from sweeps.peers.buffers import Shared, fill, require_filled
 from sweeps.peers.job import Job
 from sweeps.peers.stopwatch import Stopwatch
 

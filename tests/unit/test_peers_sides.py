@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from nvme_offload.errors import CorruptionError, UnsupportedError
-from sweeps.compare.worker import Shared
 from sweeps.peers import fio
-from sweeps.peers.buffers import fill, require_read, spoil
+from sweeps.peers.buffers import Shared, fill, require_read, spoil
 from sweeps.peers.job import Job
 
 MIB = 1 << 20
