@@ -76,21 +76,10 @@ def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:
 class Footprint:
     """Bytes for each element of a sub-group of ZeRO-3.
 
-    Attributes
-    ----------
-    states
-        Packed master weights and optimizer states.
-    gradient
-        The gradient, as it is reduced.
-    scratch
-        Scratch memory that sub-groups share: the widened gradient and, in packed formats, unpacked
-        states. 0 if updates run on a GPU, which has it in its own memory.
-    parameter
-        A parameter on a drive; 0 for others.
-    largest_parameter
-        Total bytes of the largest parameter on a drive, trained or not; 0 for none.
-    in_flight
-        Sub-groups whose states are in use together, if host memory can hold them.
+    states: packed. gradient: as it is reduced. scratch: what sub-groups share, the widened gradient and
+    unpacked states; 0 if updates run on a GPU. parameter: on a drive; 0 for others. largest_parameter:
+    the bytes of the largest one on a drive, trained or not. in_flight: sub-groups whose states are in use
+    together, if host memory can hold them.
     """
 
     states: float

@@ -209,8 +209,7 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
     machine = question.machine
     if chosen.seconds is not None:
         yield "How the seconds were found:"
-        for formula in chosen.formulas:
-            yield f"  {formula}"
+        yield from (f"  {phase.formula}" for phase in chosen.phases if phase.beside)
     if quicker := faster(found, chosen):
         yield "Faster, if you accept the condition (--way TITLE prints the code of one):"
         for plan in quicker:

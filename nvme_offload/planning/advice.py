@@ -115,13 +115,8 @@ class _Lever(NamedTuple):
 
 
 def cheapest_change(question: Question) -> Change | None:
-    """The cheapest change of *question* with which training fits; None if all changes together do not
-    suffice.
-
-    Changes are tried alone and together, in the order of their cost: another state format, another way
-    to train, activation checkpointing, activations on the drive, no "--budget", a smaller micro-batch, up
-    to twice the host memory, more space on the drive, any amount of host memory. Of memory and drive
-    space the least amount that suffices is named.
+    """The cheapest change of *question* with which training fits, with the least amount of memory or drive
+    space that suffices; None if no four changes suffice. docs/planning.md has the order.
     """
     levers = _levers(question)
     numbers = range(len(levers))

@@ -1,9 +1,5 @@
-"""Operations and saved activations of the forward and backward pass.
-
-Operations of a transformer with P parameters, L layers of width w and sequences of s tokens, for
-each token: forward 2 P + 2 L s w (causal attention), backward as many for the gradients of inputs and,
-for trained parameters, of weights, and with activation checkpointing the forward once more. Source:
-Korthikanti et al., 2022; docs/plain-pytorch.md.
+"""Operations and saved activations of the forward and backward pass: the formulas of docs/planning.md.
+Source: Korthikanti et al., 2022.
 """
 
 from __future__ import annotations
@@ -13,8 +9,6 @@ from typing import Literal, NamedTuple, get_args
 from .model import Model
 from .traffic import WEIGHT_BYTES
 
-# Saved activations: all on the GPU; only the inputs of layers, the rest recomputed; all on the drive by
-# save_on_nvme; only the inputs of layers, and on the drive.
 Activations = Literal["keep", "checkpoint", "drive", "checkpoint-drive"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 
@@ -32,10 +26,9 @@ _TRAILING_SHARE = 0.5
 class Work(NamedTuple):
     """The work of a rank in a step.
 
-    sequence: tokens of a sequence; 0 if unknown, and then neither compute nor activations are predicted.
-    micro_batch: sequences of a forward pass. accumulation: forward and backward passes of a step.
-    activations: their place. offloaded_share: share of the layers whose activations go to the drive with
-    "drive". activation_host_bytes: "host_memory" of `save_on_nvme`.
+    sequence: tokens; 0 if unknown, and then neither compute nor activations are predicted. micro_batch:
+    sequences of a forward pass. accumulation: passes of a step. offloaded_share: of the layers with
+    activations on the "drive". activation_host_bytes: "host_memory" of `save_on_nvme`.
     """
 
     sequence: int = 0

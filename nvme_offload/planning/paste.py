@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..ds_config.edit import aio_section
-from ..errors import UsageError
 from ..hardware import gpu_models
 from .advice import Question
 from .placement import parameters_budget
@@ -23,13 +22,9 @@ _WEIGHTS = '"/models/safetensors"'  # of a model that is read from files
 def ds_config(plan: Plan, question: Question) -> dict[str, Any]:
     """A DeepSpeed configuration for *plan*, complete except for the learning rate, which the user edits.
 
-    Raises: UsageError when the plan does not fit, or its door is "plain".
+    The plan fits, and its door is not "plain".
     """
     strategy, machine, work = plan.strategy, question.machine, question.work
-    if strategy.door == "plain":
-        raise UsageError(f"{strategy.title} takes no DeepSpeed config: add --way zero3")
-    if not plan.fits:
-        raise UsageError(f"{strategy.title} does not fit: it takes {'; '.join(plan.problems)}")
     zero: dict[str, Any] = {"stage": strategy.stage}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,

@@ -1,9 +1,7 @@
 """The place of parameters, gradients and optimizer states under each way to train, and their bytes.
 
-Adam in mixed precision takes 2 bytes a parameter for the weights, and for each trained one 2 for the
-gradient, 4 for the widened gradient, 4 for the master weight and 8 for the moments. DeepSpeed's own
-estimates are used where they exist, with their factor of 1.5 for buffers in host memory; the other
-numbers follow from this package's code, or were measured.
+DeepSpeed's own estimates are used where they exist, with their factor of 1.5 for buffers in host
+memory; the other numbers follow from this package's code, or were measured.
 
 Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` of
 DeepSpeed 0.19.8; `sizes.py` for the buckets of `NVMeOptimizer`.
@@ -49,10 +47,7 @@ _PACKING_BYTES = {"exact": 0, "split": 0, "compact": 16, "compact24": 16}
 
 Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
-# When `NVMeOptimizer` updates: in `step`; during the next forward pass (`overlap_step`); in `step`, with
-# gradients in host memory until then (`accumulate="host"`); or during the backward pass
-# (`step_in_backward`). "provisional" keeps the old values, to undo an update whose gradients change
-# afterwards. "in both": provisionally, and partly during the next forward pass.
+# When `NVMeOptimizer` updates; docs/planning.md has the settings
 Updates = Literal["after", "in forward", "host gradients", "provisional", "in both", "in backward"]
 UPDATES: tuple[Updates, ...] = get_args(Updates)
 
@@ -60,26 +55,12 @@ UPDATES: tuple[Updates, ...] = get_args(Updates)
 class Strategy(NamedTuple):
     """A way to train, or with *optimizer* None to run a model forward only.
 
-    Attributes
-    ----------
-    name, title : str
-        In JSON and in the table.
-    stage : int
-        Of ZeRO; 3 also for `NVMeOptimizer`, whose ranks share as with FSDP2.
-    optimizer, parameters : {"gpu", "host", "drive"}
-        Their place between steps.
-    door : {"zero", "deepspeed", "zero3", "plain"}
-        ZeRO without a drive, DeepSpeed's own NVMe offload, `nvme_offload.zero3`, or
-        `nvme_offload.NVMeOptimizer`, with `Offload.parameters` where parameters are on the drive.
-    state_format : {"exact", "split", "compact", "compact24"}
-        Of the states on a drive.
-    updates : {"after", "in forward", "host gradients", "provisional", "in both", "in backward"}
-        When states are updated. "in backward" excludes clipping by a norm; with "provisional" and
-        "in both" a step that is clipped takes longer.
-    update_device : {"gpu", "cpu"}
-        Where they are updated. `plan._placed` changes it to "cpu" if a GPU cannot update them.
-    gradients : {"gpu", "host"}
-        The place of ZeRO-3's gradients with updates on the GPU; `plan._placed` decides it.
+    name, title: in JSON and in the table. stage: of ZeRO; 3 also for `NVMeOptimizer`, whose ranks share as
+    with FSDP2. optimizer, parameters: their place between steps. door: ZeRO without a drive, DeepSpeed's
+    own NVMe offload, `nvme_offload.zero3`, or `NVMeOptimizer`, with `Offload.parameters` where parameters
+    are on the drive. updates: "in backward" excludes clipping by a norm; with "provisional" and "in both"
+    a step that is clipped takes longer. update_device, gradients: `plan._placed` chooses them by the GPU's
+    memory.
     """
 
     name: str

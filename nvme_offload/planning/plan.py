@@ -274,24 +274,9 @@ class Plan:
         return not self.problems
 
     @property
-    def passes_seconds(self) -> float:
-        """Seconds of forward and backward passes."""
-        return sum(phase.seconds for phase in self.phases if phase.name != "update")
-
-    @property
-    def update_seconds(self) -> float:
-        """Seconds of the update after the passes."""
-        return sum(phase.seconds for phase in self.phases if phase.name == "update")
-
-    @property
     def written_bytes_a_day(self) -> float | None:
         """Bytes written to all drives in a day of steps without a pause."""
         return self.written_bytes / self.seconds * 86400 if self.seconds else None
-
-    @property
-    def formulas(self) -> list[str]:
-        """The formulas of all phases."""
-        return [phase.formula for phase in self.phases if phase.beside]
 
     @property
     def concession(self) -> tuple[int, int]:

@@ -1,10 +1,8 @@
 """Bytes between memory and a drive in a training step, and the least time that a drive takes for them.
 
-`plan`, the sweep, its report and its warnings share this table of bytes per parameter.
-Mixed-precision Adam keeps an fp32 master and two moments for each 16-bit parameter; every step reads
-and writes them, in the bytes of the state format. ZeRO-Infinity also writes and reads the fp32
-gradient. Parameters on the drive are read in 16 bits for the forward and for the backward pass, and
-written once after the step.
+Every step reads and writes the fp32 master and two moments of a 16-bit parameter, in the bytes of the
+state format. ZeRO-Infinity also writes and reads the fp32 gradient. Parameters on the drive are read in
+16 bits for the forward and for the backward pass, and written once after the step.
 """
 
 from __future__ import annotations

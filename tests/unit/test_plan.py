@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_offload.ds_config.edit import aio_section
-from nvme_offload.errors import UsageError
 from nvme_offload.hardware import gpu_models
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
@@ -71,6 +70,18 @@ ON_CPU = {name: each._replace(update_device="cpu") for name, each in BY_NAME.ite
 WITH_GRADIENTS = {name: each._replace(gradients="gpu") for name, each in BY_NAME.items()}
 SPEEDS = {"read": 3.0, "write": 2.5, "mixed": 2.8}
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 55e9)
+
+
+def passes_seconds(plan: Plan) -> float:
+    """Seconds of forward and backward passes."""
+    return sum(phase.seconds for phase in plan.phases if phase.name != "update")
+
+
+def update_seconds(plan: Plan) -> float:
+    """Seconds of the update after the passes."""
+    return sum(phase.seconds for phase in plan.phases if phase.name == "update")
+
+
 SEVEN = of_count("7B")
 SEVENTY = of_count("70B")
 
@@ -266,7 +277,7 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
     # as it was then
     (found,) = plans(MEASURED_MODEL, here, World(), Work(), budget, [ON_CPU[name]])
     assert found.seconds == pytest.approx(passes + update, rel=0.15)
-    assert found.update_seconds == pytest.approx(update, rel=0.15)
+    assert update_seconds(found) == pytest.approx(update, rel=0.15)
     # DeepSpeed's own estimate is the farthest off
     assert found.host_bytes == pytest.approx(host_bytes, rel=0.25)
 
@@ -283,7 +294,7 @@ def test_predictions_are_near_measured_updates_of_a_small_machine(name, mixed, u
     speeds = {"read": 2.9, "write": 3.5, "mixed": mixed}
     small = Machine(None, 20 << 30, 20e9, (Drive("/local_nvme", 68 << 30, speeds),))
     found = by_name(plans(model, small, World(), budget=1_000_000_000))[name]
-    assert found.update_seconds == pytest.approx(update, rel=0.15)
+    assert update_seconds(found) == pytest.approx(update, rel=0.15)
 
 
 # More of any resource is never slower, and a model that fits continues to fit.
@@ -377,10 +388,10 @@ def test_the_fastest_that_fits_is_chosen():
     assert chosen.strategy.name == "plain"  # DeepSpeed's estimate for the CPU is 168 GB
     assert chosen.budget_bytes is not None
     moved = streamed(chosen.strategy, SEVEN, World(), chosen.budget_bytes)
-    assert chosen.formulas[-1].endswith(
-        f"; drive ({moved.read / 1e9:.3g} GB read, {moved.written / 1e9:.3g} GB written; mixed 0.96 x 2.8 GB/s) = {chosen.update_seconds:.3g} s)"
+    assert chosen.phases[-1].formula.endswith(
+        f"; drive ({moved.read / 1e9:.3g} GB read, {moved.written / 1e9:.3g} GB written; mixed 0.96 x 2.8 GB/s) = {update_seconds(chosen):.3g} s)"
     )
-    assert chosen.update_seconds == pytest.approx((moved.read + moved.written) / (2.8e9 * 0.96))
+    assert update_seconds(chosen) == pytest.approx((moved.read + moved.written) / (2.8e9 * 0.96))
     assert chosen.written_bytes_a_day == pytest.approx(
         chosen.written_bytes * 86400 / chosen.seconds
     )  # type: ignore[operator]
@@ -402,8 +413,6 @@ def test_what_does_not_fit_says_how_much_it_takes():
     assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
     smaller = machine(host_bytes=8 << 30, drives=(Drive("/d", 5 << 30, SPEEDS),))
     assert fastest(plans(SEVEN, smaller, World())) is None
-    with pytest.raises(UsageError, match="does not fit: it takes 128 GB of GPU memory"):
-        ds_config(found["zero3"], asked_of(machine()))
 
 
 def test_states_in_fewer_bits_are_for_where_nothing_exact_fits():
@@ -437,7 +446,7 @@ def test_several_micro_batches_leave_all_gradients_on_the_gpu():
     assert eight[host].gpu_bytes == once[host].gpu_bytes == once["plain-in-backward"].gpu_bytes
     # gradients displace states once a step
     assert eight[host].written_bytes == once[host].written_bytes
-    assert eight[host].update_seconds == once[host].update_seconds
+    assert update_seconds(eight[host]) == update_seconds(once[host])
     # 12 bytes of states and 2 of the gradient
     assert eight[host].drive_bytes == 14 * 7_000_000_000
     several = by_name(plans(SEVEN, machine(), World(2), Work(2048, 1, 8)))
@@ -527,7 +536,7 @@ def test_without_a_gpu_everything_is_in_host_memory():
     found = by_name(plans(of_count("1B"), machine(gpu=None), World(2)))
     assert {plan.gpu_bytes for plan in found.values()} == {0}
     assert found["zero3"].host_bytes > 9e9  # 18 bytes a parameter over two ranks
-    assert found["zero3"].passes_seconds == 0  # compute on processors is not predicted
+    assert passes_seconds(found["zero3"]) == 0  # compute on processors is not predicted
 
 
 def test_ranks_share_drives_and_memory():
@@ -557,8 +566,8 @@ def test_compute_and_activations_are_predicted_where_tokens_are_given():
     )
     # two operations a parameter, and attention's, for each token: forward once, in backward thrice
     compute = 4 * 8192 * (2 * 7e9 + 2 * 4096 * 4211 * 32) / (989e12 * UTILISATION)
-    assert with_work["zero3-cpu"].passes_seconds > compute  # copies take longer
-    assert with_work["zero3-cpu-optimizer"].passes_seconds == pytest.approx(compute)
+    assert passes_seconds(with_work["zero3-cpu"]) > compute  # copies take longer
+    assert passes_seconds(with_work["zero3-cpu-optimizer"]) == pytest.approx(compute)
 
 
 # Several drives.
@@ -620,8 +629,8 @@ def test_tokens_that_hide_the_drive_are_those_of_equal_times():
     hidden = by_name(plans(SEVEN, roomy, World(), longer, budget=8_000_000_000))
     in_backward, after = hidden["plain-in-backward"], hidden["plain"]
     # the GPU computes the updates, too, one thing after the other
-    assert in_backward.seconds == pytest.approx(after.passes_seconds + updates)
-    assert after.seconds == pytest.approx(after.passes_seconds + after.update_seconds)
+    assert in_backward.seconds == pytest.approx(passes_seconds(after) + updates)
+    assert after.seconds == pytest.approx(passes_seconds(after) + update_seconds(after))
 
 
 def test_updates_run_under_the_pass_of_their_window():
@@ -699,8 +708,8 @@ def test_micro_batches_are_passed_one_after_the_other_and_hide_the_drive_once():
         for times in (1, 3)
     )
     for name in ("plain", "nvme-both", "zero2-cpu"):
-        assert thrice[name].passes_seconds == pytest.approx(3 * once[name].passes_seconds)
-        assert thrice[name].update_seconds == pytest.approx(once[name].update_seconds)
+        assert passes_seconds(thrice[name]) == pytest.approx(3 * passes_seconds(once[name]))
+        assert update_seconds(thrice[name]) == pytest.approx(update_seconds(once[name]))
         assert thrice[name].tokens_per_second == pytest.approx(3 * 2048 / thrice[name].seconds)
     names = [(phase.name, phase.times) for phase in thrice["plain-in-backward"].phases]
     assert names == [("forward", 3), ("backward", 2), ("backward and update", 1)]
@@ -724,7 +733,7 @@ def test_activations_are_kept_computed_again_or_on_the_drive():
     there = int(saved["drive"]) - 2_000_000_000  # what save_on_nvme's host memory does not hold
     assert found.drive_bytes - kept.drive_bytes == there
     assert found.written_bytes - kept.written_bytes > 0.9 * there
-    assert found.passes_seconds > kept.passes_seconds
+    assert passes_seconds(found) > passes_seconds(kept)
 
 
 def test_experts_that_a_token_does_not_use_do_not_compute():

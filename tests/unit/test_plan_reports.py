@@ -44,8 +44,9 @@ class Case:
 
     @property
     def predicted(self) -> float:
-        parts = {"update": self.plan.update_seconds, "passes": self.plan.passes_seconds}
         assert self.plan.seconds is not None
+        update = sum(phase.seconds for phase in self.plan.phases if phase.name == "update")
+        parts = {"update": update, "passes": self.plan.seconds - update}
         return parts.get(self.measured, self.plan.seconds)
 
 
