@@ -5,12 +5,10 @@ package.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 # the exit statuses of env(1), nohup(1) and the shell
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
@@ -32,15 +30,19 @@ def replace_process(command: Sequence[str]) -> int:
         "PATH": _path(),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))),
     }
-    found = _find(command[0], environment["PATH"])
-    if found is None:
-        print(f"nvme-offload: {command[0]}: command not found", file=sys.stderr)
-        return NOT_FOUND
+    # Python ignores these signals from its start on, and a new program inherits that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
     try:
-        _execute(found, command, environment)
+        os.execvpe(command[0], tuple(command), environment)
+    except FileNotFoundError:
+        said, status = "command not found", NOT_FOUND
     except OSError as error:
-        print(f"nvme-offload: {command[0]}: {error.strerror}", file=sys.stderr)
-        return NOT_EXECUTABLE
+        said, status = str(error.strerror), NOT_EXECUTABLE
+    print(f"nvme-offload: {command[0]}: {said}", file=sys.stderr)
+    return status
 
 
 def _path() -> str:
@@ -49,18 +51,3 @@ def _path() -> str:
     """
     own, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     return path if own in path.split(os.pathsep) else os.pathsep.join((own, path))
-
-
-def _find(name: str, path: str) -> str | None:
-    if "/" in name:
-        return name if Path(name).exists() else None
-    return shutil.which(name, path=path)
-
-
-def _execute(file: str, command: Sequence[str], environment: dict[str, str]) -> NoReturn:
-    # Python ignores these signals from its start on, and a new program inherits that
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(file, tuple(command), environment)
