@@ -18,11 +18,10 @@ _SECTOR_BYTES = 512  # of /proc/diskstats, independent of the drive
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written on all drives, and seconds in which the busiest had requests in flight."""
+    """Bytes read and written on all drives."""
 
     read: int
     written: int
-    busy_seconds: float
 
 
 class Disk:
@@ -43,15 +42,14 @@ class Disk:
 
 def parse_diskstats(text: str, names: set[str]) -> Traffic:
     """Sum the lines of /proc/diskstats with these names."""
-    found = Traffic(0, 0, 0.0)
+    found = Traffic(0, 0)
     for line in text.splitlines():
         fields = line.split()
         if fields[2] in names:
-            read, written, busy = (int(fields[number]) for number in (5, 9, 12))
+            read, written = (int(fields[number]) for number in (5, 9))
             found = Traffic(
                 found.read + read * _SECTOR_BYTES,
                 found.written + written * _SECTOR_BYTES,
-                max(found.busy_seconds, busy / 1e3),
             )
     return found
 
@@ -84,7 +82,6 @@ class Meter:
             "written_bytes": written,
             "disk_read_bytes": disk.read,
             "disk_written_bytes": disk.written,
-            "busy_seconds": disk.busy_seconds,
             "cpu_seconds": cpu_seconds(),
         }
 

@@ -124,22 +124,11 @@ def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:
 
 
 def describe(setting: Setting) -> str:
-    """Describe *setting*: "block 1 MiB, depth 32, 2 threads"."""
-    said = []
-    for key, value in setting.items():
-        if key == "thread_count":
-            said.append(f"{value} thread{'' if value == 1 else 's'}")
-        elif isinstance(value, bool):
-            said.append(key.replace("_", " ") if value else f"no {key.replace('_', ' ')}")
-        else:
-            names = {
-                "block_size": "block",
-                "queue_depth": "depth",
-                "buffer_size": "buffer",
-                "backend": "",
-            }
-            shown = format_bytes(value) if key.endswith("_size") else str(value)
-            said.append(f"{names.get(key, key.replace('_', ' '))} {shown}".strip())
+    """Describe *setting*: "block_size 1 MiB, queue_depth 32, thread_count 2"."""
+    said = (
+        f"{key} {format_bytes(value) if key.endswith('_size') else value}"
+        for key, value in setting.items()
+    )
     return ", ".join(said) or "defaults"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -36,7 +36,6 @@ class Run:
     position: int
     nbytes: int
     seconds: float
-    cpu_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +98,11 @@ class Results:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A side at a task. advantage: the reference's speed over this side's in the same round, or None
-    without common rounds. CPU is a median.
+    without common rounds.
     """
 
     gb_per_second: Spread
     advantage: Spread | None
-    cpu_seconds_per_gib: float
 
 
 def rows(results: Results, task: TaskFacts) -> dict[str, Row]:
@@ -113,7 +111,6 @@ def rows(results: Results, task: TaskFacts) -> dict[str, Row]:
     if frame.empty:
         return {}
     frame["speed"] = frame.nbytes / frame.seconds
-    frame["cpu"] = frame.cpu_seconds / frame.nbytes * (1 << 30)
     by_side = {name: runs.set_index("round") for name, runs in frame.groupby("side")}
     reference = by_side.get(results.reference)
     found = {}
@@ -122,7 +119,6 @@ def rows(results: Results, task: TaskFacts) -> dict[str, Row]:
         found[name] = Row(
             spread(runs.speed / 1e9),
             spread(common) if len(common) else None,
-            runs.cpu.median(),
         )
     return found
 
@@ -135,18 +131,11 @@ def render(results: Results) -> str:
     reference = next(
         (side.title for side in results.sides if side.name == results.reference), results.reference
     )
-    measures: list[tuple[str, Callable[[Row], str]]] = [
-        ("GB/s", lambda row: f"{row.gb_per_second.median:.3g}"),
-        ("CPU seconds per GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}"),
-    ]
     parts = ["# This engine compared with others", listed(results.facts), *results.notes]
     parts += [f"## Speed: {reference} in GB/s, and how many times as fast as each other side it is"]
     parts += [_advantages(results, by_task, tasks) for tasks in (tensors, checkpoints) if tasks]
-    parts.append("## All sides, medians")
-    for title, cell in measures:
-        for tasks in filter(None, (tensors, checkpoints)):
-            about = "Checkpoint: " if tasks is checkpoints else ""
-            parts += [f"{about}{title}:", _matrix(results, by_task, tasks, cell)]
+    parts.append("## All sides, medians in GB/s")
+    parts += [_matrix(results, by_task, tasks) for tasks in (tensors, checkpoints) if tasks]
     settings = [
         (side.title, side.version, describe(side.setting), len(side.tried) or 1, side.done)
         for side in results.sides
@@ -191,11 +180,10 @@ def _matrix(
     results: Results,
     by_task: dict[TaskFacts, dict[str, Row]],
     tasks: Sequence[TaskFacts],
-    cell: Callable[[Row], str],
 ) -> str:
     """A row per side, a column per task."""
     lines = [
-        (escaped(side.title), *(cell(row) if row else "" for row in found))
+        (escaped(side.title), *(f"{row.gb_per_second.median:.3g}" if row else "" for row in found))
         for side in results.sides
         if any(found := [by_task[task].get(side.name) for task in tasks])
     ]

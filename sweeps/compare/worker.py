@@ -1,7 +1,7 @@
 """A worker process with one or more sides: `python -m sweeps.compare.worker DIR`. It reads a line of
 JSON per task from standard input and answers with a line.
 
-Separate processes keep memory and CPU of the sides apart, and isolate crashes and hangs.
+Separate processes isolate crashes and hangs.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Fio:
     """As many threads as the engine, with as many bytes in flight; each thread moves its part of the
     file sequentially.
 
-    Time and CPU are fio's own figures, without its start-up; its clock has milliseconds. Raises:
+    The time is fio's own figure, without its start-up; its clock has milliseconds. Raises:
     UnsupportedError where fio is not installed.
     """
 
@@ -57,12 +57,8 @@ def parse(output: dict[str, Any], job: Job) -> Measurement:
     """Read fio's JSON output. Concurrent jobs take as long as the longest. Raises: UnsupportedError
     when bytes are missing.
     """
-    entries = [(entry, entry[entry["jobname"]]) for entry in output["jobs"]]
-    nbytes = sum(moved["io_bytes"] for _, moved in entries)
+    entries = [entry[entry["jobname"]] for entry in output["jobs"]]
+    nbytes = sum(moved["io_bytes"] for moved in entries)
     if nbytes != job.nbytes:
         raise UnsupportedError(f"fio moved {nbytes} of {job.nbytes} bytes")
-    cpu = sum(
-        (entry["usr_cpu"] + entry["sys_cpu"]) / 100 * entry["job_runtime"] / 1000
-        for entry, _ in entries
-    )
-    return Measurement(nbytes, max(moved["runtime"] for _, moved in entries) / 1000, cpu)
+    return Measurement(nbytes, max(moved["runtime"] for moved in entries) / 1000)

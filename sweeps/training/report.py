@@ -209,22 +209,6 @@ def _drive(results: Results, figures: Figures, there: Sequence[Variant]) -> Iter
     }
     yield columns(there, cells)
 
-    def phase(key: tuple[Variant, str]) -> list[str]:
-        variant, name = key
-        seconds, busy = (
-            figures.median(variant.name, f"{name} {field}") for field in ("seconds", "busy_seconds")
-        )
-        nbytes = moved(variant.name, name)
-        speed = f"{sum(nbytes) / seconds / 1e9:.2f}"
-        floors = figures.of(variant.name, f"{name} floor")
-        share = shown(floors / figures.of(variant.name, name)) if sum(nbytes) else ""
-        busy_share = f"{min(busy / seconds, 1):.2f}"
-        return [variant.title, name, _number(seconds), busy_share, speed, share]
-
-    yield "For each phase: the share of its time in which the drive had requests in flight, of any process."
-    head = ["variant", "phase", "s", "drive busy", "GB/s", "floor / time"]
-    yield table(head, [phase((variant, name)) for variant in there for name in PHASES])
-
 
 def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Iterator[str]:
     base = results.plan.baseline
@@ -239,8 +223,6 @@ def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Ite
         "variant": lambda one: one.title,
         "peak": gigabytes("peak"),
         "ratio": ratio("peak"),
-        "peak past the first steps": gigabytes("settled_peak"),
-        "ratio ": ratio("settled_peak"),
         "GPU, peak": gigabytes("gpu peak"),
     }
     yield "## Host memory"

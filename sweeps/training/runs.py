@@ -16,7 +16,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Phase(NamedTuple):
-    """A part of a run. step: None before the first step. busy_seconds: of the drive."""
+    """A part of a run. step: None before the first step."""
 
     name: str
     step: int | None
@@ -26,7 +26,6 @@ class Phase(NamedTuple):
     read_bytes: int
     written_bytes: int
     peak_bytes: int
-    busy_seconds: float
 
 
 @dataclasses.dataclass
@@ -63,7 +62,6 @@ class Run:
         figures["update"] = steps[[*PHASES[1:]]].sum(axis=1, skipna=False).median()
         figures["step"] = steps.sum(axis=1, skipna=False).median()
         figures["peak"] = self.peak_bytes() if self.error is None else math.nan
-        figures["settled_peak"] = settled.peak_bytes.max()
         figures["gpu peak"] = self.facts.get("gpu_peak_bytes") or math.nan
         for name in (*PHASES, "step"):
             moved = self.moved(PHASES if name == "step" else (name,), settling_steps)

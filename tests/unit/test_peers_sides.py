@@ -31,9 +31,6 @@ def fio_output(job_: Job, milliseconds: dict[str, int], nbytes: int) -> dict[str
         {
             "jobname": name,
             name: {"io_bytes": nbytes, "runtime": took},
-            "usr_cpu": 2.0,
-            "sys_cpu": 8.0,
-            "job_runtime": took,
         }
         for name, took in milliseconds.items()
     ]
@@ -42,7 +39,7 @@ def fio_output(job_: Job, milliseconds: dict[str, int], nbytes: int) -> dict[str
 
 def test_fio_jobs_at_once_take_as_long_as_the_longest() -> None:
     found = fio.parse(fio_output(job("mixed"), {"read": 200, "write": 500}, 4 * MIB), job("mixed"))
-    assert found[:3] == pytest.approx((8 * MIB, 0.5, 0.07))
+    assert found == pytest.approx((8 * MIB, 0.5))
 
 
 def test_fio_that_moved_too_little_is_refused() -> None:

@@ -75,7 +75,6 @@ def run(
             "written_bytes": moved,
             "peak_bytes": peak,
         }
-        figures["busy_seconds"] = seconds / 2
         events.append(
             {
                 "event": "phase",
@@ -170,7 +169,6 @@ def test_measures_of_a_run() -> None:
     assert figures["update"] == pytest.approx(1.75)
     assert figures["step"] == pytest.approx(1.85)
     assert figures["peak"] == 9_000_000_000
-    assert figures["settled_peak"] == 3_000_000_000
     assert found.moved(("forward", "optimizer"), 1) == (10**9, 10**9)
     assert figures["optimizer_floor"] == pytest.approx(0.8)
     assert math.isnan(figures["forward_floor"])  # nothing was moved
@@ -179,7 +177,7 @@ def test_measures_of_a_run() -> None:
 def test_a_run_that_failed_has_no_figures_that_it_did_not_come_to() -> None:
     found = run("stock", 0, 1.0, losses=(), error="RuntimeError: buffers")
     figures = found.figures(1)
-    for name in ("optimizer", "update", "step", "peak", "settled_peak"):
+    for name in ("optimizer", "update", "step", "peak"):
         assert math.isnan(figures[name])
     assert found.peak_bytes() == 9_000_000_000
 
@@ -199,13 +197,6 @@ def test_ratios_are_of_the_same_round() -> None:
     figures = Figures([*mine, *stock], 1)
     assert spread(figures.ratios("mine", "stock", "optimizer")) == pytest.approx((0.25, 0.375, 0.5))
     assert figures.ratios("mine", "none", "optimizer").empty
-
-
-def test_each_phase_has_the_work_of_the_drive(tmp_path: Path) -> None:
-    text = render(results(tmp_path, [run("stock", 0, 3.0), run("mine", 0, 1.25)]))
-    assert "| ours | optimizer | 1.25 | 0.50 | 1.60 | 0.80 [0.80 to 0.80] |" in text
-    assert "| ours | forward | 0.1 | 0.50 | 0.00 |  |" in text
-    assert "| no offload | forward |" not in text
 
 
 def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:
