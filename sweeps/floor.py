@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.tune import fio
 
+from . import fio
 from .report import shown
 
 _SECONDS = 3.0  # of each measurement

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ..units import format_bytes
 from .drive import Drive
@@ -15,23 +14,6 @@ _NEARLY_FULL = 0.10
 def warnings(drive: Drive) -> list[str]:
     """The warnings about *drive*: each is a sentence on the effect and one on the remedy."""
     return list(_warnings(drive))
-
-
-def rotational(drive: Mapping[str, Any]) -> str:
-    """An explanation of the kernel's "rotational" flag of *drive*, the `drive` of a profile: a clause, or ""
-    for a disk that does not rotate.
-    """
-    if not drive.get("rotational"):
-        return ""
-    disks = [str(device).removeprefix("/dev/") for device in drive.get("physical_devices") or ()]
-    if _is_virtual(disks):
-        return (
-            "says a virtual disk, which reports the configuration of its host, not the disk behind it; "
-            "the kernel uses this value only for its I/O scheduler and read-ahead"
-        )
-    return (
-        "a hard disk, or a disk that misreports itself; a hard disk is far too slow to train from"
-    )
 
 
 def _is_virtual(disks: Sequence[str]) -> bool:

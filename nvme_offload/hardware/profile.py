@@ -128,10 +128,11 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """The speed of "fio" or of another backend with the chosen setting, interleaved with the engine:
-    medians of its runs and of the engine's runs in between, and the ratio of the two.
+    """The speed of another backend with the chosen setting, interleaved with the engine: medians of its
+    runs and of the engine's runs in between, and the ratio of the two. In older profiles also of fio,
+    with its version.
 
-    *version* is fio's. The interval has the middle 90 % of the ratios, or all if there are fewer than 20.
+    The interval has the middle 90 % of the ratios, or all if there are fewer than 20.
     """
 
     name: str
@@ -272,10 +273,6 @@ class Profile:
     def to_json(self) -> str:
         """The text of `profile.json`, with a checksum of the other keys under "sha256"."""
         return sealed.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-    def beside_gb_per_s(self, other: Beside) -> float:
-        """GB/s of *other*, one of *beside*, at the same level of the drive as *performance*."""
-        return self.performance[other.phase].gb_per_s * other.relative
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:

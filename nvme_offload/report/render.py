@@ -10,7 +10,6 @@ import shlex
 from typing import Any
 
 from nvme_offload.ds_config.edit import aio_section, zero_infinity
-from nvme_offload.hardware.drive_warnings import rotational
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Best, Profile
 from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.planning import traffic
@@ -19,7 +18,15 @@ from nvme_offload.units import format_ratio
 from . import charts, tables, wording
 
 # The keys of `drive` that the page does not show among the drive's facts.
-_NOT_SHOWN = ("mount_point", "identity", "pcie_link_most", "cpu_numa_nodes", "gpu_numa_nodes")
+# A virtual disk reports "rotational" as its host is configured; a warning says if a disk is one.
+_NOT_SHOWN = (
+    "mount_point",
+    "identity",
+    "pcie_link_most",
+    "cpu_numa_nodes",
+    "gpu_numa_nodes",
+    "rotational",
+)
 
 
 def html(profile: Profile) -> str:
@@ -50,7 +57,6 @@ def _context(profile: Profile) -> dict[str, Any]:
     path = str(drive["path"])
     sweep = f"nvme-sweep {shlex.quote(path)}"
     facts = {key: value for key, value in drive.items() if value not in (None, "", [], ())}
-    fio = [other.version.removeprefix("fio-") for other in profile.beside if other.name == "fio"]
     return {
         "profile": profile,
         "chosen": chosen,
@@ -61,12 +67,9 @@ def _context(profile: Profile) -> dict[str, Any]:
         "phases": PHASES,
         "control_gb_per_s": {phase: tables.control_gb_per_s(profile, phase) for phase in PHASES},
         "judgements": {phase: _judgement(best) for phase, best in profile.performance.items()},
-        "fio_version": f"fio {fio[0]}".strip() if fio else "",
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
         "ds_config": zero_infinity(profile, path).rstrip("\n"),
-        "drive_facts": {
-            wording.label(key): _drive_fact(drive, key) for key in facts if key not in _NOT_SHOWN
-        },
+        "drive_facts": {key: value for key, value in facts.items() if key not in _NOT_SHOWN},
         "grade": grade(profile),
         "heat_map": charts.heat_map(profile),
         "sustained": charts.sustained(profile),
@@ -80,12 +83,6 @@ def _context(profile: Profile) -> dict[str, Any]:
         "sweep": sweep,
         "sweep_command": f"{sweep} --config ds_config.json",
     }
-
-
-def _drive_fact(drive: dict[str, Any], key: str) -> str:
-    """The value of *key* as text, with an explanation if needed."""
-    shown = wording.shown(drive[key], key)
-    return f"{shown}: {note}" if key == "rotational" and (note := rotational(drive)) else shown
 
 
 def _lead(profile: Profile) -> str:

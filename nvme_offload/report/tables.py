@@ -67,29 +67,17 @@ def training(profile: Profile) -> Table:
 
 
 def limits(profile: Profile) -> Table:
-    """The chosen setting compared with fio and with the link."""
-    fio = {one.phase: one for one in profile.beside if one.name == "fio"}
-    if len(fio) < len(PHASES):  # it failed
-        fio = {}
-    link = profile.drive.get("link_bytes_per_second")
+    """The share of the drive's link that the chosen setting uses."""
+    link: int = profile.drive.get("link_bytes_per_second") or 0
     rows = []
-    for phase in PHASES if fio or link else ():
+    for phase in PHASES if link else ():
         speed = profile.performance[phase].gb_per_s
-        row = [phase, wording.speed(speed)]
-        if fio:
-            other = fio[phase]
-            low, high = (f"{100 / each:.0f}" for each in (other.relative_high, other.relative_low))
-            row.append(wording.speed(profile.beside_gb_per_s(other)))
-            row.append(f"{wording.percent(1 / other.relative)} ({low}{wording.DASH}{high})")
-        if link:
-            # the lanes of the two directions are separate
-            busiest = _busiest(profile) if phase == "mixed" else 1.0
-            row.append(wording.percent(speed * 1e9 * busiest / link))
-        rows.append(tuple(row))
-    columns = ["Load", "This setting,\nGB/s"]
-    columns += ["fio,\nGB/s", "Of fio,\ninterleaved (range)"] if fio else []
-    columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
-    return Table("How close to the drive's limit", tuple(columns), tuple(rows))
+        # the lanes of the two directions are separate
+        busiest = _busiest(profile) if phase == "mixed" else 1.0
+        rows.append((phase, wording.speed(speed), wording.percent(speed * 1e9 * busiest / link)))
+    each_way = f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"
+    columns = "Load", "This setting,\nGB/s", each_way
+    return Table("How close to the limit of the PCIe link", columns, tuple(rows))
 
 
 def _busiest(profile: Profile) -> float:

@@ -96,10 +96,6 @@ class Ranks(Closing):
         found = self._order("block_seconds", setting, phase, seconds)
         return list(itertools.chain.from_iterable(found))
 
-    def paths(self, direction: str) -> list[str]:
-        """As `Rig.paths`, of all ranks."""
-        return list(itertools.chain.from_iterable(self._order("paths", direction)))
-
     def close(self) -> None:
         """End the processes; the kernel frees their files and memory."""
         for process in self._ranks.values():

@@ -146,16 +146,6 @@ def summary(profile: Profile) -> list[str]:
         other = "the same" if best.setting == chosen else other
         lines.append(f"  {phase:6}  {format_speed(reached.gb_per_s):>5}   {gain:40}   {other}")
     lines += ["", f"Evidence: {grade(profile)}."]
-    if fio := [one for one in profile.beside if one.name == "fio"]:
-        speeds = (f"{one.phase} {format_speed(profile.beside_gb_per_s(one))}" for one in fio)
-        shares = (
-            f"{one.phase} {1 / one.relative:.0%} ({1 / one.relative_high:.0%} to {1 / one.relative_low:.0%})"
-            for one in fio
-        )
-        lines += [
-            "",
-            f"fio ({fio[0].version}) at the same setting, GB/s: {', '.join(speeds)}; the engine compared with it {', '.join(shares)}",
-        ]
     timed = [_latency(one) for one in profile.latencies if one.setting == chosen]
     if timed:
         lines.append(f"Block latency, ms (p50, p99, p99.9): {'; '.join(timed)}")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import errno
 import functools
-import math
 import platform
 import shlex
 import sys
@@ -24,7 +22,7 @@ from nvme_offload.hardware.machine import usable_cpus
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
 from nvme_offload.units import format_bytes
 
-from . import fio, health, space
+from . import health, space
 from .interleaved import interleaved, judged
 from .progress import Progress, change, describe
 from .search import Search, run_trials
@@ -41,10 +39,10 @@ FILL_SHARE = 0.1  # of the seconds, for writing the files that are measured
 LINK_TOLERANCE = 1.03  # of its nominal speed, for clocks
 LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # share of the seconds; if there are this many
 LATENCY_OF_CHOSEN = 3  # times as long as for another setting, for its 99.9th percentile
-COMPARISON_SHARE, COMPARISON_SECONDS = 0.25, 40  # as above, for fio and the other backend
+COMPARISON_SHARE, COMPARISON_SECONDS = 0.25, 40  # as above, for the other backend
 COMPARISON_WINDOW_SECONDS = 0.5
 LEAST_COMPARISON_ROUNDS, MOST_COMPARISON_ROUNDS = 2, 8
-RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and drain a run
+RUN_OVERHEAD_SECONDS = 0.1  # to start and drain a run
 WORTH = 1.03  # from this ratio another backend is recommended
 
 
@@ -101,7 +99,7 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
         _run_search(rig, search, options, progress, thermometer)
         verdict = decide(search.evidence, options.ranks)
         latencies = _latencies(rig, search, verdict, options, progress)
-        beside = _compare_others(rig, verdict.chosen, options, progress)
+        beside = _compare_backends(rig, verdict.chosen, options, progress)
         measured = _engine_facts(rig, copy_speed, options)
         workload = {
             "file_bytes": {"read": rig.file_bytes, "write": rig.file_bytes},
@@ -227,66 +225,46 @@ def _measures_latency(options: Options) -> bool:
 
 
 def _seconds_after(options: Options) -> float:
-    """The time of latencies and comparisons after the search."""
+    """The time of latencies and of the comparison after the search."""
     latencies = LATENCY_SHARE * options.seconds if _measures_latency(options) else 0.0
-    return latencies + _comparisons(options).seconds
+    return latencies + _comparison(options).seconds
 
 
-class _Comparisons(NamedTuple):
-    """The other backend and fio, *rounds* times under each load, which take *seconds* in all."""
+class _Comparison(NamedTuple):
+    """*rounds* of the other backend under each load, which take *seconds* in all."""
 
-    names: list[str]
+    backend: str = ""
     rounds: int = 0
     seconds: float = 0.0
 
 
-def _comparisons(options: Options) -> _Comparisons:
-    """The comparisons for which there is time; two rounds at least, to show a spread."""
-    if options.seconds < COMPARISON_SECONDS:
-        return _Comparisons([])
-    names = [*filter(None, (_other_backend(options), "fio" if fio.version() else None))]
-    if not names:
-        return _Comparisons([])
+def _comparison(options: Options) -> _Comparison:
+    """The comparison for which there is time; two rounds at least, to show a spread."""
+    other = _other_backend(options) if options.seconds >= COMPARISON_SECONDS else None
+    if other is None:
+        return _Comparison()
     run = COMPARISON_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
-    each = run * (1 + len(names)) + FIO_OVERHEAD_SECONDS * ("fio" in names)
-    fitting = int((COMPARISON_SHARE * options.seconds / len(PHASES) - run) / each)
+    fitting = int((COMPARISON_SHARE * options.seconds / len(PHASES) - run) / (2 * run))
     rounds = min(max(fitting, LEAST_COMPARISON_ROUNDS), MOST_COMPARISON_ROUNDS)
-    return _Comparisons(names, rounds, len(PHASES) * (rounds * each + run))
+    return _Comparison(other, rounds, len(PHASES) * run * (2 * rounds + 1))
 
 
-def _compare_others(
+def _compare_backends(
     rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Beside]:
-    """fio, and the other backend, at the chosen setting, interleaved with the engine."""
-    names, rounds, _ = _comparisons(options)
-    if not names:
-        return []
-    found: list[Beside] = []
+    """The other backend at the chosen setting, interleaved with the chosen one."""
+    other, rounds, _ = _comparison(options)
 
-    def run(name: str, phase: str) -> float:
-        if name == "fio":
-            with contextlib.suppress(UnsupportedError):  # the sweep does not need it
-                return _by_fio(rig, chosen, phase, options.ranks)
-            return math.nan
-        setting = dataclasses.replace(chosen, backend=name)
+    def run(backend: str, phase: str) -> float:
+        setting = dataclasses.replace(chosen, backend=backend)
         return rig.run(setting, phase, COMPARISON_WINDOW_SECONDS).bytes_per_second
 
-    for phase in PHASES:
-        progress.show("comparing", f"{phase} with {' and '.join(names)}, {rounds} rounds")
-        runs = [functools.partial(run, name, phase) for name in (chosen.backend, *names)]
-        ones, others = interleaved(runs[0], runs[1:], rounds)
-        for name, series in zip(names, others, strict=True):
-            version = fio.version() or "" if name == "fio" else ""
-            if not any(map(math.isnan, series)):
-                found.append(judged(name, version, phase, ones, series))
+    found: list[Beside] = []
+    for phase in PHASES if other else ():
+        progress.show("comparing", f"{phase} with {other}, {rounds} rounds")
+        ours, theirs = (functools.partial(run, name, phase) for name in (chosen.backend, other))
+        found.append(judged(other, phase, *interleaved(ours, theirs, rounds)))
     return found
-
-
-def _by_fio(rig: Rig | Ranks, chosen: Setting, phase: str, ranks: int) -> float:
-    """Bytes per second of fio on the rig's files."""
-    ways = ("read", "write") if phase == "mixed" else (phase,)
-    files = {way: rig.paths(way) for way in ways}, rig.file_bytes // ranks
-    return fio.bytes_per_second(*files, chosen, COMPARISON_WINDOW_SECONDS, rig.direct)
 
 
 def _other_backend(options: Options) -> str | None:
@@ -304,9 +282,9 @@ def _other_backend(options: Options) -> str | None:
 
 
 def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
-    found = {one.phase: one for one in beside if one.name in ("libaio", "io_uring")}
-    if not found:
+    if not beside:
         return []
+    found = {one.phase: one for one in beside}
     mixed = found["mixed"]
     speeds = ", ".join(
         f"{phase} {change(one.relative, one.relative_low, one.relative_high)}"

@@ -116,10 +116,6 @@ class Rig(Closing):
         """The bytes of each file that are in use."""
         return self.requests * self.request_bytes
 
-    def paths(self, direction: str) -> list[str]:
-        """A list with the path by which another process can open the file of *direction*."""
-        return [self._paths[self.file(direction)]]
-
     def memory_bytes_per_second(self) -> float:
         """The speed at which one thread copies memory."""
         fastest = 0.0
@@ -194,7 +190,9 @@ class Rig(Closing):
 
     def _open(self, directory: Path) -> File:
         file = self._reader.open_anonymous(directory, self.file_bytes)
-        # An unnamed file is reached through its descriptor: of the only unnamed file of this process
+        if self._op is None:
+            return file
+        # DeepSpeed's op opens files by their names. An unnamed file is reached through its descriptor: of the only unnamed file of this process
         # that is not known yet.
         known = {Path(path).stat().st_ino for path in self._paths.values()}
         try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.tune import fio
 
+from .. import fio
 from .buffers import Shared
 from .job import Job
 from .stopwatch import Measurement

@@ -244,16 +244,8 @@ def test_an_error_of_write_back_fails_the_write(ask: Ask, flags: int, error: int
 
 
 @pytest.mark.parametrize("hide", [["/proc"], ["/sys"], ["/proc", "/sys"]], ids="+".join)
-@pytest.mark.parametrize("program", ["train", "transfer"])
+@pytest.mark.parametrize("program", ["train", "transfer", "sweep"])
 def test_nothing_needs_proc_or_sys(ask: Ask, program: str, hide: list[str]) -> None:
     if os.geteuid() != 0:
         pytest.skip("hiding a directory needs root")
     assert ask(program, hide=hide) == "right"
-
-
-def test_a_sweep_without_proc_says_what_it_needs(ask: Ask) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("hiding a directory needs root")
-    assert ask("sweep") == "right"
-    answer = ask("sweep", hide=["/proc"])
-    assert answer.startswith("UnsupportedError: nvme-sweep finds its files by /proc")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
@@ -165,14 +165,10 @@ def brief(**changes: Any) -> Profile:
     return profile(trials=tuple(few), **found)
 
 
-def with_fio() -> Profile:
-    def beside(name: str, version: str, ratio: float) -> Iterator[Beside]:
-        for phase in PHASES:
-            speed = best(CHOSEN, phase).gb_per_s
-            interval = ratio, ratio - 0.03, ratio + 0.03
-            yield Beside(name, version, phase, ratio * speed, speed, *interval)
-
-    return brief(beside=(*beside("fio", "fio-3.36", 1.02), *beside("io_uring", "", 1.0)))
+def with_io_uring() -> Profile:
+    speeds = {phase: best(CHOSEN, phase).gb_per_s for phase in PHASES}
+    found = (Beside("io_uring", "", phase, s, s, 1.0, 0.97, 1.03) for phase, s in speeds.items())
+    return brief(beside=tuple(found))
 
 
 def with_latencies() -> Profile:
@@ -239,7 +235,7 @@ def minimal() -> Profile:
 
 def everything() -> Profile:
     parts = {
-        "beside": with_fio(),
+        "beside": with_io_uring(),
         "latencies": with_latencies(),
         "sustained": with_sustained(),
         "stripe": with_stripe(),
@@ -251,7 +247,7 @@ def everything() -> Profile:
 
 SHAPES: dict[str, Callable[[], Profile]] = {
     "one path": profile,
-    "fio and io_uring": with_fio,
+    "io_uring": with_io_uring,
     "latencies": with_latencies,
     "sustained, a cache that ends": with_sustained,
     "sustained, no end": lambda: with_sustained(cache_ends=False),

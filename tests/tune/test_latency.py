@@ -48,9 +48,6 @@ def test_ranks_time_theirs_together(disk: Path) -> None:
         began = time.monotonic()
         taken = made.block_seconds(SETTING, "read", 0.1)
         assert 0 < sum(taken) <= 2 * 16 * (time.monotonic() - began)
-        paths = made.paths("read") + made.paths("write")
-        assert len({Path(path).stat().st_ino for path in paths}) == 4
-        assert {Path(path).stat().st_size for path in paths} == {2 * REQUEST_BYTES}
 
 
 def test_percentiles_are_values_that_occurred() -> None:
