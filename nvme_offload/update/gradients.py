@@ -133,7 +133,6 @@ class GradientValues:
         self._taking: str | None = None  # a name that is about to be in use
         self._devices: dict[torch.device, GradientCopies] = {}
         self._copies: deque[_Copy] = deque()
-        self._in_flight_bytes = 0
 
     def __contains__(self, flat: Flat) -> bool:
         return flat.name in self._existing or flat.name in self._on_device
@@ -315,10 +314,9 @@ class GradientValues:
         nbytes = 0 if self._in_order else there.nbytes
         held = () if self._in_order else (there, *kept)
         self._copies.append(_Copy(flat.name, start, start + there.numel(), done, nbytes, held))
-        self._in_flight_bytes += nbytes
         while (
             len(self._copies) > _IN_FLIGHT
-            or self._in_flight_bytes > _IN_FLIGHT_BYTES
+            or sum(copy.nbytes for copy in self._copies) > _IN_FLIGHT_BYTES
             or (self._copies and self._copies[0].done.query())
         ):
             self._finish_first()
@@ -330,7 +328,6 @@ class GradientValues:
     def _finish_first(self) -> None:
         copy = self._copies.popleft()
         copy.done.synchronize()
-        self._in_flight_bytes -= copy.nbytes
         if copy.name != self._current:
             self._leave(copy.name)
 
@@ -338,4 +335,3 @@ class GradientValues:
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._copies.clear()
-        self._in_flight_bytes = 0
