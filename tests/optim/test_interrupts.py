@@ -134,6 +134,31 @@ def test_an_exception_before_an_update_changes_nothing(tmp_path, monkeypatch):
     assert differing(params, expected(3)) == []
 
 
+def test_a_first_update_that_did_not_begin_leaves_no_states(tmp_path, monkeypatch):
+    """As on a GPU, where the new value in host memory has undefined contents until the update ends."""
+    opened, trained = Updater.open, []
+
+    def no_memory(updater, bucket):
+        opened(updater, bucket).fill_(255)
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("made up")
+
+    for fails in (False, True):
+        params = list(model().bfloat16().parameters())
+        with NVMeOptimizer(
+            params, lr=1e-2, paths=tmp_path, host_memory="64MB", state_format="split"
+        ) as optimizer:
+            if fails:
+                monkeypatch.setattr(Updater, "open", no_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    train(params, optimizer, steps=1)
+                optimizer.step()
+            else:
+                train(params, optimizer, steps=1)
+            trained.append(optimizer.state_dict()["state"][0]["master"].clone())
+    assert torch.equal(*trained)
+
+
 @pytest.mark.parametrize("weights_first", [False, True])
 def test_a_load_restores_what_an_exception_has_ended(tmp_path, monkeypatch, weights_first):
     """In the middle of a call of the store, and into the same objects, without a new drive."""
