@@ -20,22 +20,14 @@ class Model:
 
     Attributes
     ----------
-    parameters : int
-        Total.
-    largest_layer : int
-        Parameters of one module without its submodules, which ZeRO-3 gathers together.
-    largest_parameter : int
-        Of one tensor.
+    parameters, largest_layer, largest_parameter : int
+        In total; of one module without its submodules, which ZeRO-3 gathers together; of one tensor.
     layers, hidden, vocabulary : int or None
         None if unknown.
-    source : str
-        Description of the source.
-    assumed : bool
-        Whether everything but the count is assumed.
-    idle : int
-        Parameters of experts that a token does not use.
-    trainable : int or None
-        Parameters that are trained; None for all.
+    source, assumed : str, bool
+        Description of the source; whether everything but the count is assumed.
+    idle, trainable : int, int or None
+        Parameters of experts that a token does not use; parameters that are trained, None for all.
     """
 
     parameters: int
@@ -73,11 +65,6 @@ def of_count(text: str | int) -> Model:
     text : str or int
         "7B", "1.5B", "350M" or a number. K, M, B and T are powers of 1000; case does not matter.
 
-    Returns
-    -------
-    Model
-        With *assumed* set.
-
     Raises
     ------
     UsageError
@@ -102,12 +89,8 @@ def of_module(module: Any) -> Model:
     Parameters
     ----------
     module : torch.nn.Module
-        Its parameters may be anywhere: on the meta device, or partitioned by ZeRO-3.
-
-    Returns
-    -------
-    Model
-        The shape is known where the module has a Hugging Face config.
+        Its parameters may be anywhere: on the meta device, or partitioned by ZeRO-3. The shape is
+        known if it has a Hugging Face config.
 
     Raises
     ------

@@ -238,8 +238,7 @@ class Plan:
     strategy : Strategy
         The way to train.
     gpu_bytes, host_bytes, drive_bytes : int
-        Of a rank. On a GPU, half a GB for CUDA and, with DeepSpeed, a bucket of gradients must fit in
-        addition.
+        Of a rank. On a GPU, `CONTEXT_BYTES` and DeepSpeed's bucket of gradients must fit in addition.
     budget_bytes : int or None
         "host_memory" of this package's swappers, contained in *host_bytes*.
     problems, shortage : tuple of str, float
