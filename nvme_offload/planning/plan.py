@@ -425,7 +425,7 @@ def _plan(
         share = max(int((machine.host_bytes / world.ranks - host_bytes) * AUTO_SHARE), 0)
         whole = whole_bytes(strategy, model, world)
         kept = min(share, whole) if budget is None else budget
-        least = fewest_bytes(strategy, model, world)
+        least = min(fewest_bytes(strategy, model, world), whole)
         said = "{1} of host memory a rank for the swapper, which needs at least {0}"
         require(least, kept, said)
         host_bytes += min(kept, whole)

@@ -138,6 +138,23 @@ def test_zero3_says_where_its_model_is_made(name, tmp_path):
     assert "zero.Init" not in code(whole, BY_NAME[name])
 
 
+def test_adapters_are_trained_and_frozen_weights_stay(tmp_path):
+    found = {}
+    for name in ("plain", "plain-host-gradients", "streamed-host-gradients"):
+        asked = question(tmp_path / name, accumulation=2)
+        asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, trainable=10_000))
+        model = make_model().requires_grad_(False)
+        adapters = {key: one for key, one in model.named_parameters() if "q_proj" in key}
+        for one in adapters.values():
+            one.requires_grad_()
+        exec(code(asked, BY_NAME[name]), {"model": model, "batches": make_batches()})
+        found[name] = weights_of(model)
+        start = make_model().to(torch.bfloat16).state_dict()
+        for (key, _), value in zip(model.named_parameters(), found[name], strict=True):
+            assert torch.equal(value, start[key]) == (key not in adapters), key
+        assert equal(found[name], found["plain"])
+
+
 def test_gradients_are_clipped_in_the_reference():
     assert not equal(expected(), expected(clips=False))
 
