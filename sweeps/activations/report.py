@@ -52,12 +52,9 @@ def render(results: Results, ways: Sequence[Way], notes: Sequence[str] = ()) -> 
 
 
 def _summary(results: Results, ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> Iterator[str]:
-    shape, plain = results.shape, of.get("none")
+    shape = results.shape
     size = f"{shape.blocks} blocks of {shape.width} with {shape.heads} heads"
     yield f"{size}; batches of {shape.batch} with {shape.sequence} tokens each. A step is a forward and a backward pass."
-    if plain is not None and len(plain):
-        rate = shape.forward_flops / plain.forward_seconds.median() / 1e12
-        yield f"Without offload a forward pass computes {rate:.3g} Tflop/s."
     titles = {way.name: way.title for way in ways}
     yield "\n".join(
         f"- **{way.title}**, compared with {titles[way.base]}: {_judged(of[way.name], of[way.base])}"

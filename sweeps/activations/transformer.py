@@ -19,16 +19,6 @@ class Shape(NamedTuple):
     sequence: int
     batch: int
 
-    @property
-    def forward_flops(self) -> float:
-        """Of a forward pass: matrices and causal attention."""
-        return (
-            self.batch
-            * self.sequence
-            * self.blocks
-            * (24.0 * self.width**2 + 2.0 * self.sequence * self.width)
-        )
-
 
 def make(
     shape: Shape, device: torch.device, dtype: torch.dtype
