@@ -14,6 +14,7 @@ from .buckets import Bucket, Weight
 from .modes import callers
 from .options import differences, same
 from .progress import Progress
+from .update import Options
 from .update_queue import BucketUpdates, Step, anything_is_compiled, can_be_awaited
 
 if TYPE_CHECKING:
@@ -26,21 +27,21 @@ class Overlap:
     """The queued updates of *owner*, an optimizer of the class *name*. If not *enabled*, no update
     is queued. *progress*: of the program's calls.
 
-    Attributes: *queue*; *step*, the present step, if some of its updates are queued;
-    *backward_begins*, whether the next gradient is the first since the last step.
+    Attributes: *queue*; *step*, the present step, if some of its updates are queued; *ended*, the
+    options of steps before and after their updates, until `apply_options`; *backward_begins*,
+    whether the next gradient is the first since the last step.
     """
 
     def __init__(self, owner: Steps, name: str, progress: Progress, *, enabled: bool) -> None:
         self.queue = BucketUpdates(weakref.ref(owner))
         self.step: Step | None = None
+        self.ended: list[tuple[Options, Options]] = []
         self.backward_begins = True
         self._name = name
         self._progress = progress
         self._enabled = enabled
         self._warned = False
         self._places: dict[Weight, int] = {}  # in the order of the parameters' uses
-        # options that queued updates have changed, with the values before
-        self._changed: list[tuple[int, str, Any, Any]] = []
         first = owner.weakly(lambda steps: steps.begin_backward())
         hooks: Any = torch.utils.hooks
         hooks.unserializable_hook(first)
@@ -118,20 +119,16 @@ class Overlap:
                 self.step, self.backward_begins = None, True
                 self._progress.changing = False
 
-    def note_options(self, step: Step) -> None:
-        """The last update of *step* is made: keep the options that it has changed."""
-        for index, key, value in differences(step.given, step.left):
-            self._changed.append((index, key, step.given[index].get(key), value))
-
     def apply_options(self, groups: Sequence[dict[str, Any]]) -> None:
         """Write options that queued updates have changed, unless the program has set them since."""
-        if self._changed:
-            changed = list(self._changed)
-            for index, key, before, value in changed:
-                if same(groups[index].get(key), before):
+        while self.ended:
+            given, left = self.ended[0]
+            changed = differences(given, left)
+            for index, key, value in changed:
+                if same(groups[index].get(key), given[index].get(key)):
                     groups[index][key] = value
-            self.note_changes(sorted({key for _, key, _, _ in changed}))
-            del self._changed[: len(changed)]
+            self.note_changes(sorted({key for _, key, _ in changed}))
+            del self.ended[0]
 
     def note_changes(self, keys: Sequence[str]) -> None:
         """A step has changed options that programs read after it: queue no further update."""

@@ -120,13 +120,8 @@ class StateOnDrive(WithoutMemory):
     ) -> Any:
         """Stand for the local shard of the state, with the shape, strides and dtype of *form*."""
         made = cls.make(form.shape, form.stride(), form.dtype, device)
-        made.source, made.weight, made.key, made.ways, made.updates = (
-            source,
-            weight,
-            key,
-            ways,
-            updates,
-        )
+        made.source, made.weight, made.key = source, weight, key
+        made.ways, made.updates = ways, updates
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -210,19 +205,15 @@ class StateOnDrive(WithoutMemory):
     def _by(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of *function*, a view or a move, for this tensor."""
         rest = args[1:]
-        source = self.source()
-        if function is _MOVE and source is not None:
-            source.synchronize()  # a pending update precedes the move
-        updates = (
-            self.weight.updates if function is _MOVE and self.updates is None else self.updates
-        )
-        device = kwargs.get("device") or self.device
+        source, updates = self.source(), self.updates
+        if function is _MOVE:
+            if source is not None:
+                source.synchronize()  # a pending update precedes the move
+            updates = self.weight.updates if updates is None else updates
+        device = torch.device(kwargs.get("device") or self.device)
         form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        forms = function(
-            form,
-            *rest,
-            **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs,
-        )
+        on_meta = {"device": form.device} if "device" in kwargs else {}
+        forms = function(form, *rest, **{**kwargs, **on_meta})
         several = not torch.is_tensor(forms)
         made = []
         for index, one in enumerate(forms if several else [forms]):
@@ -231,16 +222,9 @@ class StateOnDrive(WithoutMemory):
                 result = function(tensor, *rest, **kwargs)
                 return result[index] if several else result  # type: ignore[no-any-return]
 
+            ways = (*self.ways, way)
             made.append(
-                StateOnDrive(
-                    self.source,
-                    self.weight,
-                    self.key,
-                    one,
-                    torch.device(device),
-                    (*self.ways, way),
-                    updates,
-                )
+                StateOnDrive(self.source, self.weight, self.key, one, device, ways, updates)
             )
         return made if several else made[0]
 

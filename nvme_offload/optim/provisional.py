@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import pickle
 import random
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -29,37 +30,31 @@ _GOLDEN = 0.6180339887498949
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
-@dataclasses.dataclass(frozen=True)
 class _RandomNumbers:
     """The states of torch's, Python's and numpy's generators, for an update on *device*."""
 
-    device: torch.device
-    states: Sequence[torch.Tensor]
-    others: tuple[Any, ...]
-
-    @classmethod
-    def on(cls, device: torch.device) -> _RandomNumbers:
-        states = [torch.get_rng_state()]
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = [torch.get_rng_state()]
         if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        mersenne: Any = numpy.random.get_state(legacy=True)
-        name, keys, *rest = mersenne
-        return cls(device, states, (random.getstate(), name, keys.tobytes(), *rest))
+            self._states.append(torch.cuda.get_rng_state(device))
+        self._others = pickle.dumps((random.getstate(), numpy.random.get_state()))
 
     @property
     def drawn(self) -> bool:
         """Whether numbers were drawn since."""
-        now = self.on(self.device)
-        return now.others != self.others or not all(map(torch.equal, self.states, now.states))
+        now = _RandomNumbers(self._device)
+        same = all(map(torch.equal, self._states, now._states))
+        return not same or now._others != self._others
 
     def restore(self) -> None:
         """Make the generators draw the same numbers again."""
-        python, name, keys, *rest = self.others
+        python, mersenne = pickle.loads(self._others)
         random.setstate(python)
-        numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))
-        torch.set_rng_state(self.states[0])
-        for state in self.states[1:]:
-            torch.cuda.set_rng_state(state, self.device)
+        numpy.random.set_state(mersenne)
+        torch.set_rng_state(self._states[0])
+        for state in self._states[1:]:
+            torch.cuda.set_rng_state(state, self._device)
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,7 +167,7 @@ class ProvisionalUpdates:
         before = Before(
             bucket,
             {fragment: _fingerprint_of(fragment) for fragment in bucket.fragments},
-            _RandomNumbers.on(bucket.device),
+            _RandomNumbers(bucket.device),
             {weight: (weight.changes, weight.was_changed) for weight in weights},
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],

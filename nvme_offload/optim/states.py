@@ -15,7 +15,7 @@ from ..optimizer_states.tree import Key, replaced, tensors, top
 from . import saved
 from .binding import Plan
 from .buckets import Bucket, Form, Fragment, Weight, like, local
-from .placeholders import StateOnDrive, is_on_drive
+from .placeholders import StateOnDrive
 from .shown_state import ShownState, ShownStates
 from .update import MASTER
 
@@ -141,32 +141,20 @@ class States:
         """Replace the placeholders of states in the buckets of *plan* by tensors, which are mapped
         from a file without a name on the first drive.
         """
-        states = {key: state for key, state in dict.items(self.shown) if isinstance(state, dict)}
-        on_drive = {
-            id(leaf): local(leaf)
-            for state in states.values()
-            for leaf in tensors(state).values()
-            if is_on_drive(leaf)
-        }
-        needed = {one.weight for one in on_drive.values() if isinstance(one, StateOnDrive)}
-        buckets = [
-            bucket
-            for bucket in plan.buckets
-            if any(fragment.weight in needed for fragment in bucket.fragments)
-        ]
-        weights = list(
-            dict.fromkeys(fragment.weight for bucket in buckets for fragment in bucket.fragments)
+        weights = [weight for weight in plan.weights if weight.fragments]
+        collected = saved.collect(
+            self._owner.updater, plan.buckets, weights, self._owner.tier.paths[0]
         )
-        collected = saved.collect(self._owner.updater, buckets, weights, self._owner.tier.paths[0])
-        found = dict(zip(weights, collected, strict=True))
-        brought: dict[int, torch.Tensor] = {}
-        for key, one in on_drive.items():
-            if isinstance(one, StateOnDrive) and one.weight in found and one.is_current:
-                whole = tensors(found[one.weight]).get(one.key)
-                if whole is not None:
-                    brought[key] = one.of(local(whole)) if one.ways else whole
-        for parameter, state in states.items():
-            if any(id(leaf) in brought for leaf in tensors(state).values()):
+        found = dict(zip(weights, map(tensors, collected), strict=True))
+        for parameter, state in list(dict.items(self.shown)):
+            brought = {}
+            for leaf in tensors(state).values() if isinstance(state, dict) else ():
+                one = local(leaf)
+                if isinstance(one, StateOnDrive) and one.weight in found and one.is_current:
+                    whole = found[one.weight].get(one.key)
+                    if whole is not None:
+                        brought[id(leaf)] = one.of(local(whole)) if one.ways else whole
+            if brought:
                 dict.__setitem__(self.shown, parameter, replaced(dict.copy(state), brought))
 
     def detach(self, weights: Iterable[Weight]) -> None:

@@ -437,7 +437,7 @@ class Steps:
                 return
             self.updater.drain()
             self.tier.swapper.step()
-            self.overlap.note_options(step)
+            self.overlap.ended.append((step.given, step.left))
         self._last = self.clock.end_step(step.number, **step.counts)
 
     def job_ended(self, error: BaseException | None) -> None:
