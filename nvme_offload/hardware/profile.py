@@ -241,7 +241,7 @@ class Profile:
     steady : bool
         Whether the drive held its speed while it was judged.
     latencies : tuple of Latency
-        Of the chosen setting, the fastest and the control.
+        Of the chosen setting; in older profiles also of the fastest and the control.
     beside : tuple of Beside
         Comparisons at the chosen setting.
     stripe : tuple of StripePath

@@ -67,6 +67,14 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 
+def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """The value of an option that is a size. Raises: UsageError."""
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"{option.opts[0]}: {error}") from None
+
+
 def _require_seconds(seconds: float) -> None:
     if not 1 <= seconds <= MOST_SECONDS:
         raise UsageError(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
@@ -128,6 +136,7 @@ _force_option = click.option(
 @click.option(
     "--size",
     metavar="BYTES",
+    callback=_bytes,
     help="Space to use on the drive, such as 1GiB.  [default: at most 2GiB, half of the free space]",
 )
 @_engine_option
@@ -142,6 +151,7 @@ _force_option = click.option(
 @click.option(
     "--sustained",
     metavar="BYTES",
+    callback=_bytes,
     help="Then write this much, such as 64GiB, to find the size of the drive's cache.",
 )
 @click.option(
@@ -161,11 +171,11 @@ def command(
     configs: Sequence[Path],
     report_dir: Path,
     seconds: float,
-    size: str | None,
+    size: int | None,
     engine: str,
     backend: str,
     ranks: int | None,
-    sustained: str | None,
+    sustained: int | None,
     json_to: str | None,
     force: bool,
 ) -> int:
@@ -214,8 +224,13 @@ def command(
             "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions",
         )
     preflight.check_engine(engine, backend)
+    if sustained is not None and sustained < LEAST_SUSTAINED_BYTES:
+        least, given = format_bytes(LEAST_SUSTAINED_BYTES), format_bytes(sustained)
+        raise UsageError(
+            f"--sustained must be at least {least}, not {given}: no drive's cache is smaller"
+        )
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
-    options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))
+    options = Options(seconds, size, engine, backend, ranks, force, sustained or 0)
     profiles = _sweep(drives, options)
     kept = [results.keep(profile, force) for profile in profiles]
     notes = results.notes(profiles, kept)
@@ -239,18 +254,6 @@ def command(
         if json_to is not None:
             commit.write_file(Path(json_to), results.as_json(profiles))
     return EXIT_NEGATIVE if unset else 0
-
-
-def _sustained_bytes(text: str | None) -> int:
-    try:
-        wanted = parse_bytes(text) if text is not None else 0
-    except ValueError as error:
-        raise UsageError(f"--sustained: {error}") from None
-    if text is not None and wanted < LEAST_SUSTAINED_BYTES:
-        raise UsageError(
-            f"--sustained must be at least {format_bytes(LEAST_SUSTAINED_BYTES)}, not {format_bytes(wanted)}: no drive's cache is smaller"
-        )
-    return wanted
 
 
 def _sweep(drives: Sequence[Drive], options: Options) -> list[Profile]:

@@ -16,7 +16,7 @@ from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS
-from nvme_offload.units import format_bytes, parse_bytes
+from nvme_offload.units import format_bytes
 
 from . import space
 
@@ -115,7 +115,7 @@ def default_ranks() -> int:
     return min(max(1, gpu_count()), space.MOST_RANKS)
 
 
-def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
+def file_bytes(size: int | None, found: Drive, ranks: int) -> int:
     """Bytes of each of the two files of each rank."""
     from .ranks import request_bytes
     from .trial import LEAST_REQUESTS
@@ -124,14 +124,7 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
     of_ranks, less = (
         (f" with {ranks} ranks", "; fewer --ranks need less") if ranks > 1 else ("", "")
     )
-    try:
-        wanted = (
-            parse_bytes(size)
-            if size is not None
-            else min(2 * MOST_FILE_BYTES, found.free_bytes // 2)
-        )
-    except ValueError as error:
-        raise UsageError(f"--size: {error}") from None
+    wanted = min(2 * MOST_FILE_BYTES, found.free_bytes // 2) if size is None else size
     if size is not None and wanted < least:
         raise UsageError(
             f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less would stay in the drive's cache"

@@ -73,11 +73,6 @@ class Ranks(Closing):
             self.close()
             raise
 
-    def memory_bytes_per_second(self) -> float:
-        """As `Rig.memory_bytes_per_second`, of one rank."""
-        (speed,) = self._order("memory_bytes_per_second", only=1)
-        return float(speed)
-
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
         """As `Rig.fill`, in all ranks concurrently."""
         filled = self._order("fill", setting, seconds, report=report)
@@ -132,11 +127,10 @@ class Ranks(Closing):
         self,
         name: str,
         *arguments: Any,
-        only: int | None = None,
         report: Callable[[int], None] | None = None,
     ) -> list[Any]:
-        """Send an order to all ranks, or to the *only* first ones, and wait for all answers."""
-        asked = list(self._ranks)[:only]
+        """Send an order to all ranks, and wait for all answers."""
+        asked = list(self._ranks)
         for connection in asked:
             with contextlib.suppress(ConnectionError):  # its last message may still be readable
                 connection.send((name, arguments))

@@ -26,7 +26,7 @@ from . import health, space
 from .interleaved import interleaved, judged
 from .progress import Progress, change, describe
 from .search import Search, run_trials
-from .verdict import PlannedTrial, Result, Verdict, decide
+from .verdict import PlannedTrial, Result, decide
 
 if TYPE_CHECKING:
     from nvme_offload.hardware.profile import Beside, Latency, Sustained
@@ -38,7 +38,6 @@ FILL_SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=1)
 FILL_SHARE = 0.1  # of the seconds, for writing the files that are measured
 LINK_TOLERANCE = 1.03  # of its nominal speed, for clocks
 LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # share of the seconds; if there are this many
-LATENCY_OF_CHOSEN = 3  # times as long as for another setting, for its 99.9th percentile
 COMPARISON_SHARE, COMPARISON_SECONDS = 0.25, 40  # as above, for the other backend
 COMPARISON_WINDOW_SECONDS = 0.5
 LEAST_COMPARISON_ROUNDS, MOST_COMPARISON_ROUNDS = 2, 8
@@ -51,7 +50,7 @@ class Options:
     """The options of a sweep, as of the command."""
 
     seconds: float = 60
-    size: str | None = None
+    size: int | None = None
     engine: str = "native"
     backend: str = "libaio"
     ranks: int = 1
@@ -86,21 +85,18 @@ def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) ->
             )
         share = FILL_SHARE * options.seconds if options.size is None else None
         speed = fill(rig, found, share, options.backend, progress)
-        copy_speed = rig.memory_bytes_per_second()
         settings = space.grid(
             options.backend, len(usable_cpus()), speed, rig.file_bytes // 2, options.ranks
         )
-        ceiling = copy_speed * len(usable_cpus())
-        if found.link_bytes_per_second:
-            ceiling = LINK_TOLERANCE * found.link_bytes_per_second
+        ceiling = LINK_TOLERANCE * (found.link_bytes_per_second or 0)
         control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
         left = options.seconds - _seconds_after(options) - (time.monotonic() - began)
         search = Search(settings, control, left, time.monotonic, ceiling if rig.direct else None)
         _run_search(rig, search, options, progress, thermometer)
         verdict = decide(search.evidence, options.ranks)
-        latencies = _latencies(rig, search, verdict, options, progress)
+        latencies = _latencies(rig, verdict.chosen, options, progress)
         beside = _compare_backends(rig, verdict.chosen, options, progress)
-        measured = _engine_facts(rig, copy_speed, options)
+        measured = _engine_facts(rig, options)
         workload = {
             "file_bytes": {"read": rig.file_bytes, "write": rig.file_bytes},
             "request_bytes": request_bytes(options.ranks),
@@ -198,25 +194,16 @@ def _run_search(
 
 
 def _latencies(
-    rig: Rig | Ranks, search: Search, verdict: Verdict, options: Options, progress: Progress
+    rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Latency]:
-    """The latencies of blocks with the chosen setting, the fastest and the control."""
+    """The latencies of blocks with the chosen setting."""
     from .latency import percentiles
 
-    if not _measures_latency(options):
-        return []
-    settings = dict.fromkeys(
-        [verdict.chosen, search.evidence.control, verdict.best["mixed"].setting]
-    )
-    parts = LATENCY_OF_CHOSEN + len(settings) - 1
-    window = LATENCY_SHARE * options.seconds / (parts * len(PHASES))
     found = []
-    for setting in settings:
-        times = LATENCY_OF_CHOSEN if setting == verdict.chosen else 1
-        for phase in PHASES:
-            progress.show("latency", f"{phase} with {describe(setting)}")
-            taken = rig.block_seconds(setting, phase, times * window)
-            found.append(percentiles(setting, phase, taken))
+    for phase in PHASES if _measures_latency(options) else ():
+        progress.show("latency", f"{phase} with {describe(chosen)}")
+        window = LATENCY_SHARE * options.seconds / len(PHASES)
+        found.append(percentiles(chosen, phase, rig.block_seconds(chosen, phase, window)))
     return found
 
 
@@ -319,7 +306,7 @@ def _sustained(
     return write_on(Path(found.path), chosen, most, file_bytes, options.direct, report)
 
 
-def _engine_facts(rig: Rig | Ranks, copy_speed: float, options: Options) -> dict[str, Any]:
+def _engine_facts(rig: Rig | Ranks, options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": options.engine,
         "version": __version__,
@@ -328,7 +315,6 @@ def _engine_facts(rig: Rig | Ranks, copy_speed: float, options: Options) -> dict
         "kernel": platform.release(),
         "python": platform.python_version(),
         "cpu_count": len(usable_cpus()),
-        "memory_copy_bytes_per_second": round(copy_speed),
     }
     if options.engine == "deepspeed":
         from .deepspeed_op import load

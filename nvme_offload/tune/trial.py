@@ -116,15 +116,6 @@ class Rig(Closing):
         """The bytes of each file that are in use."""
         return self.requests * self.request_bytes
 
-    def memory_bytes_per_second(self) -> float:
-        """The speed at which one thread copies memory."""
-        fastest = 0.0
-        for _ in range(16):  # other processes may disturb some copies
-            began = time.monotonic()
-            np.copyto(self._scratch, self._pattern)
-            fastest = max(fastest, self.request_bytes / (time.monotonic() - began))
-        return fastest
-
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
         """Write both files completely, or as much as possible in *seconds*; the rest of the files is
         then not used.

@@ -184,7 +184,7 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
     ]
     if not candidates:  # no setting completed the finals without a flaw
         raise UnsupportedError(
-            "the transfers were faster than the drive's link or memory allows, so a cache answers them: sweep the drive without that cache"
+            "the transfers were faster than the drive's link allows, so a cache answers them: sweep the drive without that cache"
         )
     finals = {
         phase: {
@@ -397,7 +397,7 @@ def _warnings(evidence: Evidence, steadiness: dict[str, steady.Steadiness]) -> l
     impossible = sum(seen.flaw == "impossible" for seen in evidence.observations)
     if impossible:
         warnings.append(
-            f"{impossible} of {len(evidence.observations)} runs were faster than the drive's link or memory allows: a cache answered. "
+            f"{impossible} of {len(evidence.observations)} runs were faster than the drive's link allows: a cache answered. "
             "They were left out."
         )
     return warnings

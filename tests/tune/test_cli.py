@@ -498,8 +498,8 @@ def test_too_small_offers_the_size_that_fits(disk: Path) -> None:
         with pytest.raises(UsageError, match=f"{re.escape(said)}$"):
             file_bytes(None, dataclasses.replace(found, free_bytes=free), 1)
     with pytest.raises(UsageError, match="1 GiB, and 200 MiB are free; --size 128MiB is the least"):
-        file_bytes("1GiB", dataclasses.replace(found, free_bytes=200 << 20), 1)
-    assert file_bytes("128MiB", dataclasses.replace(found, free_bytes=200 << 20), 1) == 64 << 20
+        file_bytes(1 << 30, dataclasses.replace(found, free_bytes=200 << 20), 1)
+    assert file_bytes(128 << 20, dataclasses.replace(found, free_bytes=200 << 20), 1) == 64 << 20
 
 
 def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:

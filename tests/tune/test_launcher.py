@@ -126,7 +126,8 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
     assert [process.returncode for process in started] == [0, 0], errors + other_errors
     assert other_out == ""
     assert not (tmp_path / "1").exists()
-    found = [Profile.from_json(json.dumps(one)) for one in json.loads(out)]
+    entries = json.loads(out)["drives"]
+    found = [Profile.from_json(json.dumps(one["profile"])) for one in entries]
     assert [profile.drive["path"] for profile in found] == list(map(str, drives))
     assert {profile.engine["host"] for profile in found} == {socket.gethostname()}
     # each node has kept its own

@@ -89,7 +89,6 @@ def test_all_ranks_count_in_one_window_and_are_added_up(
 def test_their_files_are_all_in_use(two: Ranks) -> None:
     assert two.file_bytes == 2 * FILE_BYTES
     assert two.direct
-    assert 1e8 < two.memory_bytes_per_second() < 1e12
 
 
 def test_a_signal_to_the_group_does_not_reach_them(two: Ranks) -> None:
