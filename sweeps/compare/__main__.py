@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import platform
 import shutil
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,27 +147,19 @@ class _Comparison:
         )
 
     def tune(self) -> None:
-        """Choose the setting of every side, and record the candidates' speeds."""
+        """Choose the setting of every side, from the speeds of its candidates."""
         for side in list(self._sides.values()):
             tasks = [task for task in self._plan.tasks if task.name in side.tuned_by]
-            tried: list[dict[str, Any]] = []
             chosen = 0
             if len(side.candidates) > 1 and tasks:
                 speeds = self._try(side, tasks)
                 if not any(any(found.values()) for found in speeds):
                     continue  # every setting failed; `_try` has recorded the reason
                 chosen = fastest(speeds)
-                for setting, found in zip(side.candidates, speeds, strict=True):
-                    medians = {
-                        name: round(statistics.median(values) / 1e9, 3)
-                        for name, values in found.items()
-                        if values
-                    }
-                    tried.append({"setting": setting, "gb_per_second": medians})
                 say(f"{side.title}: {describe(side.candidates[chosen])}")
             self._settings[side.name] = side.candidates[chosen]
             about = (side.name, side.title, self._versions[side.name], side.done)
-            self._results.sides.append(SideFacts(*about, side.candidates[chosen], tuple(tried)))
+            self._results.sides.append(SideFacts(*about, side.candidates[chosen]))
 
     def _try(self, side: Side, tasks: list[Task]) -> list[dict[str, list[float]]]:
         speeds: list[dict[str, list[float]]] = [

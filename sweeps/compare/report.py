@@ -60,16 +60,13 @@ class TaskFacts:
 
 @dataclasses.dataclass(frozen=True)
 class SideFacts:
-    """A side of the run. done: when the report counts its bytes as moved. tried: its candidate
-    settings with their speeds.
-    """
+    """A side of the run. done: when the report counts its bytes as moved."""
 
     name: str
     title: str
     version: str
     done: str
     setting: Setting
-    tried: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +134,9 @@ def render(results: Results) -> str:
     parts.append("## All sides, medians in GB/s")
     parts += [_matrix(results, by_task, tasks) for tasks in (tensors, checkpoints) if tasks]
     settings = [
-        (side.title, side.version, describe(side.setting), len(side.tried) or 1, side.done)
-        for side in results.sides
+        (side.title, side.version, describe(side.setting), side.done) for side in results.sides
     ]
-    columns = ("side", "version", "setting", "of candidates", "its clock stops after")
+    columns = ("side", "version", "setting", "its clock stops after")
     parts += ["## Versions and settings", table(columns, _escaped(settings))]
     if results.skipped:
         skipped = [(skip.side, skip.task or "all", skip.reason) for skip in results.skipped]
