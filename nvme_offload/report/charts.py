@@ -1,20 +1,24 @@
-"""The drawings of a report: the heat map, a table with coloured cells, and the line of `--sustained`."""
+"""The drawings of a report: the heat map, a table with coloured cells, and the plot of `--sustained`."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes
 
 from . import wording
 
-WIDTH, HEIGHT = 400, 120  # of the line's coordinates
+# readable on light and on dark paper, since an image does not know the page's colours
+_WRITE, _INK = "#d0702a", "#7a828c"
 _STRONGEST = 45  # per cent of colour: text stays readable on it, light and dark
 
 
@@ -41,15 +45,10 @@ class HeatMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """Write speed over the bytes written, from 0 to *most_gb_per_s* and *written_bytes*: *points* of
-    an SVG polyline, and where the cache ends, if it does.
-    """
+class Plot:
+    """Write speed over the bytes written. image: an SVG document, as the address of an image."""
 
-    points: str
-    cache_ends: float | None
-    most_gb_per_s: float
-    written_bytes: int
+    image: str
     finding: str
 
 
@@ -99,22 +98,43 @@ def heat_map(profile: Profile) -> HeatMap:
     )
 
 
-def sustained(profile: Profile) -> Line | None:
+def sustained(profile: Profile) -> Plot | None:
     """Writing without a pause; None if it was not measured."""
     run = profile.sustained
     if run is None:
         return None
     speeds = [
-        (after, (after - before) / (end - start) / 1e9)
+        (after / 1e9, (after - before) / (end - start) / 1e9)
         for (start, before), (end, after) in itertools.pairwise(run.samples)
         if end > start
     ]
-    top = 1.1 * max(speed for _, speed in speeds)
-    points = (f"{WIDTH * w / run.bytes:.1f},{HEIGHT * (1 - s / top):.1f}" for w, s in speeds)
     first, last = wording.speed(run.first_gb_per_s), wording.speed(run.steady_gb_per_s)
     said = f"Over {wording.decimal_bytes(run.bytes)} the drive went from {first} to {last} GB/s: no end of a cache was seen."
-    place = None
-    if run.cache_ends_bytes is not None:
-        place = round(WIDTH * run.cache_ends_bytes / run.bytes, 1)
-        said = f"After {wording.decimal_bytes(run.cache_ends_bytes)} the drive fell from {first} to {last} GB/s: its fast cache is full."
-    return Line(" ".join(points), place, top, run.bytes, said)
+    cache_ends = run.cache_ends_bytes
+    if cache_ends is not None:
+        said = f"After {wording.decimal_bytes(cache_ends)} the drive fell from {first} to {last} GB/s: its fast cache is full."
+    return Plot(_plotted(speeds, None if cache_ends is None else cache_ends / 1e9), said)
+
+
+def _plotted(speeds: Sequence[tuple[float, float]], cache_ends: float | None) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    colours = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "",
+        **dict.fromkeys(colours, _INK),
+    }
+    document = io.StringIO()
+    with matplotlib.rc_context(style):
+        # Not through pyplot, which keeps figures and chooses a window system.
+        figure = Figure(figsize=(5, 2.4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(*zip(*speeds, strict=True), color=_WRITE)
+        if cache_ends is not None:
+            axes.axvline(cache_ends, color=_INK, linestyle=":")
+        axes.set(xlabel="GB written", ylabel="GB/s", xlim=(0, None), ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(document, format="svg", transparent=True, metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(document.getvalue().encode()).decode()

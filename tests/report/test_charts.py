@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import dataclasses
 import statistics
 
@@ -70,16 +71,21 @@ def test_the_drift_is_that_of_the_defaults(made_up):
     assert row[:5] == ("read", str(len(runs)), *(f"{value:#.3g}" for value in spread))
 
 
-def test_the_cache_ends_where_it_was_found(made_up):
-    run = made_up.shapes["sustained, a cache that ends"]().sustained
-    line = charts.sustained(made_up.shapes["sustained, a cache that ends"]())
-    points = [tuple(map(float, point.split(","))) for point in line.points.split()]
-    assert len(points) == len(run.samples) - 1
-    assert points[-1][0] == charts.WIDTH
-    ended = charts.WIDTH * 72e9 / run.bytes
-    assert line.cache_ends == pytest.approx(ended, abs=0.1)
-    for written, height in points:
-        speed = line.most_gb_per_s * (1 - height / charts.HEIGHT)
-        assert speed == pytest.approx(4.5 if written <= ended + 1 else 0.5, abs=0.05)
-    assert charts.sustained(made_up.shapes["sustained, no end"]()).cache_ends is None
+def test_the_plot_shows_the_speed_until_the_cache_ends_and_after(made_up, monkeypatch):
+    profile = made_up.shapes["sustained, a cache that ends"]()
+    plotted = []
+    draw = charts._plotted
+    monkeypatch.setattr(charts, "_plotted", lambda *given: plotted.append(given) or draw(*given))
+    image = charts.sustained(profile).image
+    ((speeds, ended),) = plotted
+    assert ended == pytest.approx(72)
+    assert len(speeds) == len(profile.sustained.samples) - 1
+    assert speeds[-1][0] == pytest.approx(profile.sustained.bytes / 1e9)
+    for written, speed in speeds:
+        assert speed == pytest.approx(4.5 if written <= ended else 0.5, abs=0.05)
+    document = base64.b64decode(image.removeprefix("data:image/svg+xml;base64,")).decode()
+    assert ">GB written<" in document
+    assert image == charts.sustained(profile).image  # a page does not change by itself
+    charts.sustained(made_up.shapes["sustained, no end"]())
+    assert plotted[-1][1] is None
     assert charts.sustained(made_up.profile()) is None

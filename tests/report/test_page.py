@@ -76,9 +76,9 @@ def test_a_screen_reader_finds_its_way(made_up, shape):
         section.get("aria-labelledby") or section.get("aria-label")
         for section in page.all("section")
     )
-    drawings = page.all("svg")
+    drawings = page.all("img")
     assert len(drawings) == len(page.all("figure"))
-    assert all(drawing["role"] == "img" and len(drawing["aria-label"]) > 40 for drawing in drawings)
+    assert all(len(drawing["alt"]) > 40 for drawing in drawings)
     assert len(page.all("caption")) == len(page.all("table"))
     assert all(header.get("scope") in ("col", "row") for header in page.all("th"))
 
@@ -89,10 +89,11 @@ def test_no_request_leaves_the_page(made_up, shape):
     for tag, attributes in page.elements:
         for name, value in attributes.items():
             if name in LEADING:
-                assert value.startswith("#") or value in BESIDE_THE_PAGE, f"<{tag} {name}={value}>"
+                inside = value.startswith(("#", "data:image/svg+xml;base64,"))
+                assert inside or value in BESIDE_THE_PAGE, f"<{tag} {name}={value[:80]}>"
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page.source))
     assert not re.search(r"https?:|//[a-z]|@import|@font-face|fetch\(|XMLHttpRequest", page.source)
-    assert not {"link", "iframe", "object", "embed", "img", "base", "form"} & {
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & {
         tag for tag, _ in page.elements
     }
 

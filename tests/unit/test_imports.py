@@ -59,7 +59,7 @@ PURE_MODULES = {
     "swap/value_states.py",
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
-LAZY = {"torch", "triton", "pandas", "deepspeed", "jinja2"}
+LAZY = {"torch", "triton", "pandas", "matplotlib", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
 # the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
