@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -120,21 +120,16 @@ class Offload:
         limit = _size(gpu_memory, "gpu_memory")
         # an optimizer and activations, if anything can be trained
         later = 2 if check(model, has_values=weights is None) else 0
-        share = self._share(host_memory, later, grows=False)
-        tier = Tier(self._paths, self._aio, host_memory=share)
-        try:
+        with self._part(host_memory, later, grows=False) as share, ExitStack() as undo:
+            tier = Tier(self._paths, self._aio, host_memory=share)
+            undo.callback(tier.close)
             with (
                 nullcontext()
                 if weights is None
                 else SavedWeights(weights, tier.store.engine) as saved
             ):
                 streamer = stream(model, tier, target, None if limit == "auto" else limit, saved)
-        except TooLittleMemoryError as error:
-            tier.close()
-            raise self._too_little(error, host_memory, later) from error
-        except BaseException:
-            tier.close()
-            raise
+            undo.pop_all()
         self._streamers[model] = streamer
         self._parts.callback(_weakly(tier.close))
 
@@ -206,17 +201,15 @@ class Offload:
 
         from .optim import NVMeOptimizer
 
-        try:
+        with self._part(host_memory, later=1) as share:
             made = NVMeOptimizer(
                 params,
                 optimizer_class or torch.optim.AdamW,
                 paths=self._paths,
-                host_memory=self._share(host_memory, later=1),
+                host_memory=share,
                 aio=self._aio,
                 **settings,
             )
-        except TooLittleMemoryError as error:
-            raise self._too_little(error, host_memory, 1) from error
         self._parts.callback(_weakly(made.close))
         return made
 
@@ -281,20 +274,24 @@ class Offload:
             )
         return Share(self._memory, asked, asked)
 
-    def _too_little(self, error: TooLittleMemoryError, wanted: object, later: int) -> UsageError:
-        """The *error* of a part with *wanted* bytes, with the number to change."""
-        enough = error.enough_bytes
-        if wanted == "auto":
-            enough = self._memory.needed_bytes + enough_with_later(enough, later)
-            return UsageError(
-                f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by host_memory of Offload"
-            )
-        left = self._memory.left_bytes()
-        whole = self._memory.nbytes - left + enough
-        return UsageError(
-            f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by its argument host_memory"
-            f"{f', and {whole} bytes by host_memory of Offload' if enough > left else ''}"
-        )
+    @contextmanager
+    def _part(self, wanted: object, later: int, *, grows: bool = True) -> Iterator[Share]:
+        """`_share` for a part that is made in the context. Its errors name the number to change."""
+        try:
+            yield self._share(wanted, later, grows=grows)
+        except TooLittleMemoryError as error:
+            enough = error.enough_bytes
+            if wanted == "auto":
+                enough = self._memory.needed_bytes + enough_with_later(enough, later)
+                raise UsageError(
+                    f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by host_memory of Offload"
+                ) from error
+            left = self._memory.left_bytes()
+            whole = self._memory.nbytes - left + enough
+            raise UsageError(
+                f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by its argument host_memory"
+                f"{f', and {whole} bytes by host_memory of Offload' if enough > left else ''}"
+            ) from error
 
 
 def _weakly(close: Callable[[], Any]) -> Callable[[], Any]:
