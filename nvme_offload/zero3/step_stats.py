@@ -14,6 +14,8 @@ from ..swap.drive_use import DriveUse, Meter
 if TYPE_CHECKING:
     from ..swap.tier import Tier
 
+__all__ = ["StepStats"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
