@@ -72,16 +72,28 @@ class AioConfig:
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> AioConfig:
-        """Make the configuration with *setting*, such as `Profile.chosen`, and *others*, the remaining
-        fields. Raises: UsageError.
+        """Make the configuration with a setting of a profile. Raises: UsageError.
+
+        Parameters
+        ----------
+        setting : Setting
+            Such as `Profile.chosen`.
+        **others
+            The remaining fields.
         """
         return cls(**{**dataclasses.asdict(setting), **others})
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """Load the settings that `nvme-sweep` chose for the drive of *path*, which need not exist yet.
+        """Load the settings that `nvme-sweep` chose for a drive. If the evidence of its profile is poor, a
+        warning is logged once.
 
-        *changes* override fields. If the evidence of the profile is poor, a warning is logged once.
+        Parameters
+        ----------
+        path : str or os.PathLike
+            A path on the drive; it need not exist yet.
+        **changes
+            Fields to override.
 
         Raises
         ------

@@ -31,8 +31,8 @@ class Drive:
 
     Attributes
     ----------
-    path : str
-        As given, made absolute.
+    path, mount_point : str
+        As given, made absolute; of the filesystem.
     device : str
         "/dev/nvme0n1p1", "/dev/mapper/data"; the source of a filesystem without a block device.
     filesystem : str
@@ -42,7 +42,9 @@ class Drive:
     layers : tuple of str
         Between filesystem and disks, from the top: "partition", "dm-crypt", "lvm", "raid0", "loop".
     physical_devices : tuple of str
-        The disks. Model, firmware, transport, scheduler and link are theirs, as a text for all.
+        The disks.
+    model, firmware, transport, scheduler : str
+        Of the disks, as one text.
     rotational : bool
         Of any disk.
     max_block_kib : int
@@ -113,16 +115,26 @@ class Drive:
 
 
 def short_name(model: str, device: str) -> str:
-    """A name for directories, of the *model* or else the *device*: lower-case letters, digits and
-    hyphens, at most 48 characters; "drive" where nothing is left.
+    """Make a name for directories: lower-case letters, digits and hyphens, at most 48 characters;
+    "drive" where nothing is left.
+
+    Parameters
+    ----------
+    model, device : str
+        The disk's model, or else its device.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", (model or device.removeprefix("/dev/")).lower()).strip("-")
     return slug[:48].strip("-") or "drive"
 
 
 def filesystem_space(path: str | Path) -> os.statvfs_result:
-    """Size and free space of the filesystem of *path*; as much as a filesystem can have where a container
-    refuses the call. Raises: OSError. Source: statvfs(3).
+    """Size and free space of a filesystem; as much as a filesystem can have where a container refuses
+    the call. Raises: OSError. Source: statvfs(3).
+
+    Parameters
+    ----------
+    path : str or Path
+        On the filesystem.
     """
     try:
         return os.statvfs(path)
@@ -135,9 +147,15 @@ def filesystem_space(path: str | Path) -> os.statvfs_result:
 
 
 def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:
-    """Examine what an existing path is on, now. *proc* and *sys* are the mount points of procfs and sysfs.
+    """Examine what an existing path is on, now. Raises: OSError. Source: proc_pid_mountinfo(5); the
+    kernel's Documentation/ABI, stable/sysfs-block.
 
-    Raises: OSError. Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
+    Parameters
+    ----------
+    path : str or Path
+        An existing path.
+    proc, sys : Path
+        Mount points of procfs and sysfs.
     """
     absolute = _without_dots(Path(path))
     status = filesystem_space(absolute)

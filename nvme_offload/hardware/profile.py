@@ -18,8 +18,12 @@ PHASES = ("read", "write", "mixed")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The part of an `AioConfig` that a sweep chooses; fields as there. Hashable, so that trials
-    group by it.
+    """The part of an `AioConfig` that a sweep chooses. Hashable, so that trials group by it.
+
+    Attributes
+    ----------
+    block_size, queue_depth, thread_count, single_submit, overlap_events, backend
+        As of `AioConfig`.
     """
 
     block_size: int
@@ -41,7 +45,13 @@ DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 @dataclasses.dataclass(frozen=True)
 class _OfSetting:
-    """The fields of a setting, as in the files."""
+    """The fields of a setting, as in the files.
+
+    Attributes
+    ----------
+    block_size, queue_depth, thread_count, single_submit, overlap_events, backend
+        As of `Setting`.
+    """
 
     block_size: int
     queue_depth: int
@@ -65,8 +75,10 @@ class Trial(_OfSetting):
     ----------
     phase : {"read", "write", "mixed"}
         The load.
-    bytes, gb_per_s
-        Transferred in the window of *seconds*, in both directions.
+    bytes, seconds, gb_per_s
+        Transferred in the window, in both directions.
+    read_gb_per_s, write_gb_per_s : float
+        Speed by direction.
     stage : str
         The round of the search, such as "screen" or "final".
     control : bool
@@ -95,11 +107,16 @@ class Trial(_OfSetting):
 
 @dataclasses.dataclass(frozen=True)
 class Best(_OfSetting):
-    """A setting and its speed in the finals: its ratio to the control, with the middle 90 %, and the
-    median speed of the control in the finals times that ratio.
+    """A setting and its speed in the finals.
 
-    On a drive that drifts, *gb_per_s* of all settings refers to the same level of the drive. In
-    profiles of schema 3 and older it is the median of the setting's trials.
+    Attributes
+    ----------
+    gb_per_s : float
+        The median speed of the control in the finals times *relative*, so that on a drive that drifts
+        all settings refer to the same level of it. In profiles of schema 3 and older, the median of
+        the setting's trials.
+    relative, relative_low, relative_high : float
+        Ratio of the setting's speed to the control's, and its middle 90 %.
     """
 
     gb_per_s: float
@@ -110,10 +127,17 @@ class Best(_OfSetting):
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """The latency of requests of one block under the load *phase*, from submission to completion, with
-    the queues of *setting* full. One thread polls for finished requests every 0.1 ms.
+    """The latency of requests of one block, from submission to completion, with full queues. One thread
+    polls for finished requests every 0.1 ms.
 
-    *blocks* counts the timed blocks of all ranks. *p999_ms* is None where they are fewer than 1000.
+    Attributes
+    ----------
+    phase, setting
+        The load, and the setting whose queues were kept full.
+    blocks : int
+        Number of timed blocks, of all ranks.
+    p50_ms, p95_ms, p99_ms, max_ms, p999_ms : float
+        Percentiles and the slowest block. *p999_ms* is None for fewer than 1000 blocks.
     """
 
     phase: str
@@ -128,11 +152,16 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """The speed of another backend with the chosen setting, interleaved with the engine: medians of its
-    runs and of the engine's runs in between, and the ratio of the two. In older profiles also of fio,
-    with its version.
+    """The speed of another backend with the chosen setting, interleaved with the engine.
 
-    The interval has the middle 90 % of the ratios, or all if there are fewer than 20.
+    Attributes
+    ----------
+    name, version, phase : str
+        The backend, and the load. In older profiles also "fio", with its version.
+    gb_per_s, chosen_gb_per_s : float
+        Medians of its runs, and of the engine's runs in between.
+    relative, relative_low, relative_high : float
+        Median ratio of its runs to the engine's; the middle 90 %, or all if there are fewer than 20.
     """
 
     name: str
@@ -151,6 +180,8 @@ class Sustained:
 
     Attributes
     ----------
+    bytes, seconds
+        Written, and the duration.
     samples : tuple of (float, int)
         (seconds, bytes so far) pairs, one per round, from (0, 0) on.
     first_gb_per_s : float
@@ -175,9 +206,16 @@ class Sustained:
 
 @dataclasses.dataclass(frozen=True)
 class StripePath:
-    """One of several paths at its own setting: GB/s by phase *alone* and *together* with the others.
+    """One of several paths, with its speeds at its own setting.
 
-    *weight* is the share of the bytes to put on this path, so that all paths finish at the same time.
+    Attributes
+    ----------
+    path, device, model, setting
+        The directory, its drive, and the setting chosen for it.
+    alone, together : dict of str to float
+        GB/s by phase, without the other paths and at the same time.
+    weight : float
+        Share of the bytes to put on this path, so that all paths finish at the same time.
     """
 
     path: str
@@ -197,6 +235,8 @@ class Health:
     ----------
     source : str
         "SMART log" or "sysfs"; in older profiles also "nvme-cli" or "smartctl".
+    temperature_celsius : float or None
+        At the time of the report.
     wear : float or None
         Used share of its rated life.
     written_bytes, throttled_seconds : int or None
@@ -225,27 +265,35 @@ class Profile:
 
     Attributes
     ----------
-    created : str
-        When the sweep began: date, time and offset from UTC, as ISO 8601.
-    command : str
-        The command line of the sweep.
+    tool_version, schema_version
+        Of this package, and of the file format.
+    created, command : str
+        When the sweep began (date, time and offset from UTC, as ISO 8601), and its command line.
+    trials : tuple of Trial
+        All trials.
     drive : dict
         From `Drive.as_dict`. "path", "model", "filesystem" and "device" are always there, each a
         string.
     workload, engine : dict
         What was measured, and with which engine ("name" is "native" or "deepspeed"), as JSON types.
-    chosen, performance
-        The setting to train with, and its speeds by phase; *reasons* has sentences on the choice.
+    chosen, performance, reasons
+        The setting to train with, its speeds by phase, and sentences on the choice.
     best, finals
         By phase: the fastest setting, and all settings of the finals.
+    warnings : tuple of str
+        Sentences.
     steady : bool
         Whether the drive held its speed while it was judged.
     latencies : tuple of Latency
         Of the chosen setting; in older profiles also of the fastest and the control.
     beside : tuple of Beside
         Comparisons at the chosen setting.
+    sustained : Sustained or None
+        If it was measured.
     stripe : tuple of StripePath
         All paths of a sweep of several paths.
+    health_before, health_after : Health or None
+        Before and after the sweep, if the drive reports it.
     """
 
     tool_version: str
@@ -276,10 +324,13 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Parse the text of a `profile.json`, of this schema or an older one.
+        """Parse the text of a `profile.json`, of this schema or an older one. Raises: UsageError when it is
+        not a profile, was altered, or is of an unknown schema.
 
-        *source* names it in messages. Raises: UsageError when it is not a profile, was altered, or is of
-        an unknown schema.
+        Parameters
+        ----------
+        text, source : str
+            The JSON, and its name in messages.
         """
         try:
             data = sealed.loads(text)
@@ -301,7 +352,13 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile file. Raises: OSError; UsageError as `from_json`."""
+        """Read a profile file. Raises: OSError; UsageError as `from_json`.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file.
+        """
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 from nvme_offload.errors import OffloadError
-from nvme_offload.hardware.machine import gpu_count as gpu_count  # which the sweep asks for here
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.closing import Closing
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
+from nvme_offload.hardware.machine import gpu_count
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.tune import ranks, space
-from nvme_offload.tune.ranks import Ranks, gpu_count, request_bytes
+from nvme_offload.tune.ranks import Ranks, request_bytes
 from nvme_offload.tune.trial import REQUEST_BYTES, Point
 
 FILE_BYTES = 2 * REQUEST_BYTES
