@@ -193,7 +193,7 @@ def check(ds_config: Mapping[str, Any]) -> None:
     _question_names(ds_config)
     _aio_section(ds_config)
     _refuse_stage(ds_config)
-    for line in _mistakes(ds_config):
+    for line in _config_warnings(ds_config):
         _warn_once(line)
     _refuse_memory_features(ds_config)
 
@@ -254,7 +254,7 @@ def _refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def _mistakes(ds_config: Mapping[str, Any]) -> Iterator[str]:
+def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     if SECTION in ds_config and not nvme_paths(ds_config):
         yield f'"{SECTION}" in the DeepSpeed configuration has no effect: neither "offload_param" nor "offload_optimizer" has "device": "nvme"'
     # DeepSpeed accepts use_gds. ds_nvme_tune prints num_threads, which nothing reads.
@@ -267,10 +267,10 @@ def _mistakes(ds_config: Mapping[str, Any]) -> Iterator[str]:
         yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is that intended?'
 
 
-def _warn_once(line: str) -> None:
-    if line not in _warned:
-        _warned.add(line)
-        _log.warning("%s", line)
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning("%s", message)
 
 
 def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
