@@ -11,11 +11,14 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..device.stayed import Stayed
 from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
+from ..swap.tier import Tier
 from ..units import format_bytes
 from .chunks import Chunk, Chunks, Waiting
 from .copies import Copier, Copy, check_no_capture
@@ -32,11 +35,6 @@ from .saved import (
     span,
 )
 from .storages import SavedBytes, Storages, bytes_of, weak_reference
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..swap.tier import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -275,8 +273,6 @@ class ActivationCache:
         return f"{', '.join(self._tier.paths)}: {'closed' if self._closed else f'{alive} of saved tensors'}"
 
     def _pack(self, tensor: torch.Tensor, counter: torch.Tensor) -> Packed:
-        import torch
-
         autograd: Any = torch.autograd  # its stub is incomplete
         if not is_plain(tensor):
             return Stayed(tensor)
@@ -342,8 +338,6 @@ class ActivationCache:
 
     def _restore_needed(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
         """`_restore` *value*, if need be in the device memory of tensors restored ahead."""
-        import torch
-
         try:
             return self._restore(value)
         except torch.OutOfMemoryError:
@@ -386,8 +380,6 @@ class ActivationCache:
         """Backward has unpacked *number*: prefetch the next tensors, and free the tensors on the
         devices that backward does not need soon.
         """
-        import torch
-
         self._order.ask(number)
         if self._on_device:
             near = {self._values[one] for one in self._order.after(number, _NEAR)}

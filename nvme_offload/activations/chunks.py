@@ -8,14 +8,11 @@ import heapq
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..errors import OutOfHostMemoryError
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..swap.tier import Tier
+from ..swap.tier import Tier
 
 _CHUNK_BYTES = 4 << 20  # large enough that a drive reads it at full bandwidth
 _LARGE_FRACTION = 4  # tensors larger than a quarter of a chunk get their own

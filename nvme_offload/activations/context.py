@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 
 from ..errors import UsageError
+from ..hardware.config import AioConfig
+from ..io.engine import StrPath
 from ..swap.tier import Tier, engine_config, memory_size
 from ..units import parse_bytes
 from . import checkpointing
 from .cache import ActivationCache, ActivationStats
-
-if TYPE_CHECKING:
-    from ..hardware.config import AioConfig
-    from ..io.engine import StrPath
 
 
 class save_on_nvme:

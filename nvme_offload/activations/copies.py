@@ -4,14 +4,13 @@ with computation on a GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..device.copies import CopyStreams
 from ..errors import UnsupportedError
 from .storages import bytes_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Copy:
@@ -54,8 +53,6 @@ class Copy:
 
     def precede(self, storage: torch.UntypedStorage) -> None:
         """Make kernels launched from here on wait until *storage*, the target's, is filled."""
-        import torch
-
         computing: Any = torch.cuda.current_stream(storage.device)
         computing.wait_event(self._ended)
         if computing != self._computing:
@@ -88,8 +85,6 @@ class Copier:
         """Copy *place* to new memory of *device*: that, and the copy that fills it. None: done
         already.
         """
-        import torch
-
         target = torch.empty(place.numel(), dtype=torch.uint8, device=device)
         if not self.overlaps(device):
             target.copy_(place)
@@ -97,8 +92,6 @@ class Copier:
         return target, self._start(target, place)
 
     def _start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
-        import torch
-
         device_memory, host_memory = (target, source) if target.is_cuda else (source, target)
         computing: Any = torch.cuda.current_stream(device_memory.device)
         try:
@@ -114,8 +107,6 @@ def check_no_capture(tensor: torch.Tensor) -> None:
     """Raises: UnsupportedError when *tensor* belongs to a CUDA graph that is being captured:
     replaying it would not save the tensor again.
     """
-    import torch
-
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a CUDA graph that is being captured cannot keep its tensors on a drive: capture it outside of save_on_nvme"

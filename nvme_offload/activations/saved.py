@@ -8,12 +8,11 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..device.stayed import Stayed, check_version
-
-if TYPE_CHECKING:
-    import torch
 
 # Bytes: the alignment of CUDA's allocator, so that a restored tensor is aligned as the saved one
 # was.
@@ -24,8 +23,6 @@ def is_weight(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a parameter or another leaf that requires gradients, or a view of one: it
     stays in memory anyway.
     """
-    import torch
-
     viewed = counter_of(tensor)
     return isinstance(viewed, torch.nn.Parameter) or (viewed.is_leaf and viewed.requires_grad)
 
@@ -42,8 +39,6 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is fully described by its storage, dtype, size and stride."""
-    import torch
-
     special = (
         type(tensor) is not torch.Tensor
         or tensor.layout is not torch.strided
@@ -88,8 +83,6 @@ class Parts:
     __slots__ = ("_context", "_kind", "_like", "_parts", "_size", "_stride", "_version")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
-        import torch
-
         whole: Any = tensor
         names, self._context = whole.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
@@ -149,8 +142,6 @@ class Moved:
         """The tensor on *storage*, which has the saved bytes; its first byte was byte *offset* of
         the original storage.
         """
-        import torch
-
         first = (self._begin - offset) // self._like.element_size()
         tensor: Any = torch.empty(0, dtype=self._like.dtype, device=storage.device)
         # shares the version counter: a backward that modifies it in place is detected by later
@@ -172,8 +163,6 @@ class Held(weakref.ref[Moved]):
 
 @functools.cache
 def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    import torch
-
     return torch.empty(0, dtype=dtype, device=device)
 
 

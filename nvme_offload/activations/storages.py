@@ -8,9 +8,9 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from .chunks import Chunk
     from .copies import Copy
 
@@ -131,16 +131,12 @@ class Storages:
 
 def weak_reference(storage: torch.UntypedStorage) -> Any:
     """A weak reference to *storage*. Source: torch.multiprocessing.reductions.StorageWeakRef."""
-    import torch
-
     reductions: Any = torch.multiprocessing.reductions  # untyped there
     return reductions.StorageWeakRef(storage)
 
 
 def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tensor:
     """A uint8 view of the bytes from *begin* to *end* of *storage*."""
-    import torch
-
     whole: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
     viewed: torch.Tensor = whole.set_(storage, begin, (end - begin,), (1,))
     return viewed
@@ -148,7 +144,5 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tenso
 
 def locked(reference: Any) -> torch.UntypedStorage | None:
     """The storage of a weak *reference*, if it is alive."""
-    import torch
-
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return storage

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class CopyStreams:
@@ -24,8 +23,6 @@ class CopyStreams:
         *source* and the kernels that still use *target*. None for no event. Lifetime: the caller
         keeps both tensors until the returned event is done.
         """
-        import torch
-
         cuda: Any = torch.cuda  # untyped there
         stream = self._stream(target.device if target.is_cuda else source.device, target.is_cuda)
         if after is not None:
@@ -51,8 +48,6 @@ class CopyStreams:
         otherwise into new memory. Returns the copy, for which the current stream waits, and the
         event after which *source* may change.
         """
-        import torch
-
         cuda: Any = torch.cuda
         stream, current = self._stream(device, True), cuda.current_stream(device)
         if into is None:
@@ -71,16 +66,12 @@ class CopyStreams:
         memory. Returns the event at the end of the copy. Lifetime: until the event is done, the
         caller keeps *target* and does not change *source*.
         """
-        import torch
-
         cuda: Any = torch.cuda
         done = self.start(target, source, after=cuda.current_stream(source.device).record_event())
         source.record_stream(self._stream(source.device, False))
         return done
 
     def _stream(self, device: torch.device, to_device: bool) -> Any:
-        import torch
-
         key = (device, to_device)
         if key not in self._streams:
             cuda: Any = torch.cuda

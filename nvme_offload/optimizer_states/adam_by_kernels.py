@@ -15,20 +15,18 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.adam import adam
 
 from ..errors import known
+from .formats import Layout, StateFormat
 from .on_gpu import kernels, packs_in_one_pass
 from .one_pass import STATES, Part
 from .packed import Packed, Unpacked
 from .rounding import BLOCK
 from .traits import raw_step
-
-if TYPE_CHECKING:
-    from .formats import Layout, StateFormat
 
 _KEYS = {"step", *STATES}
 _SAMPLE = 1 << 17  # values

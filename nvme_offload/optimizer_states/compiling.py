@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def was_used() -> bool:
     """Whether torch.compile has compiled anything in this process."""
@@ -38,8 +40,6 @@ def wait_first(wait: Callable[[], None]) -> bool:
 @functools.cache
 def _before_compiling(wait: Callable[[], None]) -> Callable[..., None]:
     def waiting(*_: Any) -> None:
-        import torch
-
         # Make the pending updates compute in the usual way.
         compiler: Any = torch.compiler
         compiling = getattr(compiler, "_is_compiling_flag", False)

@@ -32,15 +32,12 @@ does, if it is installed (`by_triton`). Otherwise torch operations do it, with t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ..errors import UnsupportedError
 from ..extension import _aio
 from .on_gpu import kernels
 from .rounding import BLOCK, CHUNK, random_keys, random_table, randoms
-
-if TYPE_CHECKING:
-    import torch
 
 _SIGNED = {
     "exp_avg": True,  # Adam, AdamW, NAdam, RAdam, Adamax, Lion
@@ -82,8 +79,6 @@ def encode(
     all flat and contiguous: *values* float32; *codes* uint8 of the same size; exponents uint8, one
     for each whole or partial `BLOCK`; names int64.
     """
-    import torch
-
     if not values.is_cpu:
         encode_there = kernels(values.device).encode
         encode_there(values, codes, exponents, signed=signed, seed=seed, blocks=blocks)
@@ -113,8 +108,6 @@ def round_to_16(
 
     Shapes, all flat and contiguous: float32; bfloat16 of the same size; int64 names of blocks.
     """
-    import torch
-
     factors, summands = random_keys(values.numel(), seed, values.device, blocks)
     size = min(1 << 16 if values.is_cpu else CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     random = torch.empty(size, dtype=torch.int32, device=values.device)
@@ -138,8 +131,6 @@ def round_to_24(
 
     Shapes: flat, contiguous, float32; int64 names of blocks.
     """
-    import torch
-
     if not values.is_cpu:
         kernels(values.device).round_to_24(values, seed=seed, blocks=blocks)
         return
@@ -152,8 +143,6 @@ def decode(
     codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool
 ) -> None:
     """Write the values of *codes* into *values*. Shapes: as for `encode`."""
-    import torch
-
     if values.is_cpu:
         _aio.decode(
             codes.data_ptr(),

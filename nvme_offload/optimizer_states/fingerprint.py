@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..extension import _aio
-
-if TYPE_CHECKING:
-    import torch
 
 WORD_BYTES = 4  # half the size of a factor, so that a product preserves every difference
 CHUNK = 1 << 20  # words multiplied at a time
@@ -23,8 +21,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     Two different tensors of one shape have the same sums with a probability below 2**-50, for any
     difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
     """
-    import torch
-
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = flat.reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
@@ -36,8 +32,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sums(flat: torch.Tensor) -> torch.Tensor:
     """The fingerprint of bytes on any device, by torch's operators."""
-    import torch
-
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     if flat.numel() % WORD_BYTES:
@@ -57,8 +51,6 @@ def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The factors of the words of a chunk, and of the chunks; two rows each. They differ between
     processes.
     """
-    import torch
-
     generator = torch.Generator()  # the default generator belongs to the user
     generator.seed()
     least, beyond = -(1 << 63), (1 << 63) - 1

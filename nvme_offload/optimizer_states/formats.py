@@ -25,16 +25,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from ..errors import UnsupportedError, UsageError
 from .eight_bit import decode, encode, is_signed, round_to_16, round_to_24
 from .packed import MASTER_INDEX
 from .rounding import BLOCK
 from .split import join, split
-
-if TYPE_CHECKING:
-    import torch
 
 _ALIGNMENT = 64
 _MANY = 1 << 20  # so many parameters that the bytes for alignment are negligible
@@ -139,8 +137,6 @@ class StateFormat:
 
     def update_dtype(self, working_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which weights of *working_dtype* are updated."""
-        import torch
-
         return (
             torch.float32 if self.keeps_masters and working_dtype.itemsize == 2 else working_dtype
         )
@@ -160,8 +156,6 @@ class StateFormat:
     @property
     def _master_dtype(self) -> torch.dtype:
         """The dtype of packed masters, or of the bits of them that a bfloat16 weight lacks."""
-        import torch
-
         return {4: torch.float32, 2: torch.int16, 1: torch.int8}[self.master_bytes]
 
     def layout(
@@ -190,8 +184,6 @@ class StateFormat:
         UnsupportedError
             This format cannot hold such weights or states.
         """
-        import torch
-
         if self.splits_master and self.keeps_masters and working_dtype == torch.float16:
             raise UnsupportedError(
                 f'state_format="{self.name}" needs bfloat16 or float32 weights: float16 has fewer exponents than the fp32 master, so the two '
@@ -286,8 +278,6 @@ class StateFormat:
         "exact"). A working weight that was changed since `pack` gets the low bits of its old
         master: the result is within one bfloat16 step of the changed weight.
         """
-        import torch
-
         _check(layout, buffer)
         needed = self.unpacked_elements(layout)
         if memory is None:
@@ -369,8 +359,6 @@ class StateFormat:
         UsageError
             A shape, dtype, device or key is wrong.
         """
-        import torch
-
         _check(layout, buffer)
         _check_values(layout, buffer.device, master, states)
         if master is not None and layout.master is not None:
@@ -456,8 +444,6 @@ def put_in_place(
 
 
 def _check(layout: Layout, buffer: torch.Tensor) -> None:
-    import torch
-
     if (
         buffer.dtype != torch.uint8
         or buffer.dim() != 1
@@ -475,8 +461,6 @@ def _check_values(
     master: torch.Tensor | None,
     states: Mapping[str, torch.Tensor],
 ) -> None:
-    import torch
-
     if (master is None) != (layout.master is None):
         raise UsageError(
             f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master"
@@ -503,8 +487,6 @@ def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch
     """All *working* weights as one copy on a GPU, where the number of kernel launches determines
     the time; on the CPU, unchanged.
     """
-    import torch
-
     if len(working) < 2 or working[0].device.type == "cpu":
         return working
     return [torch.cat([weight for (weight,) in _fragments(layout, working)])]

@@ -16,16 +16,15 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..errors import UsageError, known
 from .eight_bit import decode
 from .formats import Layout, Slot
 from .rounding import BLOCK
 from .split import join
-
-if TYPE_CHECKING:
-    import torch
 
 MARK = "kept_by"
 _OURS = "nvme_offload"
@@ -52,8 +51,6 @@ def fields(layout: Layout, key: Any) -> dict[str, Field]:
     """The places of the state *key* in *layout*, or of the masters if *key* is None: by the names
     of the fields, or by "" if the state is whole.
     """
-    import torch
-
     if key is None:
         name = "" if layout.master_dtype == torch.float32 else "low"
         return {name: Field(known(layout.master), layout.master_dtype)}
@@ -85,8 +82,6 @@ def whole_of(kept: Mapping[str, Any]) -> torch.Tensor:
     """The field of *kept* that has the shape of the state. Raises: UsageError if `state_of` has not
     made *kept*.
     """
-    import torch
-
     for name, dtypes in (
         ("codes", (torch.uint8,)),
         ("halves", (torch.bfloat16,)),
@@ -109,8 +104,6 @@ def whole_of(kept: Mapping[str, Any]) -> torch.Tensor:
 
 def unpacked(kept: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
     """The elements from *start* to *stop* of a state, in the order of memory, on the CPU."""
-    import torch
-
     whole = whole_of(kept)
     flat = whole.as_strided((whole.numel(),), (1,))
     if "halves" in kept:
@@ -125,8 +118,6 @@ def unpacked(kept: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
 
 def joined(low: torch.Tensor, working: torch.Tensor) -> torch.Tensor:
     """The masters made of *working* and the *low* bits. Shapes: flat, contiguous, on the CPU."""
-    import torch
-
     master = torch.empty(working.numel(), dtype=torch.float32)
     join(working, low, master)
     return master

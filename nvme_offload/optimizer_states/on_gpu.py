@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from . import by_torch
 from .packed import Packed, Unpacked
 from .rounding import BLOCK
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ def kernels(device: torch.device) -> Any:
     and `unpack` for tensors on *device*: the module `by_triton` if it can be used on the device. Otherwise torch's operations, in some
     170 passes over memory instead of seven.
     """
-    from . import by_torch
-
     if device.type != "cuda":
         return by_torch
     why = fault(device)
@@ -53,8 +51,6 @@ def fault(device: torch.device) -> str | None:
 
     Raises: torch.cuda.OutOfMemoryError, which does not show that Triton cannot be used.
     """
-    import torch
-
     try:
         from . import by_triton
 
@@ -69,10 +65,6 @@ def fault(device: torch.device) -> str | None:
 
 def _differing(by: Any, device: torch.device) -> list[str]:
     """The names of results for which the kernels *by* differ from torch's operations on *device*."""
-    import torch
-
-    from . import by_torch
-
     values = _of_all_kinds().to(device)
     ours, theirs = _made(by, values), _made(by_torch, values)
     return [name for name, made in ours.items() if not torch.equal(made, theirs[name])]
@@ -82,8 +74,6 @@ def _of_all_kinds() -> torch.Tensor:
     """Numbers of 40 octaves in every other block, and random bits, including infinities and NaN, in
     the rest. The last block is not whole.
     """
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     bits, octaves = (
         torch.randint(-(1 << 31), 1 << 31, (64, BLOCK), dtype=torch.int64, generator=generator)
@@ -98,7 +88,6 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
     """The results of *by* for *values*, as bits. All NaN are equal, since compilers choose their
     bits.
     """
-    import torch
 
     def empty(dtype: torch.dtype, size: int = values.numel()) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=values.device)
@@ -134,8 +123,6 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _made_together(by: Any, values: torch.Tensor, low: torch.Tensor) -> dict[str, torch.Tensor]:
     """The results of `pack` and `unpack`, where *low* has the lower bits of masters."""
-    import torch
-
     codes = [torch.zeros(values.numel(), dtype=torch.uint8, device=values.device) for _ in "12"]
     fields = [torch.zeros_like(one[: -(-values.numel() // BLOCK)]) for one in codes]
     weight = torch.zeros_like(values, dtype=torch.bfloat16)

@@ -17,18 +17,23 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..extension import _aio
 from .formats import FORMATS, Layout, StateFormat, StateSlot
 from .packed import MASTER_INDEX
 from .rounding import BLOCK, random_table, seed_state
-
-if TYPE_CHECKING:
-    import torch
+from .traits import raw_step
 
 STATES = ("exp_avg", "exp_avg_sq")
 _KEYS = {"step", *STATES}
+_ELEMENTS = {
+    torch.float32: _aio.Element.FLOAT32,
+    torch.bfloat16: _aio.Element.BFLOAT16,
+    torch.float16: _aio.Element.FLOAT16,
+}
 # float32 values in a vector: AVX-512, AVX2, and NEON
 VECTORS = (16, 8, 4)
 # Elements of the sample: for each size in VECTORS, some remain after the last whole vector.
@@ -119,8 +124,6 @@ def step_in_one_pass(
 
 def is_packed_adam(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
     """Whether the extension knows the class of *optimizer* and how its states are packed."""
-    import torch
-
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and getattr(optimizer, "grad_scale", None) is None
@@ -131,20 +134,16 @@ def is_packed_adam(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
 
 def has_packed_moments(layout: Layout) -> bool:
     """Whether the extension can update *layout*: it holds fp32 masters and Adam's two moments."""
-    import torch
-
     return (
         tuple(layout.states) == STATES
         and all(slot.dtype == torch.float32 and not slot.halved for slot in layout.states.values())
-        and layout.working_dtype in _elements()
+        and layout.working_dtype in _ELEMENTS
         and (layout.master is not None or layout.working_dtype == torch.float32)
     )
 
 
 def _next_step(optimizer: torch.optim.Optimizer, part: Part) -> Any:
     """The constants of the next step of *part*; None if the optimizer has to make it."""
-    import torch
-
     group, state = part.group, optimizer.state.get(part.parameter, {})
     step = state.get("step")
     numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
@@ -153,7 +152,7 @@ def _next_step(optimizer: torch.optim.Optimizer, part: Part) -> Any:
         or not (torch.is_tensor(step) and step.is_cpu and step.dtype == torch.float32)
         or not all(isinstance(number, float | int) for number in numbers)
         or any(group.get(name) for name in ("amsgrad", "capturable", "differentiable"))
-        or part.gradient.dtype not in _elements()
+        or part.gradient.dtype not in _ELEMENTS
     ):
         return None
     fused = bool(group.get("fused"))
@@ -222,8 +221,6 @@ def update(
     """Update *part* by the constants of *step*, an `_aio.AdamStep`. Other parameters: see
     `step_in_one_pass`.
     """
-    import torch
-
     weight, numel, start = part.weight, part.weight.numel(), part.start
     if not numel:
         return
@@ -238,10 +235,10 @@ def update(
     became_nan = _aio.adam(
         count=numel,
         gradient=part.gradient.data_ptr(),
-        gradient_element=_elements()[part.gradient.dtype],
+        gradient_element=_ELEMENTS[part.gradient.dtype],
         master=master,
         working=0 if layout.master is None else weight.data_ptr(),
-        working_element=_elements()[layout.working_dtype],
+        working_element=_ELEMENTS[layout.working_dtype],
         low=low,
         low_bytes=low_bytes,
         master_seed=seed_state((seed, MASTER_INDEX)),
@@ -268,17 +265,6 @@ def _moment(base: int, slot: StateSlot, start: int, seed: tuple[int, int]) -> An
 
 
 @functools.cache
-def _elements() -> dict[torch.dtype, Any]:
-    import torch
-
-    return {
-        torch.float32: _aio.Element.FLOAT32,
-        torch.bfloat16: _aio.Element.BFLOAT16,
-        torch.float16: _aio.Element.FLOAT16,
-    }
-
-
-@functools.cache
 def _arithmetic(kind: Any, fused: bool, decoupled: bool) -> _Arithmetic | None:
     """How the class *kind* rounds in its steps, determined by updating a sample. None if the
     extension gives different bits.
@@ -299,10 +285,6 @@ def _arithmetic(kind: Any, fused: bool, decoupled: bool) -> _Arithmetic | None:
 
 
 def _gives_same_bits(arithmetic: _Arithmetic, kind: Any, fused: bool, decoupled: bool) -> bool:
-    import torch
-
-    from .traits import raw_step
-
     exact, numel = FORMATS["exact"], _SAMPLE
     layout = exact.layout(numel, dict.fromkeys(STATES, torch.float32), torch.float32)
     choices = itertools.product(((0.9, 0.999), (0.4, 0.95)), (0.0, 0.1), (False, True))
@@ -357,8 +339,6 @@ def _gives_same_bits(arithmetic: _Arithmetic, kind: Any, fused: bool, decoupled:
 
 def _sample(seed: int) -> torch.Tensor:
     """Numbers of many magnitudes, and all kinds of special values."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(2, _SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
     values = drawn[0] * torch.exp(drawn[1] * 4)
@@ -370,15 +350,11 @@ def _sample(seed: int) -> torch.Tensor:
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """The bit patterns of *values*, with one pattern for NaN."""
-    import torch
-
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
 
 
 def _mkl_square_roots() -> int:
     """The address of the MKL function that computes torch's square roots; 0 if there is none."""
-    import torch
-
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(library.vmsSqrt, ctypes.c_void_p).value or 0

@@ -5,10 +5,9 @@ formats keep them and as Adam updates them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
 

@@ -5,13 +5,11 @@ seed and the block's name. They are the same on every device, and need no separa
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 # Number of values that share a hash and, in 8 bits, an exponent. It does not change the values of
 # codes, and therefore not the errors: on real gradients, 64 and 4096 gave the same errors.
+import torch
+
 BLOCK = 256
 # Elements that torch operations process at a time: enough to keep a GPU busy, and few enough that
 # temporaries stay small.
@@ -26,8 +24,6 @@ def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> t
     """Names of the blocks of *numel* elements from element *start* of all trained elements. Names
     are positions, so they do not depend on buckets or sub-groups.
     """
-    import torch
-
     first = start // BLOCK
     return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
 
@@ -35,8 +31,6 @@ def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> t
 @functools.cache
 def random_table(device: torch.device) -> torch.Tensor:
     """A random number for each place in a block, int32."""
-    import torch
-
     return torch.randint(
         -(1 << 31),
         1 << 31,
@@ -52,8 +46,6 @@ def random_keys(
     """The factor and the summand for the random table of each block of *count* values, int32: a
     hash of *seed* and the block's name. Without *blocks*, blocks are numbered.
     """
-    import torch
-
     if blocks is None:
         blocks = block_names(0, count, device)
     key = blocks.mul(GOLDEN).add_(seed_state(seed))
@@ -82,8 +74,6 @@ def randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) ->
     """Fill *out*, int32 of whole blocks, with random bits. *factors* and *summands* are from
     `random_keys`.
     """
-    import torch
-
     count = out.numel() // BLOCK
     torch.mul(random_table(out.device), factors[:count, None], out=out.view(count, BLOCK)).add_(
         summands[:count, None]

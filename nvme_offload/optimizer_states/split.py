@@ -22,13 +22,10 @@ does, if it is installed (`by_triton`). Otherwise torch operations do it, with t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ..extension import _aio
 from .on_gpu import kernels
-
-if TYPE_CHECKING:
-    import torch
 
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
@@ -37,8 +34,6 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
     Shapes: flat, contiguous, of one size. Dtypes: *master* float32, *working* bfloat16, *low*
     int16, or int8 for a master whose low 8 bits are zero.
     """
-    import torch
-
     if not master.is_cpu:
         kernels(master.device).split(master, working, low)
         return
@@ -51,8 +46,6 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
     """Restore into *master* the values that were split into *working* and *low*. Shapes: as for
     `split`.
     """
-    import torch
-
     if not master.is_cpu:
         kernels(master.device).join(working, low, master)
         return

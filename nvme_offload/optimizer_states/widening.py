@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
 from .on_gpu import kernels
 from .rounding import BLOCK, CHUNK, block_names
-
-if TYPE_CHECKING:
-    import torch
 
 _LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
 _LEAST_EPS = 1e-12
@@ -86,8 +85,6 @@ def far_blocks(
     exp_avg is far below the denominator, so that the weight hardly moves. Examples are weights that
     no longer get gradients, or get only noise, such as the key biases of attention.
     """
-    import torch
-
     first = states.get("exp_avg")
     far = torch.zeros(
         -(-layout.numel // BLOCK),
@@ -105,8 +102,6 @@ def _mark_far(
     values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
 ) -> None:
     """`by_torch.mark_far`, on the CPU."""
-    import torch
-
     pointers = values.data_ptr(), 0 if first is None else first.data_ptr(), far.data_ptr()
     _aio.mark_far(*pointers, values.numel(), eps, torch.get_num_threads())
 
@@ -123,8 +118,6 @@ def round_near(
     Buckets that were packed before a far block was found in another bucket are already rounded.
     With this function, the bits do not depend on the order of the buckets.
     """
-    import torch
-
     for index, (key, slot) in enumerate(layout.states.items()):
         if not slot.rounded:
             continue

@@ -96,16 +96,11 @@ _ZERO3 = (
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"{room}/{path.name}"
-    for room in ("optim", "parameters")
+    for room in ("activations", "device", "optim", "optimizer_states", "parameters")
     for path in (PACKAGE / room).glob("*.py")
 }
-ON_FIRST_USE |= {
-    f"optimizer_states/{name}.py"
-    for name in ("adam_by_kernels", "by_torch", "by_triton", "traits", "tree")
-}
 ON_FIRST_USE |= {f"update/{name}.py" for name in ("gradients", "records")}
-ON_FIRST_USE |= {"device/room.py", "device/staging.py"}
-ON_FIRST_USE |= {"activations/checkpointing.py", "activations/context.py", "io/archive.py"}
+ON_FIRST_USE.add("io/archive.py")
 
 
 @dataclasses.dataclass(frozen=True)
