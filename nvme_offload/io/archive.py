@@ -108,35 +108,12 @@ def gather(tree: Any) -> Any:
 
 
 def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Piece]:
-    """Write *tree* to the file *path*, as torch.save would.
+    """Write *tree*, in which tensors may be offloaded, to a new file *path* as torch.save would. The
+    *engine* writes the tensors. Returns: the pieces that it wrote, with checksums, if *summed*.
 
-    Parameters
-    ----------
-    path
-        The file. It is created.
-    tree
-        What torch.save takes; tensors in it may be offloaded.
-    engine
-        Writes the tensors.
-    summed
-        Whether to compute checksums of the bytes that the engine writes.
-
-    Returns
-    -------
-    list of Piece
-        The pieces with checksums; empty unless *summed*.
-
-    Raises
-    ------
-    NoSpaceError
-        The drive is full: before anything but the layout is written.
-    IOFailure
-        A write failed.
-
-    Notes
-    -----
     The file is on the drive, synced, when this returns. After an exception, also one from a
-    provider, it is unusable, and the caller deletes it.
+    provider, it is unusable, and the caller deletes it. Raises: NoSpaceError before anything but the
+    layout is written; IOFailure.
     """
     storages, tensors = _lay_out(path, tree)
     parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in tensors}

@@ -45,7 +45,7 @@ _DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _ai
 
 def allocate(nbytes: int) -> memoryview:
     """Allocate memory that suits direct I/O: zeroed, page-aligned, on huge pages where the kernel
-    grants them.
+    grants them. Raises: MemoryError. Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
 
     Parameters
     ----------
@@ -57,17 +57,6 @@ def allocate(nbytes: int) -> memoryview:
     memoryview
         One dimension of *nbytes* unsigned bytes; `numpy.frombuffer` and `torch.frombuffer` make
         arrays of it. The memory is freed with the last view, array or request on it.
-
-    Raises
-    ------
-    MemoryError
-        The memory cannot be mapped.
-    UsageError
-        *nbytes* is negative or not a whole number.
-
-    Notes
-    -----
-    Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
     """
     return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
@@ -82,16 +71,16 @@ class File(Closing):
     ----------
     opened : _aio.File
         The open file of the C++ core.
+
+    Attributes
+    ----------
+    path : str
+        The path as given to `Engine.open`.
     """
 
     def __init__(self, opened: _aio.File) -> None:
         self._opened: _aio.File | None = opened
-        self._path = opened.path
-
-    @property
-    def path(self) -> str:
-        """The path as given to `Engine.open`."""
-        return self._path
+        self.path = opened.path
 
     @property
     def size(self) -> int:
@@ -118,18 +107,8 @@ class File(Closing):
         return self._live().offset_alignment
 
     def sync(self) -> None:
-        """Make everything that finished requests wrote durable.
-
-        Raises
-        ------
-        IOFailure
-            The kernel reports a write error.
-        UsageError
-            The file is closed.
-
-        Notes
-        -----
-        Source: fdatasync(2).
+        """Make everything that finished requests wrote durable. Raises: IOFailure if the kernel
+        reports a write error; UsageError after `close`. Source: fdatasync(2).
         """
         self._live().sync()
 
@@ -138,11 +117,11 @@ class File(Closing):
         self._opened = None
 
     def __repr__(self) -> str:
-        return f"<File {self._path!r}{'' if self._opened else ' closed'}>"
+        return f"<File {self.path!r}{'' if self._opened else ' closed'}>"
 
     def _live(self) -> _aio.File:
         if self._opened is None:
-            raise UsageError(f"{self._path} is closed")
+            raise UsageError(f"{self.path} is closed")
         return self._opened
 
 
@@ -215,21 +194,14 @@ class Ticket:
         return self._request.wait(time_limit(timeout))
 
     def cancel(self) -> bool:
-        """Cancel the request before it starts.
-
-        It and the requests that wait for it (*after*) fail with `CancelledError`, which
-        `Engine.close` does not report.
+        """Cancel the request before it starts. It and the requests that wait for it (*after*) fail
+        with `CancelledError`, which `Engine.close` does not report.
 
         Returns
         -------
         bool
             False where the request has finished, or a part of it has been submitted to the drive:
             it then continues.
-
-        Raises
-        ------
-        UsageError
-            The process was forked since the request was made.
         """
         return _aio.cancel([self._request])
 
@@ -246,11 +218,6 @@ def cancel_all(tickets: Sequence[Ticket]) -> bool:
     -------
     bool
         False where one of the requests has finished or started, and where *tickets* is empty.
-
-    Raises
-    ------
-    UsageError
-        The tickets are of several engines, or the process was forked since a request was made.
     """
     return _aio.cancel([ticket._request for ticket in tickets])
 
@@ -373,7 +340,7 @@ class Engine(Closing):
         _open_engines.add(self)
 
     def open(self, path: StrPath, mode: str = "r", size: int | None = None) -> File:
-        """Open a file for many requests.
+        """Open a file for many requests. Source: open(2), statx(2) for the alignment, fallocate(2).
 
         Parameters
         ----------
@@ -400,10 +367,6 @@ class Engine(Closing):
             The path is neither a regular file nor a block device.
         UnsupportedError
             The filesystem has no O_DIRECT and the configuration requires it.
-
-        Notes
-        -----
-        Source: open(2), statx(2) for the alignment, fallocate(2).
         """
         if mode not in _ACCESS:
             raise UsageError(f'mode must be "r", "w" or "rw", not {mode!r}')
@@ -420,7 +383,8 @@ class Engine(Closing):
         )
 
     def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
-        """Open an unnamed temporary file for reading and writing.
+        """Open an unnamed temporary file for reading and writing. Source: open(2) for O_TMPFILE.
+        Raises: as `open`.
 
         Parameters
         ----------
@@ -436,15 +400,6 @@ class Engine(Closing):
         -------
         File
             Its space is freed when it is closed or the process ends, also after kill -9.
-
-        Raises
-        ------
-        IOFailure, NoSpaceError, UnsupportedError
-            As `open`.
-
-        Notes
-        -----
-        Source: open(2) for O_TMPFILE.
         """
         self._core.require_live()
         return File(
@@ -551,18 +506,7 @@ class Engine(Closing):
         return self._submit(True, buffer, file, offset, bool(checksum), after)
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was made. Cheap enough to poll.
-
-        Returns
-        -------
-        EngineStats
-            A snapshot.
-
-        Raises
-        ------
-        UsageError
-            The engine is closed.
-        """
+        """A snapshot of the counters. Cheap enough to poll. Raises: UsageError after `close`."""
         read, write, oldest = self._core.stats()
         return EngineStats(
             DirectionStats(*read),
@@ -602,33 +546,19 @@ class Engine(Closing):
     ) -> Ticket:
         offset = whole_number("offset", offset)
         sums = checksum._request if isinstance(checksum, Ticket) else checksum
+        earlier = [ticket._request for ticket in after]
+        if not isinstance(file, File):
+            end = offset + checked_nbytes(buffer, writable=not write)
+            whole_number("the end of the range", end)  # a refused request creates no file
+            file = self.open(file, "w" if write else "r")
         torch = sys.modules.get("torch")  # imported already where there is a tensor
-        if torch is not None and isinstance(buffer, torch.Tensor):
-            _require_plain(buffer, torch.strided)
-            nbytes = buffer.nbytes
-            opened = file if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
-            # Hold the storage rather than the tensor, which can be given another one (`tensor.data
-            # = ...`).
-            request = self._submit_at(
-                write,
-                buffer.data_ptr(),
-                nbytes,
-                buffer.untyped_storage(),
-                opened,
-                offset,
-                sums,
-                [ticket._request for ticket in after],
-            )
-            return Ticket(request)
-        opened = (
-            file
-            if isinstance(file, File)
-            else self._open_for(write, file, offset, checked_nbytes(buffer, writable=not write))
-        )
+        if torch is None or not isinstance(buffer, torch.Tensor):
+            return Ticket(self._core.submit(write, buffer, file._live(), offset, sums, earlier))
+        nbytes = checked_nbytes(buffer, writable=not write)
+        # Not the tensor, which can be given another storage (`tensor.data = ...`).
+        owner = buffer.untyped_storage()
         return Ticket(
-            self._core.submit(
-                write, buffer, opened._live(), offset, sums, [ticket._request for ticket in after]
-            )
+            self._submit_at(write, buffer.data_ptr(), nbytes, owner, file, offset, sums, earlier)
         )
 
     def _submit_at(
@@ -639,20 +569,13 @@ class Engine(Closing):
         owner: object,
         file: File,
         offset: int,
-        checksum: bool | int | _aio.Request,
-        after: list[_aio.Request],
-    ) -> _aio.Request:
-        """`read` or `write` of memory that was checked before: it is valid at *address* while
-        *owner* lives. Without a `Ticket`, since a store keeps its own.
-        """
+        checksum: bool | int | Request,
+        after: list[Request],
+    ) -> Request:
+        """Start a transfer of memory that is valid at *address* while *owner* lives."""
         return self._core.submit_at(
             write, address, nbytes, owner, file._live(), offset, checksum, after
         )
-
-    def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> File:
-        # checked first: a refused request creates no file
-        whole_number("the end of the range", offset + nbytes)
-        return self.open(path, "w" if write else "r")
 
 
 def _path(path: StrPath) -> bytes:
@@ -667,24 +590,19 @@ def checked_nbytes(buffer: Any, writable: bool) -> int:
     UsageError.
     """
     torch = sys.modules.get("torch")  # imported already where there is a tensor
-    if torch is not None and isinstance(buffer, torch.Tensor):
-        _require_plain(buffer, torch.strided)
-        return int(buffer.nbytes)
-    return _aio.buffer_nbytes(buffer, writable)
-
-
-def _require_plain(tensor: torch.Tensor, strided: torch.layout) -> None:
-    """Check that the bytes at *tensor*'s address are its elements in order. Raises: UsageError."""
-    if not tensor.is_cpu:
-        raise UsageError(f"the tensor is on {tensor.device}: copy it to the CPU first")
-    if tensor.layout is not strided or not tensor.is_contiguous():
+    if torch is None or not isinstance(buffer, torch.Tensor):
+        return _aio.buffer_nbytes(buffer, writable)
+    if not buffer.is_cpu:
+        raise UsageError(f"the tensor is on {buffer.device}: copy it to the CPU first")
+    if buffer.layout is not torch.strided or not buffer.is_contiguous():
         raise UsageError(
             "the tensor is not contiguous: pass tensor.contiguous(), or read into a contiguous one and copy"
         )
-    if tensor.is_conj() or tensor.is_neg():
+    if buffer.is_conj() or buffer.is_neg():
         raise UsageError(
             "the tensor is a conjugate or negative view, whose memory holds other numbers: pass tensor.resolve_conj().resolve_neg()"
         )
+    return int(buffer.nbytes)
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -13,15 +13,10 @@ class Extents:
 
     Best fit suits the tensors of a model: they have a few sizes, and the next tensor of the same
     size reuses a freed range. An operation costs O(log n) for n ranges.
-
-    Attributes
-    ----------
-    nbytes : int
-        Free bytes.
     """
 
     def __init__(self, barrier: int = 0) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # free
         self._barrier = barrier
         self._starts: list[int] = []  # sorted
         self._ends: dict[int, int] = {}  # start -> end

@@ -42,25 +42,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The manifest of one checkpoint.
+    """The manifest of one checkpoint."""
 
-    Attributes
-    ----------
-    generation
-        A random name, new for each save.
-    step, ranks
-        The training step, and the number of ranks.
-    checksum
-        "xxh3" or "crc32".
-    files
-        All files, of all ranks.
-    """
-
-    generation: str
-    step: int
+    generation: str  # a random name, new for each save
+    step: int  # of the training
     ranks: int
-    checksum: str
-    files: tuple[Entry, ...]
+    checksum: str  # "xxh3" or "crc32"
+    files: tuple[Entry, ...]  # of all ranks
 
     def write(self, directory: Path) -> None:
         """Write it to *directory*. Raises: OSError."""

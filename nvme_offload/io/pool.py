@@ -147,17 +147,12 @@ class PinnedPool(Closing):
         return memoryview(self._live())
 
     def take(self, user: object) -> None:
-        """Take the pool for one user.
+        """Take the pool for one user. Raises: UsageError if it has another user, or is closed.
 
         Parameters
         ----------
         user : object
-            Which nothing shares the pool with, until `give_back` or until the object is gone.
-
-        Raises
-        ------
-        UsageError
-            Another user has the pool, or the pool is closed.
+            The user, until `give_back` or until the object is gone.
         """
         self._live()
         if self._user is not None and self._user() is not None:
@@ -185,10 +180,8 @@ class PinnedPool(Closing):
         ------
         UsageError
             *nbytes* exceeds the reservation, or the pool is closed.
-        MemoryError
-            The memory cannot be mapped.
-        UnsupportedError
-            *pin* is True and not all of the arena can be pinned.
+        MemoryError, UnsupportedError
+            As when the pool was made.
         """
         count = -(-whole_number("nbytes", nbytes) // _GRANULE_BYTES) * _GRANULE_BYTES
         with self._lock:
@@ -211,19 +204,12 @@ class PinnedPool(Closing):
             self.pinned, self.pinned_bytes, self.is_pin_due = "none", 0, True
 
     def pin(self) -> None:
-        """Pin the whole arena if a call of `grow` has left that out; otherwise do nothing.
-
-        Raises
-        ------
-        UsageError
-            The pool is closed.
-        UnsupportedError
-            *pin* is True and not all of the arena can be pinned.
+        """Pin the whole arena if a call of `grow` has left that out; otherwise do nothing. Raises: as
+        `grow`.
         """
-        if self.is_pin_due:
-            with self._lock:
-                if self.is_pin_due:
-                    self._pin(self._live())
+        with self._lock:
+            if self.is_pin_due:
+                self._pin(self._live())
 
     def close(self) -> None:
         """Refuse further use. A second call does nothing."""

@@ -11,37 +11,18 @@ from ..errors import OffloadError
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Processes that call the same functions in the same order.
+    """Processes that call the same functions in the same order."""
 
-    Attributes
-    ----------
-    rank, count : int
-        The number of this process among them, and how many they are.
-    gather : callable
-        A collective call: takes a value that pickle can take, and returns the values of all ranks,
-        in the order of their numbers.
-    """
-
-    rank: int
+    rank: int  # of this process
     count: int
+    # A collective call: takes a value that pickle can take, and returns the values of all ranks, in
+    # the order of their numbers.
     gather: Callable[[Any], list[Any]]
 
     def agree(self, failure: BaseException | None, refusal: str) -> None:
-        """Raise on every rank if one has failed: a collective call.
-
-        Parameters
-        ----------
-        failure : exception or None
-            What went wrong on this rank.
-        refusal : str
-            What does not happen for that reason, for the ranks that have not failed.
-
-        Raises
-        ------
-        BaseException
-            *failure*.
-        OffloadError
-            Another rank failed; the message gives its number and its error.
+        """Raise on every rank if one has failed: a collective call. Raises: the *failure* of this
+        rank; on a rank without one, an OffloadError with the *refusal*, and with the number and the
+        error of a rank that has failed.
         """
         texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:

@@ -12,29 +12,18 @@ class Section:
 
     Code in the context raises an `OffloadError` only where the tables are consistent. Any other
     exception can come between two lines, as Ctrl-C and MemoryError do. The tables are unknown then,
-    and every later context is refused.
-
-    Parameters
-    ----------
-    owner : str
-        What the tables belong to, for the error.
-
-    Attributes
-    ----------
-    interrupted_by : str
-        The class of the exception; "" while the tables are consistent and no context is entered.
-    closed : bool
-        The owner was closed: every later context is refused.
+    and every later context is refused, as after the *owner* was closed.
     """
 
     def __init__(self, owner: str) -> None:
+        # The class of the exception; "" if the tables are consistent and no context is entered.
         self.interrupted_by = ""
         self.closed = False
         self._owner = owner
         self._harmless: BaseException | None = None
 
     def check(self) -> None:
-        """Raises: UsageError where an exception has left the tables unknown, or the owner is closed."""
+        """Raises: UsageError if the tables are unknown, or the owner is closed."""
         if self.closed:
             raise UsageError(f"the {self._owner} is closed")
         if self.interrupted_by:

@@ -28,26 +28,16 @@ _POLL_SECONDS = 0.1
 
 
 class SharedDirectory:
-    """The directory *place*, which *ranks* write together.
+    """The directory *place*, which *ranks* write together with an *engine*.
 
-    Parameters
-    ----------
-    place : Path
-        The directory; it need not exist. A link is followed: its target is replaced.
-    ranks : Ranks
-        The ranks that write it. Every method but `write` and `discard` is a collective call.
-    engine : Engine
-        Writes and reads the files.
-    is_ours : callable
-        Whether a file of this name may be removed with an old or an unfinished directory. Other
-        files, such as a user's notes, are kept.
-    title : str
-        The subject of error messages, such as "the checkpoint step100".
-    hint : str
-        What to do where the ranks do not share a filesystem, for the error message.
-    first_of_node : bool, optional
-        Each node may have its own directory at *place*; whether this rank makes the directory of
-        its node. None: all ranks share one directory.
+    It need not exist. A link is followed: its target is replaced. Every method but `write` and
+    `discard` is a collective call.
+
+    *is_ours* says whether a file of a name may be removed with an old or an unfinished directory;
+    other files, such as a user's notes, are kept. *title* is the subject of errors ("the checkpoint
+    step100"), and *hint* says what to do if the ranks do not share a filesystem. Each node may have
+    a separate directory at *place*: *first_of_node* says whether this rank makes the directory of
+    its node. None: all ranks share one directory.
     """
 
     def __init__(

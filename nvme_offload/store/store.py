@@ -93,6 +93,8 @@ class TensorStore(Closing):
 
     Notes
     -----
+    Every method raises `UsageError` for an unknown name, an invalid argument, and a closed store.
+
     Transfers of one name run in the order of the calls: a get waits for an earlier put, and a put
     of the same size waits for earlier gets. The call itself waits, unless *after* names the tickets
     of these transfers. In this case the transfer starts when they have succeeded, and fails with
@@ -145,7 +147,6 @@ class TensorStore(Closing):
         Parameters
         ----------
         name : str
-            The name.
         tensor : torch.Tensor or buffer
             A contiguous tensor on the CPU, or an object with the buffer protocol. Its memory is
             held until the ticket is done, as by `Engine.write`; do not change its contents before.
@@ -159,8 +160,6 @@ class TensorStore(Closing):
 
         Raises
         ------
-        UsageError
-            An argument is invalid, or the store is closed.
         NoSpaceError
             The tensor does not fit on the drives; the message has the numbers. The old value stays.
 
@@ -181,7 +180,6 @@ class TensorStore(Closing):
         Parameters
         ----------
         name : str
-            The name.
         out : torch.Tensor or writable buffer
             A contiguous buffer on the CPU, with the stored tensor's number of bytes. Its memory is
             held until the ticket is done, as by `Engine.read`; do not use its contents before.
@@ -196,8 +194,6 @@ class TensorStore(Closing):
 
         Raises
         ------
-        UsageError
-            There is no such tensor, the sizes differ, or the store is closed.
         IOFailure, NoSpaceError
             The put that lost the value failed with it.
 
@@ -211,7 +207,8 @@ class TensorStore(Closing):
 
     def start(self, transfer: Transfer, memory: torch.Tensor) -> None:
         """Start a transfer that the caller has ordered: it starts after all transfers in
-        `Transfer.after`, and waits for no others. `put` and `get` order their transfers themselves.
+        `Transfer.after`, and waits for no others. Raises: as `put` and `get`, which order their
+        transfers themselves.
 
         Parameters
         ----------
@@ -219,11 +216,6 @@ class TensorStore(Closing):
             A planned transfer that has not started.
         memory : torch.Tensor
             As in `put` and `get`.
-
-        Raises
-        ------
-        UsageError, NoSpaceError, IOFailure
-            As `put` and `get`.
         """
         self._begin(transfer, memory, ordered=True)
 
@@ -241,8 +233,6 @@ class TensorStore(Closing):
         ------
         WaitTimeout
             *timeout* passed. The requests continue.
-        UsageError
-            The process was forked since the store was made, or *timeout* is not a number.
         """
         self.check_process()
         failure = transfer.outcome(time_limit(timeout))
@@ -259,14 +249,8 @@ class TensorStore(Closing):
         Parameters
         ----------
         name : str
-            The name.
         missing_ok : bool
             Whether to do nothing if the name has no tensor or the store is closed.
-
-        Raises
-        ------
-        UsageError
-            There is no such tensor.
         """
         _check_name(name)
         if missing_ok and self._changing.closed:
@@ -286,12 +270,9 @@ class TensorStore(Closing):
         Parameters
         ----------
         name : str
-            The name.
 
         Raises
         ------
-        UsageError
-            There is no such tensor.
         IOFailure, NoSpaceError
             The put that lost the value failed with it.
         """
@@ -304,12 +285,6 @@ class TensorStore(Closing):
         Parameters
         ----------
         name : str
-            The name.
-
-        Raises
-        ------
-        UsageError
-            No value of that name is retained.
         """
         with self._locked(), self._changing:
             self._catalog.commit(name)
@@ -321,33 +296,16 @@ class TensorStore(Closing):
         Parameters
         ----------
         name : str
-            The name.
-
-        Raises
-        ------
-        UsageError
-            No value of that name is retained.
         """
         with self._without_put(name):
             self._catalog.roll_back(name)
 
     def nbytes(self, name: str) -> int:
-        """Size of a tensor as of the last put.
+        """Size of a tensor as of the last put, in bytes.
 
         Parameters
         ----------
         name : str
-            The name.
-
-        Returns
-        -------
-        int
-            Bytes.
-
-        Raises
-        ------
-        UsageError
-            There is no such tensor.
         """
         with self._locked(), self._changing:
             nbytes = self._catalog.nbytes(name)
@@ -382,22 +340,12 @@ class TensorStore(Closing):
             return self._space.nbytes - self._space.used_bytes + self._space.available_bytes
 
     def bytes_on(self, path: StrPath) -> int:
-        """Bytes of the tensors on one drive.
+        """Bytes of the tensors on one drive, each extent rounded up to 4 KiB.
 
         Parameters
         ----------
         path : path
             One of `paths`.
-
-        Returns
-        -------
-        int
-            Bytes, each extent rounded up to 4 KiB.
-
-        Raises
-        ------
-        UsageError
-            *path* is not one of the store's.
         """
         with self._locked(), self._changing:
             found = [
@@ -422,8 +370,6 @@ class TensorStore(Closing):
         NoSpaceError
             The drives are too small; the message has the requested size, the space of each drive,
             and the missing bytes.
-        UsageError
-            *nbytes* is invalid, or the store is closed.
 
         Notes
         -----
@@ -448,13 +394,7 @@ class TensorStore(Closing):
             self._bytes_written_before = self._counts["bytes_written"]
 
     def stats(self) -> StoreStats:
-        """Counters since the store was made. Cheap enough to poll.
-
-        Returns
-        -------
-        StoreStats
-            A snapshot.
-        """
+        """A snapshot of the counters. Cheap enough to poll."""
         with self._locked(), self._changing:
             return StoreStats(
                 **self._counts, bytes_written_by_step=tuple(self._bytes_written_by_step)
@@ -484,13 +424,7 @@ class TensorStore(Closing):
             unobserved.raise_failure()
 
     def check_process(self) -> None:
-        """Check that the process was not forked since the store was made.
-
-        Raises
-        ------
-        UsageError
-            The store was made in another process.
-        """
+        """Check that the process was not forked since the store was made. Raises: UsageError."""
         if os.getpid() != self._process_id:
             raise UsageError(
                 "the store belongs to the process that this one was forked from: make one here"
@@ -510,8 +444,6 @@ class TensorStore(Closing):
 
         Raises
         ------
-        UsageError
-            The store is closed.
         UnsupportedError, IOFailure
             As when the store was made: a drive is gone.
         """

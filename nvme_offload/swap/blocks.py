@@ -34,41 +34,20 @@ class Prefetched:
 
 
 class Blocks:
-    """The blocks of values in an arena of *nbytes*, in whole granules, and the transfers to start.
-
-    Attributes
-    ----------
-    arena : Arena
-        The memory.
-    prefetched : Prefetched
-        Values that are ready for a later use.
-    reservations : dict of str to Value
-        Blocks for values that are created later.
-    copies : dict of str to Value
-        Values in memory of which the drive may have a copy, current or stale, oldest first.
-    to_start : list of Transfer
-        Transfers that are decided and not started.
-    placed : int
-        Values with a block.
-    used_bytes, peak_bytes : int
-        Bytes of all blocks of values: now, and the maximum so far.
-    unused_prefetches : int
-        Values that were read and evicted before use.
-    operations : int
-        Values, positions and blocks examined.
-    """
+    """The blocks of values in an arena of *nbytes*, in whole granules, and the transfers to start."""
 
     def __init__(self, nbytes: int, granule: int) -> None:
         self.arena = Arena(nbytes)
         self.prefetched = Prefetched()
-        self.reservations: dict[str, Value] = {}
+        self.reservations: dict[str, Value] = {}  # blocks for values that are created later
+        # Values in memory of which the drive may have a copy, current or stale, oldest first.
         self.copies: dict[str, Value] = {}
-        self.to_start: list[Transfer] = []
-        self.placed = 0
-        self.used_bytes = 0
+        self.to_start: list[Transfer] = []  # decided
+        self.placed = 0  # values with a block
+        self.used_bytes = 0  # of all blocks of values
         self.peak_bytes = 0
-        self.unused_prefetches = 0
-        self.operations = 0
+        self.unused_prefetches = 0  # values that were read and evicted before use
+        self.operations = 0  # values, positions and blocks examined
         self._granule = granule
 
     def rounded(self, nbytes: int) -> int:

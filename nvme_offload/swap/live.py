@@ -106,19 +106,9 @@ class Live:
 
 
 def seconds_left(last: Sequence[tuple[int, float]], moved: int, elapsed: float) -> float | None:
-    """The remaining time of a step that has *moved* so many bytes in *elapsed* seconds.
-
-    Parameters
-    ----------
-    last
-        Samples of the step before, as (bytes moved, seconds), from (0, 0.0) to its end. Empty if
-        there was none.
-
-    Returns
-    -------
-    float or None
-        Seconds, at the pace of this step so far. None if it cannot be estimated: in the first step,
-        or in a step that has moved more bytes than the last.
+    """The remaining seconds of a step that has *moved* so many bytes in *elapsed* seconds, at its pace
+    so far. None in the first step, and in a step that has moved more bytes than the *last*, whose
+    samples are (bytes moved, seconds) from (0, 0.0) to its end.
     """
     if not last or moved > last[-1][0]:
         return None

@@ -23,13 +23,6 @@ class Prefetcher:
     """A cursor ahead of the next use, and the hints, which take precedence over it.
 
     Each value between the next use and the cursor is in memory, or has a block.
-
-    Attributes
-    ----------
-    cursor : int
-        A position of the learned order.
-    lookahead_bytes : int
-        How much is prefetched, in bytes of memory, if there are no residents.
     """
 
     def __init__(
@@ -42,8 +35,8 @@ class Prefetcher:
         uses: Uses,
         need: Need,
     ) -> None:
-        self.cursor = 0
-        self.lookahead_bytes = 0
+        self.cursor = 0  # a position of the learned order
+        self.lookahead_bytes = 0  # how much is prefetched if there are no residents
         self._values = values
         self._order = order
         self._blocks = blocks

@@ -17,32 +17,17 @@ class Residency:
 
     They are packed at the low end of the memory, below *boundary*. The other values, the transient
     ones, share the rest.
-
-    Attributes
-    ----------
-    homes : dict
-        Offset and size of each resident, by name.
-    everything : bool
-        Whether all values fit: they stay where they are, and *homes* is empty.
-    boundary : int
-        The end of the residents' part.
-    transient_bytes : int
-        The memory for values that are not resident, used or prefetched.
-    stays : bool
-        Whether the residents stay, even if others would save more: values cannot move if the drive
-        is full.
-    forced : bool
-        Whether a resident had to be evicted in this period.
     """
 
     def __init__(self) -> None:
-        self.homes: dict[str, tuple[int, int]] = {}
-        self.everything = False
+        self.homes: dict[str, tuple[int, int]] = {}  # offset and size of each resident
+        self.everything = False  # all values fit: they stay where they are, and homes is empty
         self.boundary = 0
-        self.transient_bytes = 0
+        self.transient_bytes = 0  # for values that are not resident, used or prefetched
+        # The residents stay, even if others would save more: values cannot move on a full drive.
         self.stays = False
-        self.forced = False
-        self._may_add = True  # whether residents may be added: none had to leave yet
+        self.forced = False  # a resident had to be evicted in this period
+        self._may_add = True  # no resident had to leave yet, so others may be added
 
     def home(self, name: str, size: int) -> int | None:
         """The offset of the place for *name*, of *size* bytes; None if it is not a resident."""

@@ -43,15 +43,6 @@ class Runner:
 
     The caller must hold the swapper's lock and be in its section *changing*: an exception other
     than an `OffloadError` leaves the tables in an unknown state, unless it interrupted a wait.
-
-    Attributes
-    ----------
-    memory : torch.Tensor
-        All memory of the *pool*.
-    retained : set of str
-        Names of which the store retains a value.
-    write_errors, read_errors : dict of str to OffloadError
-        Errors, by name, that no call has raised yet.
     """
 
     def __init__(
@@ -65,7 +56,8 @@ class Runner:
         import torch
 
         self.memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
-        self.retained: set[str] = set()
+        self.retained: set[str] = set()  # names of which the store retains a value
+        # Errors, by name, that no call has raised yet.
         self.write_errors: dict[str, OffloadError] = {}
         self.read_errors: dict[str, OffloadError] = {}
         self._store = store

@@ -94,7 +94,8 @@ class TensorSwapper(Closing):
     Notes
     -----
     Values that were not flushed are lost when the swapper is closed. Every method raises
-    `UsageError` for an unknown name, an invalid size, or a closed swapper.
+    `UsageError` for an unknown name, an invalid size, a closed swapper, and a value whose state does
+    not allow the call: in use, or not in use.
     """
 
     def __init__(
@@ -127,7 +128,6 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         name : str
-            The name.
         nbytes : int
             Size in bytes.
         lowest : bool
@@ -143,8 +143,6 @@ class TensorSwapper(Closing):
 
         Raises
         ------
-        UsageError
-            *name* is in use.
         OutOfHostMemoryError
             The values in use leave no space; the message gives a sufficient size.
         OffloadError
@@ -174,7 +172,6 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         name : str
-            The name.
         in_order : bool
             Whether the planner learns this use. Pass False if timing decides its place among the
             uses of another thread. A `prefetch` hint can then keep or prefetch the value.
@@ -187,8 +184,6 @@ class TensorSwapper(Closing):
 
         Raises
         ------
-        UsageError
-            There is no such value, or it is in use.
         OutOfHostMemoryError
             The values in use leave no space.
         IOFailure, TruncatedError, CorruptionError
@@ -210,16 +205,10 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         name : str
-            The name.
         changed : bool
             Whether the contents changed since `swap_in`. A created value has changed.
         nbytes : int, optional
             The number of leading bytes to keep of a changed value; all by default.
-
-        Raises
-        ------
-        UsageError
-            The value is not in use, or *nbytes* is out of range.
         """
         kept = None if nbytes is None else operator.index(nbytes)
         with self._lock:
@@ -228,19 +217,13 @@ class TensorSwapper(Closing):
             self._pump()
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> None:
-        """Store a copy of a tensor as a value, replacing an existing one.
+        """Store a copy of a tensor as a value, replacing an existing one. Raises: as `create`.
 
         Parameters
         ----------
         name : str
-            The name.
         tensor : torch.Tensor
             The tensor to copy, on any device.
-
-        Raises
-        ------
-        UsageError, OutOfHostMemoryError, OffloadError
-            As `create`.
         """
         import torch
 
@@ -276,12 +259,6 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         name : str
-            The name.
-
-        Raises
-        ------
-        UsageError
-            There is no such value.
         """
         with self._lock:
             with self._changing:
@@ -293,17 +270,13 @@ class TensorSwapper(Closing):
             self._pump()
 
     def stays(self, name: str) -> bool:
-        """Whether the plan is to keep a value in memory from one use to the next.
+        """Whether the plan is to keep a value in memory from one use to the next. False until an order
+        of use has been learned.
 
         Parameters
         ----------
         name : str
             The name of a value, which need not exist yet.
-
-        Returns
-        -------
-        bool
-            False until an order of use has been learned.
         """
         with self._lock:
             return self._schedule.stays(name)
@@ -315,13 +288,8 @@ class TensorSwapper(Closing):
         Parameters
         ----------
         name : str
-            The name of a value whose contents have not changed since `swap_in`.
-
-        Raises
-        ------
-        UsageError
-            The value is not in use, or its newest version is only in memory: call `write_back`
-            before `swap_in`.
+            The name of a value whose contents have not changed since `swap_in`. The drive must have
+            them: call `write_back` before `swap_in`.
         """
         with self._lock, self._changing:
             if name not in self._runner.retained:
@@ -330,29 +298,23 @@ class TensorSwapper(Closing):
                 self._runner.retained.add(name)
 
     def commit(self, name: str) -> None:
-        """Release the version that `retain` kept.
+        """Release the version that `retain` kept, if there is one.
 
         Parameters
         ----------
         name : str
-            The name; a name without a kept version is ignored.
         """
         with self._lock, self._changing:
             self._runner.commit(name)
 
     def roll_back(self, name: str) -> None:
-        """Return to the version that `retain` kept. Waits for a transfer of the value in flight.
-        The next use in this period is not learned, because it repeats an earlier use.
+        """Return to the version that `retain` kept of a value that is not in use. Waits for a transfer
+        of the value in flight. The next use in this period is not learned, because it repeats an
+        earlier use.
 
         Parameters
         ----------
         name : str
-            The name.
-
-        Raises
-        ------
-        UsageError
-            The value is in use, or no version of it is kept.
         """
         with self._lock:
             with self._changing:
@@ -411,19 +373,11 @@ class TensorSwapper(Closing):
 
     def write_back(self, name: str) -> None:
         """Write back a value that is not in use, if it has changed, and wait. The value stays where
-        it is.
+        it is, even if the write fails. Raises: OffloadError.
 
         Parameters
         ----------
         name : str
-            The name.
-
-        Raises
-        ------
-        UsageError
-            There is no such value, or it is in use.
-        OffloadError
-            The error of the write. The value stays in memory.
         """
         with self._lock, self._changing:
             self._runner.write_back(name)
@@ -454,15 +408,11 @@ class TensorSwapper(Closing):
             return bool(self._changing.interrupted_by)
 
     def reset(self) -> None:
-        """Delete every value, in use or not, and every tensor of the store.
+        """Delete every value, in use or not, and every tensor of the store. Raises: as
+        `TensorStore.reset`.
 
         Call it to continue after an exception, such as KeyboardInterrupt or MemoryError, has
         interrupted a call. Until then, every other method that uses values raises UsageError.
-
-        Raises
-        ------
-        UsageError, UnsupportedError, IOFailure
-            As `TensorStore.reset`.
         """
         with self._lock:
             if self._changing.closed:
@@ -491,7 +441,8 @@ class TensorSwapper(Closing):
             self._lock.release()
 
     def grow(self, nbytes: int, *, pin: bool = True) -> None:
-        """Grow the pool and the budget. All values stay where they are, even values in use.
+        """Grow the pool and the budget. All values stay where they are, even values in use. Raises: as
+        `PinnedPool.grow`.
 
         Parameters
         ----------
@@ -499,11 +450,6 @@ class TensorSwapper(Closing):
             The total budget in bytes.
         pin : bool
             See `PinnedPool.grow`.
-
-        Raises
-        ------
-        UsageError, MemoryError, UnsupportedError
-            As `PinnedPool.grow`.
         """
         import torch
 
@@ -518,22 +464,11 @@ class TensorSwapper(Closing):
             self._pump()
 
     def nbytes(self, name: str) -> int:
-        """Size of a value as created.
+        """Size of a value as created, in bytes.
 
         Parameters
         ----------
         name : str
-            The name.
-
-        Returns
-        -------
-        int
-            Bytes.
-
-        Raises
-        ------
-        UsageError
-            There is no such value.
         """
         with self._lock:
             return self._schedule.size(name)
@@ -548,13 +483,7 @@ class TensorSwapper(Closing):
             return name in self._schedule
 
     def stats(self) -> SwapperStats:
-        """Counters since the swapper was made. Cheap enough to poll: it never waits.
-
-        Returns
-        -------
-        SwapperStats
-            A snapshot.
-        """
+        """A snapshot of the counters. Cheap enough to poll: it never waits."""
         # Do not take the lock: a call holds it while it waits for the drive.
         schedule = self._schedule
         return SwapperStats(
