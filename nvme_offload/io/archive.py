@@ -128,53 +128,32 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
         elif storage.nbytes():
             resident.append((storage, offset))
     del reader
-    written: list[Piece] = []
+    written: list[tuple[int, Ticket]] = []
     with _opened(path, engine) as file:
 
-        def put(pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
-            started: list[tuple[int, Ticket]] = []
-
-            def start() -> Iterator[Ticket]:
-                for offset, tensor in pieces:
-                    step = PIECE_BYTES // tensor.itemsize
-                    for begin in range(0, tensor.numel(), step):
-                        at = offset + begin * tensor.itemsize
-                        started.append(
-                            (
-                                at,
-                                engine.write(
-                                    tensor[begin : begin + step], file, at, checksum=summed
-                                ),
-                            )
-                        )
-                        yield started[-1][1]
-
-            wait_all(start())
-            written.extend(
-                Piece(at, ticket.nbytes, ticket.checksum)
-                for at, ticket in started
-                if ticket.checksum is not None
-            )
+        def start(offset: int, tensor: torch.Tensor) -> Iterator[Ticket]:
+            step = PIECE_BYTES // tensor.itemsize
+            for begin in range(0, tensor.numel(), step):
+                at, piece = offset + begin * tensor.itemsize, tensor[begin : begin + step]
+                written.append((at, engine.write(piece, file, at, checksum=summed)))
+                yield written[-1][1]
 
         for storage, offset in resident:
-            put(
-                [
-                    (
-                        offset,
-                        torch.empty(0, dtype=torch.uint8, device=storage.device)
-                        .set_(storage)
-                        .cpu(),
-                    )
-                ]
-            )
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            wait_all(start(offset, flat.cpu()))
         for provider, wanted in _by_provider(places).items():
             with provider() as values:
-                put(
-                    (offset + begin * itemsize, values[key].flatten())
+                wait_all(
+                    ticket
                     for key, (offset, itemsize), begin in wanted
+                    for ticket in start(offset + begin * itemsize, values[key].flatten())
                 )
         file.sync()
-    return written
+    return [
+        Piece(at, ticket.nbytes, ticket.checksum)
+        for at, ticket in written
+        if ticket.checksum is not None
+    ]
 
 
 def read(path: str, engine: Engine) -> Any:

@@ -66,9 +66,9 @@ class Catalog:
             found += [reader for reader in value.readers if reader not in transfer.after]
         return found
 
-    def puts_in_flight(self, name: str) -> list[Transfer]:
+    def put_in_flight(self, name: str) -> Transfer | None:
         """The put of *name* whose outcome is not recorded, if there is one."""
-        return [self._puts[name]] if name in self._puts else []
+        return self._puts.get(name)
 
     def retain(self, name: str) -> None:
         """Keep the value of *name*, of which no put is in flight, until `commit` or `roll_back`. If
@@ -126,7 +126,7 @@ class Catalog:
     def abort(self, transfer: Transfer, refusal: OffloadError) -> None:
         """End a transfer if one of its requests was refused. The caller raises the error."""
         for request in transfer.requests:
-            cancel_requests([request])
+            cancel_requests([request])  # a request that has started stays
         with contextlib.suppress(OffloadError):
             transfer.outcome()
         self.complete(transfer, refusal)

@@ -236,12 +236,9 @@ class TensorStore(Closing):
         """
         self.check_process()
         failure = transfer.outcome(time_limit(timeout))
-        with self._lock:
-            if self._changing.closed:
-                self._catalog.complete(transfer, failure)
-                return
-            with self._changing:
-                self._catalog.complete(transfer, failure)
+        changing = self._changing
+        with self._lock, contextlib.nullcontext() if changing.closed else changing:
+            self._catalog.complete(transfer, failure)
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
         """Delete a tensor. Its space is freed when the transfers in flight on it have finished.
@@ -348,14 +345,12 @@ class TensorStore(Closing):
             One of `paths`.
         """
         with self._locked(), self._changing:
-            found = [
-                drive.used_bytes for drive in self._space.drives if drive.path == os.fspath(path)
-            ]
-            if not found:
+            if os.fspath(path) not in self.paths:
                 raise UsageError(
                     f"{os.fspath(path)!r} is not a path of this store, which has {', '.join(self.paths)}"
                 )
-            return sum(found)
+            drives = self._space.drives
+            return sum(drive.used_bytes for drive in drives if drive.path == os.fspath(path))
 
     def reserve(self, nbytes: int) -> None:
         """Preallocate space, so that a drive that is too small is reported now.
@@ -451,17 +446,14 @@ class TensorStore(Closing):
             changing = self._changing
             if changing.closed:
                 raise UsageError("the store is closed")
-            interrupted = changing.interrupted_by
-            if not interrupted:
+            if not changing.interrupted_by:
                 self._wait_for_all()  # records the outcomes, which frees the transfers' resources
-            changing.interrupted_by = "reset()"  # in case an exception interrupts this
-            if interrupted:
-                self._wait_for_all()
-            else:
-                for name in self._catalog.sizes():
-                    self._catalog.forget(name)
-                changing.interrupted_by = ""
+                with changing:
+                    for name in self._catalog.sizes():
+                        self._catalog.forget(name)
                 return
+            changing.interrupted_by = "reset()"  # in case an exception interrupts this
+            self._wait_for_all()
             if self._owned_engine is not None:
                 # This also waits for a request whose transfer was lost.
                 with contextlib.suppress(OffloadError):
@@ -489,23 +481,19 @@ class TensorStore(Closing):
         """Context that holds the lock with no put of *name* in flight. Waits for a put in flight."""
         while True:
             with self._locked(), self._changing:
-                puts = self._catalog.puts_in_flight(name)
-                if not puts:
+                put = self._catalog.put_in_flight(name)
+                if put is None:
                     yield
                     return
-            for put in puts:
-                self.finish(put)
+            self.finish(put)
 
     def _wait_for_all(self) -> None:
         """Wait until no transfer is in flight."""
         with self._lock:
             transfers = list(self._catalog.in_flight)
-            interrupted = self._changing.interrupted_by
+            end = Transfer.outcome if self._changing.interrupted_by else self.finish
         for transfer in transfers:
-            if interrupted:
-                transfer.outcome()
-            else:
-                self.finish(transfer)
+            end(transfer)
 
     def __repr__(self) -> str:
         state = "closed" if self._changing.closed else f"{len(self._catalog.sizes())} tensors"
@@ -536,7 +524,7 @@ class TensorStore(Closing):
         """
         writes, requests = transfer.writes, transfer.requests
         after = [request for blocker in transfer.after for request in blocker.requests]
-        puts = [] if writes or not self.checksum else self._catalog.puts_in_flight(transfer.name)
+        put = None if writes or not self.checksum else self._catalog.put_in_flight(transfer.name)
         value = self._catalog.start(transfer)
         transfer.store = self
         try:
@@ -544,21 +532,15 @@ class TensorStore(Closing):
             for index, segment in enumerate(value.segments):
                 if writes:
                     checksum: Any = self.checksum
-                elif puts:
-                    # the checksum is known when this read starts
-                    checksum = puts[0].requests[index]
+                elif put is not None:
+                    checksum = put.requests[index]  # known when this read starts
                 else:
                     checksum = False if segment.checksum is None else segment.checksum
+                start, nbytes, offset = address + segment.start, segment.nbytes, segment.offset
+                file = segment.extent.file
                 requests.append(
                     self.engine._submit_at(
-                        writes,
-                        address + segment.start,
-                        segment.nbytes,
-                        owner,
-                        segment.extent.file,
-                        segment.offset,
-                        checksum,
-                        after,
+                        writes, start, nbytes, owner, file, offset, checksum, after
                     )
                 )
         except OffloadError as refusal:
