@@ -11,7 +11,7 @@ import numpy as np
 from .access_order import NEVER, Period
 
 # The fixed cost of a transfer, in bytes: all else being equal, small values stay.
-REQUEST_BYTES = 256 << 10
+_REQUEST_BYTES = 256 << 10
 
 # Residents that save this share of the best choice are kept, since a new choice moves them all.
 _GOOD_ENOUGH = 0.95
@@ -95,25 +95,18 @@ class Chooser:
         It also tries a few of the largest values as fixed residents: the other values may then need
         far less transient memory.
         """
-        everything = self.transient(())
-        by_size = sorted(
-            (name for name, count in self.counts.items() if count),
-            key=lambda name: self._sizes[name],
-            reverse=True,
-        )
-        firsts = [
-            (self.transient(by_size[:count]).nbytes, by_size[:count])
-            for count in _LARGEST_COUNTS
-            if count <= len(by_size)
-        ]
-        fitting = [
-            (transient, first)
-            for transient, first in firsts
-            if transient + self._bytes(first) <= nbytes
-        ]
-        tried = [self._solve(nbytes, [], everything.nbytes)]
-        if fitting and min(fitting)[0] < everything.nbytes:
-            tried.append(self._solve(nbytes, min(fitting)[1], min(fitting)[0]))
+        used = [name for name, count in self.counts.items() if count]
+        by_size = sorted(used, key=self._sizes.__getitem__, reverse=True)
+        first: list[str] = []
+        least = self.transient(()).nbytes
+        tried = [self._solve(nbytes, first, least)]
+        for count in _LARGEST_COUNTS:
+            largest = by_size[:count]
+            transient = self.transient(largest).nbytes
+            if transient < least and transient + self._bytes(largest) <= nbytes:
+                least, first = transient, largest
+        if first:
+            tried.append(self._solve(nbytes, first, least))
         return max(tried, key=lambda choice: choice.saved_bytes)
 
     def more(self, stay: Collection[str], nbytes: int) -> list[str]:
@@ -194,12 +187,7 @@ def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict
     return counts
 
 
-def choose(
-    counts: Mapping[str, int],
-    sizes: Mapping[str, int],
-    nbytes: int,
-    request_bytes: int = REQUEST_BYTES,
-) -> list[str]:
+def choose(counts: Mapping[str, int], sizes: Mapping[str, int], nbytes: int) -> list[str]:
     """The values resident in *nbytes*, chosen by transfers saved per byte of memory.
 
     If values that save about the same do not all fit, choose some at even distances along the order
@@ -209,7 +197,7 @@ def choose(
     classes: dict[int, list[str]] = {}
     for name, count in counts.items():
         if count:
-            density = count * (1 + request_bytes / sizes[name])
+            density = count * (1 + _REQUEST_BYTES / sizes[name])
             classes.setdefault(round(4 * math.log2(density)), []).append(name)
     chosen: list[str] = []
     left = nbytes

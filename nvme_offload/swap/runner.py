@@ -213,13 +213,9 @@ class Runner:
                 self._counters.bytes_read += transfer.nbytes
             self.write_errors.pop(transfer.name, None)
             return
-        # The error is kept until a call raises it: drop its traceback and context, whose frames
-        # reference other objects.
+        # A call raises it later: drop its traceback and context, whose frames reference objects.
         error.with_traceback(None).__context__ = None
-        if transfer.writes:
-            self.write_errors[transfer.name] = error
-        else:  # raised when the value is needed; a failed prefetch is then read again
-            self.read_errors[transfer.name] = error
+        (self.write_errors if transfer.writes else self.read_errors)[transfer.name] = error
 
     def settle(self, name: str) -> None:
         """Wait until no transfer of *name* is in flight."""
