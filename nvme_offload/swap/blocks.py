@@ -94,7 +94,6 @@ class Blocks:
         value.block = None
         self.copies.pop(value.name, None)
         value.stamp = 0
-        value.evict_after_write = False
         if value.exists:
             self.placed -= 1
             self.used_bytes -= value.size
@@ -137,11 +136,8 @@ class Blocks:
             self.start_write(value)
         if value.state in EVICTABLE:
             value.stamp = 0
-            value.evict_after_write = False
             if not block.reclaimable:
                 self.arena.offer(block)
-        elif value.state == State.REDIRTY:
-            value.evict_after_write = True
 
     def reattach(self, value: Value) -> bool:
         """Reassign to *value* the block from which it is being written, unless the block is reused."""

@@ -271,9 +271,6 @@ class Prefetcher:
                 return
             self._blocks.arena.claim(block)
             self._victims.add(value)
-        if value.evict_after_write:
-            value.evict_after_write = False
-            self._victims.add(value)
 
     def _may_move(self, value: Value) -> bool:
         """Whether *value* is in the wrong part, and fits in the right one."""

@@ -26,7 +26,6 @@ class Residency:
         self.transient_bytes = 0  # for values that are not resident, used or prefetched
         # The residents stay, even if others would save more: values cannot move on a full drive.
         self.stays = False
-        self.forced = False  # a resident had to be evicted in this period
         self._may_add = True  # no resident had to leave yet, so others may be added
 
     def home(self, name: str, size: int) -> int | None:
@@ -52,28 +51,21 @@ class Residency:
         sizes: Mapping[str, int],
         lowest: int,
         nbytes: int,
-        packed: bool,
         present: Mapping[str, int],
     ) -> bool:
         """Choose the residents of the memory from *lowest* to *nbytes*. Returns: whether their
-        places differ from before. With *packed*, all get new places, because of fragmentation.
-        *present*: the offsets of values that are in memory now.
+        places differ from before. *present*: the offsets of values that are in memory now.
         """
-        fits = sum(sizes.values()) <= nbytes - lowest
-        if fits:
-            names, transient, saved = [*sizes], 0, 0
-        else:
-            names, transient, saved = chooser.choose(nbytes - lowest)
+        names, transient, saved = chooser.choose(nbytes - lowest)
         self.everything = False
         if self.homes and self.stays:
-            packed, saved = False, 0
-        if not packed:
-            before = self.homes
-            if self._keep(chooser, sizes, saved, nbytes):
-                return self.homes is not before
+            saved = 0
+        before = self.homes
+        if self._keep(chooser, sizes, saved, nbytes):
+            return self.homes is not before
         self.transient_bytes, self._may_add = transient, True
         self.homes, boundary = _around(names, sizes, lowest, nbytes - transient, present)
-        if packed or not (fits or chooser.is_near(self.homes, saved)):
+        if not chooser.is_near(self.homes, saved):
             self.homes, boundary = _laid_out(names, sizes, lowest)
         self.boundary = boundary if self.homes else 0
         return True

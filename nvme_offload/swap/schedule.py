@@ -212,7 +212,7 @@ class Schedule:
             value.value_bytes = value.nbytes
             self._blocks.copies.setdefault(name, value)  # the drive may have the replaced value
         was_read = value.prefetched_unused and not need.creates
-        value.prefetched_unused = value.evict_after_write = False
+        value.prefetched_unused = False
         value.stamp = 0
         self._blocks.prefetched.remove(value)
         need.value = None
@@ -300,7 +300,7 @@ class Schedule:
         With *stay*, the residents stay even if a learned order would have others.
         """
         if self.order.foretell(sizes, at_once):
-            self._choose_residents(packed=False)
+            self._choose_residents()
             self._residency.stays |= stay
 
     def hint(self, names: Iterable[str]) -> None:
@@ -309,13 +309,9 @@ class Schedule:
 
     def step(self) -> None:
         """End a period of the order of use, and choose the residents of the next ones."""
-        forced, self._residency.forced = self._residency.forced, False
-        adopted = self.order.step()
-        if adopted:
+        if self.order.step():
             self._prefetcher.restart()
-        packed = forced and self._residency.everything
-        if adopted or packed:
-            self._choose_residents(packed)
+            self._choose_residents()
         self._prefetcher.cursor = max(self._prefetcher.cursor, self.order.now)
 
     # Transfers.
@@ -403,7 +399,7 @@ class Schedule:
         self._blocks.arena.grow(nbytes)
         self._set_lookahead()
         if self.order.learned:
-            self._choose_residents(packed=False)
+            self._choose_residents()
 
     def in_use(self) -> bool:
         """Whether any value is in use."""
@@ -446,17 +442,13 @@ class Schedule:
         if succeeded:
             value.to(Event.WRITE_DONE)
             if value.state == State.DIRTY:
-                if value.evict_after_write:
-                    self._blocks.evict(value)
-                else:
-                    self._victims.add(value)
+                self._victims.add(value)
             return
         if value.state <= State.READING:
             self._blocks.restore_failed_write(value, transfer)
         elif value.block is not None and value.block.reclaimable:
             self._blocks.arena.claim(value.block)
         value.to(Event.WRITE_FAILED)
-        value.evict_after_write = False
         if value.state == State.DIRTY:
             self._victims.add(value)
 
@@ -494,10 +486,8 @@ class Schedule:
         if value.state == State.RESERVED and not creates:
             self._blocks.start_read(value)
 
-    def _choose_residents(self, packed: bool) -> None:
-        """Choose the residents of the expected order: see `Residency.choose`. If all values fit,
-        they stay where they are, unless they must be *packed* because of fragmentation.
-        """
+    def _choose_residents(self) -> None:
+        """Choose the residents of the expected order. If all values fit, they stay where they are."""
         period, residency = self.order.period, self._residency
         sizes = {use.name: self._blocks.rounded(use.nbytes) for use in period.uses}
         lowest = max(
@@ -508,7 +498,7 @@ class Schedule:
             ),
             default=0,
         )
-        if not packed and sum(sizes.values()) <= self.nbytes - lowest:
+        if sum(sizes.values()) <= self.nbytes - lowest:
             changed = residency.keep_everything()
         else:
             chooser = Chooser(period, sizes, self._uses.nbytes, self._asked_lookahead)
@@ -517,7 +507,7 @@ class Schedule:
                 for value in self._values.values()
                 if value.block is not None and value.is_kept
             }
-            changed = residency.choose(chooser, sizes, lowest, self.nbytes, packed, present)
+            changed = residency.choose(chooser, sizes, lowest, self.nbytes, present)
         if not changed:
             return
         self._blocks.arena.set_boundary(residency.boundary)

@@ -33,7 +33,6 @@ class Value:
     prefetched_for: int | None = None
     prefetched_unused: bool = False  # read and not used since
     transient: bool = False  # in use, and not a resident
-    evict_after_write: bool = False  # evict it when the write of its older version has ended
     read_failed: bool = False
     retained_bytes: int | None = None  # bytes of the on-drive version to which `roll_back` returns
     keeps_copy: bool = False  # keeps its copy on the drive until its next use ends

@@ -84,7 +84,6 @@ class Victims:
         if start is None and position is None:
             start = self._arena.best_fit(size, above=False)
             if start is None:
-                self._residency.forced = True
                 start = self._evict_for(size, self._heaps[True], None)
             if start is None:
                 gaps = self._uses.gaps(self._arena.nbytes)
