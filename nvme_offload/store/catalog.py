@@ -6,8 +6,8 @@ import contextlib
 
 from ..errors import CancelledError, OffloadError, UsageError, known
 from ..io.engine import cancel_requests
-from .slabs import Stripes
-from .transfer import Segment, Stage, StoredTensor, Transfer
+from .slabs import Segment, Stripes
+from .transfer import Stage, StoredTensor, Transfer
 
 # The maximum number of bytes that one checksum covers.
 SUMMED_BYTES = 8 << 20
@@ -172,16 +172,15 @@ class Catalog:
         return unobserved[0] if unobserved else None
 
     def _new(self, nbytes: int) -> StoredTensor:
-        """Allocate a value, and cut it into segments. Raises: NoSpaceError."""
-        extents = self._space.allocate(nbytes, "put")
+        """Allocate a value, in segments with one checksum each. Raises: NoSpaceError."""
         segments, start = [], 0
-        for extent in extents:
-            step = SUMMED_BYTES if self._summed else extent.nbytes
-            for inner in range(0, extent.nbytes, step):
-                size = min(step, extent.nbytes - inner)
-                segments.append(Segment(extent, extent.offset + inner, start + inner, size))
-            start += extent.nbytes
-        return StoredTensor(nbytes, extents, segments)
+        for whole in self._space.allocate(nbytes):
+            step = SUMMED_BYTES if self._summed else whole.nbytes
+            for inner in range(0, whole.nbytes, step):
+                size, offset = min(step, whole.nbytes - inner), whole.offset + inner
+                segments.append(Segment(whole.slabs, whole.file, offset, size, start + inner))
+            start += whole.nbytes
+        return StoredTensor(nbytes, segments)
 
     def _overwritten(self, name: str, nbytes: int) -> StoredTensor | None:
         """The current value of *name*, if a put of *nbytes* overwrites it."""
@@ -220,8 +219,9 @@ class Catalog:
 
     def _free_if_unused(self, value: StoredTensor) -> None:
         if value.dropped and value.users == 0:
-            self._space.free(value.extents)
-            value.extents = []
+            for segment in value.segments:
+                segment.slabs.free(segment)
+            value.segments = []
 
 
 def _name_tensor(error: OffloadError, name: str) -> None:

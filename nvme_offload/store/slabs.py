@@ -4,13 +4,13 @@ tensors over several drives, by weight.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import IOFailure, NoSpaceError
 from ..hardware import sysfs
@@ -26,13 +26,16 @@ _STRIPED_FROM_BYTES = 4 << 20
 _STRIPE_UNIT_BYTES = 64 << 10
 
 
-class Extent(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Segment:
     """Allocated bytes: *nbytes* at *offset* of *file*, on the drive of *slabs*."""
 
     slabs: Slabs
     file: File
     offset: int
     nbytes: int
+    start: int = 0  # of the tensor's bytes
+    checksum: int | None = None  # if the store keeps checksums
 
 
 class Slabs:
@@ -66,13 +69,13 @@ class Slabs:
             blocks = max(status.f_bfree - sysfs.blocks_for_ext4_itself(self.device), 0)
         return blocks * status.f_frsize
 
-    def allocate(self, nbytes: int) -> list[Extent]:
-        """Allocate *nbytes* in as few extents as possible: one, unless the drive is nearly full. If
+    def allocate(self, nbytes: int) -> list[Segment]:
+        """Allocate *nbytes* in as few segments as possible: one, unless the drive is nearly full. If
         the drive is full, allocate fewer bytes.
         """
         if self._largest_free_bytes < nbytes:
             self._grow_for(nbytes)
-        taken: list[Extent] = []
+        taken: list[Segment] = []
         try:
             while nbytes > 0 and (
                 largest := self._largest_free_bytes or self._grow_remaining(nbytes)
@@ -80,8 +83,8 @@ class Slabs:
                 taken.append(self._take(min(nbytes, largest)))
                 nbytes -= taken[-1].nbytes
         except BaseException:
-            for extent in taken:
-                self.free(extent)
+            for segment in taken:
+                self.free(segment)
             raise
         return taken
 
@@ -92,12 +95,12 @@ class Slabs:
             self._grow_remaining(nbytes)
         return self.nbytes - before
 
-    def free(self, extent: Extent) -> None:
-        """Free *extent*."""
-        extents = self._files.get(extent.file)
+    def free(self, segment: Segment) -> None:
+        """Free *segment*."""
+        extents = self._files.get(segment.file)
         if extents is not None:  # None after close
-            size = _whole_granules(extent.nbytes)
-            extents.add(extent.offset, extent.offset + size)
+            size = _whole_granules(segment.nbytes)
+            extents.add(segment.offset, segment.offset + size)
             self.used_bytes -= size
 
     def grow(self, nbytes: int) -> None:
@@ -119,7 +122,7 @@ class Slabs:
     def _largest_free_bytes(self) -> int:
         return max((extents.largest_bytes for extents in self._files.values()), default=0)
 
-    def _take(self, nbytes: int) -> Extent:
+    def _take(self, nbytes: int) -> Segment:
         """Take *nbytes*, at most `_largest_free_bytes`, from the first file that has them."""
         size = _whole_granules(nbytes)
         file, extents, offset = next(
@@ -129,7 +132,7 @@ class Slabs:
         )
         extents.remove(offset, offset + size)
         self.used_bytes += size
-        return Extent(self, file, offset, nbytes)
+        return Segment(self, file, offset, nbytes)
 
     def _grow_for(self, nbytes: int) -> None:
         # Steps of at most a quarter of the free space leave space for others; large steps keep the
@@ -188,33 +191,28 @@ class Stripes:
         """Bytes that the drives can still allocate. Paths on one filesystem count once."""
         return sum({drive.device: drive.available_bytes for drive in self.drives}.values())
 
-    def allocate(self, nbytes: int, operation: str) -> list[Extent]:
-        """Allocate *nbytes*. Returns: the extents, in order. Raises: NoSpaceError for *operation*,
-        without allocating anything.
+    def allocate(self, nbytes: int) -> list[Segment]:
+        """Allocate *nbytes*. Returns: the segments, in order. Raises: NoSpaceError, without
+        allocating anything.
         """
-        taken: list[Extent] = []
+        taken: list[Segment] = []
         try:
             for drive, share in zip(self.drives, self._shares(nbytes), strict=True):
                 if share > 0:
                     taken += drive.allocate(share)
-            missing = nbytes - sum(extent.nbytes for extent in taken)
             for drive in sorted(self.drives, key=_fullness):
-                if missing > 0:
-                    taken += (overflow := drive.allocate(missing))
-                    missing -= sum(extent.nbytes for extent in overflow)
+                missing = nbytes - sum(segment.nbytes for segment in taken)
+                taken += drive.allocate(missing)
+            missing = nbytes - sum(segment.nbytes for segment in taken)
             if missing > 0:
-                raise self._no_space(operation, nbytes, missing)
+                raise self._no_space("put", nbytes, missing)
         except BaseException:
-            self.free(taken)
+            for segment in taken:
+                segment.slabs.free(segment)
             raise
-        # The extent that is not a whole number of granules is last, so that all other extents start
-        # at a granule of the tensor, too.
-        return sorted(taken, key=lambda extent: extent.nbytes % GRANULE_BYTES != 0)
-
-    def free(self, extents: Sequence[Extent]) -> None:
-        """Free *extents*."""
-        for extent in extents:
-            extent.slabs.free(extent)
+        # The segment that is not a whole number of granules is last, so that all others start at a
+        # granule of the tensor, too.
+        return sorted(taken, key=lambda segment: segment.nbytes % GRANULE_BYTES != 0)
 
     def reserve(self, nbytes: int) -> None:
         """Grow to *nbytes* in total. Raises: NoSpaceError."""

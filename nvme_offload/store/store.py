@@ -537,7 +537,7 @@ class TensorStore(Closing):
                 else:
                     checksum = False if segment.checksum is None else segment.checksum
                 start, nbytes, offset = address + segment.start, segment.nbytes, segment.offset
-                file = segment.extent.file
+                file = segment.file
                 requests.append(
                     self.engine._submit_at(
                         writes, start, nbytes, owner, file, offset, checksum, after

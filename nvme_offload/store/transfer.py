@@ -13,23 +13,10 @@ from typing import TYPE_CHECKING
 
 from ..errors import OffloadError, WaitTimeout, known
 from ..io.engine import Request, cancel_requests
-from .slabs import Extent
+from .slabs import Segment
 
 if TYPE_CHECKING:
     from .store import TensorStore
-
-
-@dataclasses.dataclass(slots=True)
-class Segment:
-    """A piece of a stored tensor: *nbytes* from byte *start* of the tensor, at *offset* of the
-    extent's file, with a *checksum* if the store keeps checksums.
-    """
-
-    extent: Extent
-    offset: int
-    start: int
-    nbytes: int
-    checksum: int | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -41,7 +28,6 @@ class StoredTensor:
     """
 
     nbytes: int
-    extents: list[Extent]
     segments: list[Segment]
     users: int = 0
     dropped: bool = False

@@ -282,12 +282,12 @@ def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
     old, new = random_bytes(SIZES[1]), random_bytes(SIZES[1])
     with store_on(stalling_directory, checksum=True) as store:
         store.put("a", old).wait(PATIENCE)
-        extent = store._catalog.current("a").extents[0]
+        segment = store._catalog.current("a").segments[0]
         with stall() as let_go:
             put = store.put("a", new)
             tickets = [Ticket(request) for request in put.requests]
             damage = Transfer("damage", True, 1)
-            written = store.engine.write(~new[5:6], extent.file, extent.offset + 5, after=tickets)
+            written = store.engine.write(~new[5:6], segment.file, segment.offset + 5, after=tickets)
             damage.requests.append(written._request)
             damaged = store.get("a", np.zeros_like(new), after=[put, damage])
             let_go()
