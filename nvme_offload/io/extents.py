@@ -57,24 +57,27 @@ class Extents:
         if index < len(starts) and after == end != self._barrier:
             end = self._remove(index)
         if index and before == start != self._barrier:
-            start = starts[index - 1]
-            self._remove(index - 1)
-        self._insert(start, end)
+            index -= 1
+            start = starts[index]
+            self._remove(index)
+        self._insert(index, start, end)
 
     def remove(self, start: int, end: int) -> None:
         """Take the bytes from *start* to *end*. Raises: InvariantError if they are not free."""
-        found = self.containing(start)
-        if found is None or end > found[1]:
+        index = bisect_right(self._starts, start) - 1
+        first = self._starts[index] if index >= 0 else start
+        if end > self._ends.get(first, start):
             raise InvariantError(f"the bytes {start} to {end} are not free")
         self.nbytes -= end - start
-        self._remove(bisect_left(self._starts, found[0]))
-        if found[0] < start:
-            self._insert(found[0], start)
-        if end < found[1]:
-            self._insert(end, found[1])
+        last = self._remove(index)
+        if first < start:
+            self._insert(index, first, start)
+            index += 1
+        if end < last:
+            self._insert(index, end, last)
 
-    def _insert(self, start: int, end: int) -> None:
-        insort(self._starts, start)
+    def _insert(self, index: int, start: int, end: int) -> None:
+        self._starts.insert(index, start)
         self._ends[start] = end
         insort(self._sizes[start >= self._barrier], (end - start, start))
 

@@ -114,30 +114,33 @@ class Arena:
         are overwritten.
         """
         end = start + nbytes
-        run = self._runs.containing(start)
+        block, until = self._by_start.get(start), end
+        if block is None or start < self.boundary < end:
+            first, until = self._runs.containing(start) or (start, end)
+            block = next((each for each in self.blocks(first) if each.end > start), None)
+        self._runs.remove(start, min(end, until))
+        if until < end:
+            self._runs.remove(until, end)  # another run, which meets the first at the boundary
         lost: list[Value] = []
         writes: list[Transfer] = []
-        for block in self.blocks(start if run is None else run[0]):
-            if block.start >= end:
-                break
-            if block.end <= start:
-                continue
-            self.claim(block)
+        while block is not None and block.start < end:
+            following = self.following(block)
             self._unlink(block)
             if block.owner is not None:
                 lost.append(block.owner)
-            writes += [
-                write
-                for write in block.writes
-                if not write.ended
-                and write not in writes
-                and write.offset < end
-                and start < write.offset + write.block_bytes
-            ]
-            for rest in (block.start, min(start, block.end)), (max(end, block.start), block.end):
-                if rest[0] < rest[1]:
-                    self._link(Block(*rest, None, block.writes, True))
-                    self._runs.add(*rest)
+            for write in block.writes:
+                if (
+                    not write.ended
+                    and write not in writes
+                    and write.offset < end
+                    and start < write.offset + write.block_bytes
+                ):
+                    writes.append(write)
+            if block.start < start:
+                self._link(Block(block.start, start, None, block.writes, True))
+            if block.end > end:
+                self._link(Block(end, block.end, None, block.writes, True))
+            block = following
         return self._link(Block(start, end, owner, tuple(writes))), lost
 
     def overlapping(self, start: int, end: int) -> list[Block]:
