@@ -31,7 +31,7 @@ from .by_torch import (
 from .packed import MASTER_INDEX, Packed, Unpacked
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
-_ROWS = 8  # rows of a program: 2048 values
+_ROWS = tl.constexpr(8)  # rows of a program: 2048 values
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(INFINITY)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -43,6 +43,8 @@ _LEAST_NORMAL = tl.constexpr(LEAST_NORMAL)
 _LEAST_NORMAL_BITS = tl.constexpr((127 - 14) << 23)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
+_TOP_SIGNED = tl.constexpr(TOP_OCTAVE[True])
+_TOP_UNSIGNED = tl.constexpr(TOP_OCTAVE[False])
 _RANGE = tl.constexpr(RANGE)
 _NEGLIGIBLE_RATIO = tl.constexpr(NEGLIGIBLE_RATIO)
 _MOST_FAR = tl.constexpr(MOST_FAR)
@@ -52,9 +54,9 @@ _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
 @triton.jit
-def _places(count, ROWS: tl.constexpr):
+def _places(count):
     # the rows of this program, the places of their values, and a mask of the places that exist
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
     place = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     return row, place, place < count
 
@@ -79,24 +81,14 @@ def _names(row, names, count):
 
 
 @triton.jit
-def _store_codes(
-    bits,
-    codes,
-    exponents,
-    table,
-    name,
-    state,
-    count,
-    SIGNED: tl.constexpr,
-    TOP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row, place, inside = _places(count, ROWS)
+def _store_codes(bits, codes, exponents, table, name, state, count, SIGNED: tl.constexpr):
+    row, place, inside = _places(count)
     magnitude = bits & _MAGNITUDE
     largest = tl.minimum(tl.max(magnitude, axis=1), _INFINITY)  # for a NaN the sum would overflow
     exponent = tl.maximum((largest + _STEP - 1) >> 23, _LEAST_EXPONENT)
     finite = exponent < 254
-    scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
+    top: tl.constexpr = _TOP_SIGNED if SIGNED else _TOP_UNSIGNED
+    scale = ((254 + top - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = magnitude.to(tl.float32, bitcast=True) * scale[:, None]
     if SIGNED:
         held = (scaled + _LEAST_NORMAL).to(tl.int32, bitcast=True) - _OCTAVE
@@ -115,27 +107,16 @@ def _store_codes(
 
 
 @triton.jit(do_not_specialize=["state"])
-def _encode(
-    values,
-    codes,
-    exponents,
-    table,
-    names,
-    state,
-    count,
-    SIGNED: tl.constexpr,
-    TOP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row, place, inside = _places(count, ROWS)
+def _encode(values, codes, exponents, table, names, state, count, SIGNED: tl.constexpr):
+    row, place, inside = _places(count)
     name = _names(row, names, count)
     bits = tl.load(values + place, mask=inside, other=0)
-    _store_codes(bits, codes, exponents, table, name, state, count, SIGNED, TOP, ROWS)
+    _store_codes(bits, codes, exponents, table, name, state, count, SIGNED)
 
 
 @triton.jit
-def _decoded(codes, exponents, count, SIGNED: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr):
-    row, place, inside = _places(count, ROWS)
+def _decoded(codes, exponents, count, SIGNED: tl.constexpr):
+    row, place, inside = _places(count)
     field = tl.load(exponents + row, mask=row * _BLOCK < count, other=0).to(tl.int32)
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
     if SIGNED:
@@ -144,7 +125,8 @@ def _decoded(codes, exponents, count, SIGNED: tl.constexpr, TOP: tl.constexpr, R
     else:
         magnitude = code
         sign = code & 0
-    octave = tl.maximum(field, _LEAST_EXPONENT) - TOP
+    top: tl.constexpr = _TOP_SIGNED if SIGNED else _TOP_UNSIGNED
+    octave = tl.maximum(field, _LEAST_EXPONENT) - top
     scale = (octave << 23).to(tl.float32, bitcast=True)
     scale = tl.where(field == _NOT_FINITE, float("nan"), scale)
     bits = (magnitude << _DROPPED) + _CODE_ZERO
@@ -156,11 +138,9 @@ def _decoded(codes, exponents, count, SIGNED: tl.constexpr, TOP: tl.constexpr, R
 
 
 @triton.jit
-def _decode(
-    codes, exponents, values, count, SIGNED: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr
-):
-    _, place, inside = _places(count, ROWS)
-    decoded = _decoded(codes, exponents, count, SIGNED, TOP, ROWS)
+def _decode(codes, exponents, values, count, SIGNED: tl.constexpr):
+    _, place, inside = _places(count)
+    decoded = _decoded(codes, exponents, count, SIGNED)
     tl.store(values + place, decoded, mask=inside)
 
 
@@ -172,8 +152,8 @@ def _with_24_bits(bits, random):
 
 
 @triton.jit(do_not_specialize=["state"])
-def _round_to_24(values, table, names, state, count, ROWS: tl.constexpr):
-    row, place, inside = _places(count, ROWS)
+def _round_to_24(values, table, names, state, count):
+    row, place, inside = _places(count)
     random = _randoms(_names(row, names, count), table, state)
     bits = tl.load(values + place, mask=inside, other=0)
     tl.store(values + place, _with_24_bits(bits, random), mask=inside)
@@ -192,15 +172,15 @@ def _store_halves(bits, working, low, place, inside, SHORT: tl.constexpr):
 
 
 @triton.jit
-def _split(master, working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
-    _, place, inside = _places(count, ROWS)
+def _split(master, working, low, count, SHORT: tl.constexpr):
+    _, place, inside = _places(count)
     bits = tl.load(master + place, mask=inside, other=0)
     _store_halves(bits, working, low, place, inside, SHORT)
 
 
 @triton.jit
-def _joined(working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
-    _, place, inside = _places(count, ROWS)
+def _joined(working, low, count, SHORT: tl.constexpr):
+    _, place, inside = _places(count)
     upper = tl.load(working + place, mask=inside, other=0).to(tl.int32) << 16
     lower = tl.load(low + place, mask=inside, other=0).to(tl.int32)
     if SHORT:
@@ -210,14 +190,14 @@ def _joined(working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _join(working, low, master, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
-    _, place, inside = _places(count, ROWS)
-    tl.store(master + place, _joined(working, low, count, SHORT, ROWS), mask=inside)
+def _join(working, low, master, count, SHORT: tl.constexpr):
+    _, place, inside = _places(count)
+    tl.store(master + place, _joined(working, low, count, SHORT), mask=inside)
 
 
 @triton.jit
-def _mark_far(values, first, far, count, eps, HAS_FIRST: tl.constexpr, ROWS: tl.constexpr):
-    row, place, inside = _places(count, ROWS)
+def _mark_far(values, first, far, count, eps, HAS_FIRST: tl.constexpr):
+    row, place, inside = _places(count)
     part = tl.load(values + place, mask=inside, other=0.0)
     largest = tl.max(part, axis=1)
     is_nan = tl.max((part != part).to(tl.int32), axis=1) > 0
@@ -250,19 +230,16 @@ def _unpack(
     SPLIT: tl.constexpr,
     SHORT: tl.constexpr,
     CODES: tl.constexpr,
-    TOP_SIGNED: tl.constexpr,
-    TOP_UNSIGNED: tl.constexpr,
     WIDEN: tl.constexpr,
     SHIFT: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     if SPLIT:
-        _join(working, low, master, count, SHORT, ROWS)
+        _join(working, low, master, count, SHORT)
     if CODES:
-        _decode(first_codes, first_exponents, first, count, True, TOP_SIGNED, ROWS)
-        _decode(second_codes, second_exponents, second, count, False, TOP_UNSIGNED, ROWS)
+        _decode(first_codes, first_exponents, first, count, True)
+        _decode(second_codes, second_exponents, second, count, False)
     if WIDEN:
-        _, place, inside = _places(count, ROWS)
+        _, place, inside = _places(count)
         values = tl.load(gradient + place, mask=inside, other=0)
         if SHIFT:
             values = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -289,11 +266,8 @@ def _pack(
     SPLIT: tl.constexpr,
     SHORT: tl.constexpr,
     CODES: tl.constexpr,
-    TOP_SIGNED: tl.constexpr,
-    TOP_UNSIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    row, place, inside = _places(count, ROWS)
+    row, place, inside = _places(count)
     name = row + first_name
     if SPLIT:
         bits = tl.load(master + place, mask=inside, other=0)
@@ -310,8 +284,6 @@ def _pack(
             first_state,
             count,
             True,
-            TOP_SIGNED,
-            ROWS,
         )
         _store_codes(
             tl.load(second + place, mask=inside, other=0),
@@ -322,8 +294,6 @@ def _pack(
             second_state,
             count,
             False,
-            TOP_UNSIGNED,
-            ROWS,
         )
 
 
@@ -362,13 +332,10 @@ def _adam(
     DECAYS: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    TOP_SIGNED: tl.constexpr,
-    TOP_UNSIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
     # Source: adam_math in ATen/native/cuda/fused_adam_utils.cuh, with the sums that nvcc fuses with a
     # product.
-    row, place, inside = _places(count, ROWS)
+    row, place, inside = _places(count)
     grad = tl.load(gradient + place, mask=inside, other=0)
     if SHIFT:
         grad = (grad.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -376,12 +343,12 @@ def _adam(
     if MAXIMIZE:
         grad = -grad
     if SPLIT:  # noqa: SIM108  # Triton would compile both sides of an expression
-        value = _joined(weight, low, count, SHORT, ROWS).to(tl.float32, bitcast=True)
+        value = _joined(weight, low, count, SHORT).to(tl.float32, bitcast=True)
     else:
         value = tl.load(master + place, mask=inside, other=0)
     if CODES:
-        average = _decoded(first, first_exponents, count, True, TOP_SIGNED, ROWS)
-        square = _decoded(second, second_exponents, count, False, TOP_UNSIGNED, ROWS)
+        average = _decoded(first, first_exponents, count, True)
+        square = _decoded(second, second_exponents, count, False)
     else:
         average = tl.load(first + place, mask=inside, other=0)
         square = tl.load(second + place, mask=inside, other=0)
@@ -406,9 +373,7 @@ def _adam(
         tl.store(master + place, value, mask=inside)
     if CODES:
         bits = average.to(tl.int32, bitcast=True)
-        _store_codes(
-            bits, first, first_exponents, table, name, first_state, count, True, TOP_SIGNED, ROWS
-        )
+        _store_codes(bits, first, first_exponents, table, name, first_state, count, True)
         bits = square.to(tl.int32, bitcast=True)
         _store_codes(
             bits,
@@ -419,8 +384,6 @@ def _adam(
             second_state,
             count,
             False,
-            TOP_UNSIGNED,
-            ROWS,
         )
     else:
         tl.store(first + place, average, mask=inside)
@@ -439,7 +402,7 @@ def encode(
     """See `eight_bit.encode`."""
     randoms = _randoms_of(values, seed, blocks)
     places = values.view(torch.int32), codes, exponents
-    _launch(_encode, *places, *randoms, count=values.numel(), SIGNED=signed, TOP=TOP_OCTAVE[signed])
+    _launch(_encode, *places, *randoms, count=values.numel(), SIGNED=signed)
 
 
 def decode(
@@ -453,7 +416,6 @@ def decode(
         values,
         count=values.numel(),
         SIGNED=signed,
-        TOP=TOP_OCTAVE[signed],
     )
 
 
@@ -504,8 +466,6 @@ def unpack(packed: Packed, unpacked: Unpacked, gradient: torch.Tensor) -> None:
         SPLIT=low is not None,
         SHORT=low is not None and low.dtype == torch.int8,
         CODES=bool(codes),
-        TOP_SIGNED=TOP_OCTAVE[True],
-        TOP_UNSIGNED=TOP_OCTAVE[False],
         WIDEN=unpacked.gradient is not None,
         SHIFT=shifts,
     )
@@ -532,8 +492,6 @@ def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> Non
         SPLIT=low is not None,
         SHORT=low is not None and low.dtype == torch.int8,
         CODES=bool(codes),
-        TOP_SIGNED=TOP_OCTAVE[True],
-        TOP_UNSIGNED=TOP_OCTAVE[False],
     )
 
 
@@ -578,8 +536,6 @@ def adam(
         DECAYS=options["weight_decay"] != 0,
         DECOUPLED=bool(options["decoupled_weight_decay"]),
         MAXIMIZE=bool(options["maximize"]),
-        TOP_SIGNED=TOP_OCTAVE[True],
-        TOP_UNSIGNED=TOP_OCTAVE[False],
         enable_fp_fusion=False,
     )
 
@@ -595,8 +551,8 @@ def _randoms_of(
 
 def _launch(kernel: Any, *arguments: Any, count: int, **options: Any) -> None:
     """Launch *kernel* on the current stream of the device of the first of the *arguments*."""
-    programs = -(-count // (BLOCK * _ROWS))
+    programs = -(-count // (BLOCK * _ROWS.value))
     if programs:
         device_of: Any = torch.cuda.device_of
         with device_of(arguments[0]):
-            kernel[programs,](*arguments, count=count, ROWS=_ROWS, **options)
+            kernel[programs,](*arguments, count=count, **options)
