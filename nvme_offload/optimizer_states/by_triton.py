@@ -88,7 +88,7 @@ def _store_codes(bits, codes, exponents, table, name, state, count, SIGNED: tl.c
     exponent = tl.maximum((largest + _STEP - 1) >> 23, _LEAST_EXPONENT)
     finite = exponent < 254
     top: tl.constexpr = _TOP_SIGNED if SIGNED else _TOP_UNSIGNED
-    scale = ((254 + top - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = ((254 - exponent + top) << 23).to(tl.float32, bitcast=True)
     scaled = magnitude.to(tl.float32, bitcast=True) * scale[:, None]
     if SIGNED:
         held = (scaled + _LEAST_NORMAL).to(tl.int32, bitcast=True) - _OCTAVE
@@ -160,43 +160,43 @@ def _round_to_24(values, table, names, state, count):
 
 
 @triton.jit
-def _store_halves(bits, working, low, place, inside, SHORT: tl.constexpr):
+def _store_halves(bits, working, low, place, inside):
     upper = bits >> 16
     quiet = tl.where((upper & 0x7F) == 0, upper | 0x40, upper)
     rounded = tl.where((bits & _MAGNITUDE) > _INFINITY, quiet, (bits + 0x8000) >> 16)
     tl.store(working + place, rounded.to(tl.int16), mask=inside)
-    if SHORT:
+    if low.dtype.element_ty == tl.int8:
         tl.store(low + place, (bits >> 8).to(tl.int8), mask=inside)
     else:
         tl.store(low + place, bits.to(tl.int16), mask=inside)
 
 
 @triton.jit
-def _split(master, working, low, count, SHORT: tl.constexpr):
+def _split(master, working, low, count):
     _, place, inside = _places(count)
     bits = tl.load(master + place, mask=inside, other=0)
-    _store_halves(bits, working, low, place, inside, SHORT)
+    _store_halves(bits, working, low, place, inside)
 
 
 @triton.jit
-def _joined(working, low, count, SHORT: tl.constexpr):
+def _joined(working, low, count):
     _, place, inside = _places(count)
     upper = tl.load(working + place, mask=inside, other=0).to(tl.int32) << 16
     lower = tl.load(low + place, mask=inside, other=0).to(tl.int32)
-    if SHORT:
+    if low.dtype.element_ty == tl.int8:
         lower = lower << 8
     is_nan = (upper & _MAGNITUDE) > _INFINITY
     return tl.where(is_nan, upper | (lower & 0xFFFF), upper + lower)
 
 
 @triton.jit
-def _join(working, low, master, count, SHORT: tl.constexpr):
+def _join(working, low, master, count):
     _, place, inside = _places(count)
-    tl.store(master + place, _joined(working, low, count, SHORT), mask=inside)
+    tl.store(master + place, _joined(working, low, count), mask=inside)
 
 
 @triton.jit
-def _mark_far(values, first, far, count, eps, HAS_FIRST: tl.constexpr):
+def _mark_far(values, first, far, count, eps):
     row, place, inside = _places(count)
     part = tl.load(values + place, mask=inside, other=0.0)
     largest = tl.max(part, axis=1)
@@ -204,13 +204,28 @@ def _mark_far(values, first, far, count, eps, HAS_FIRST: tl.constexpr):
     least = tl.where(is_nan, float("nan"), largest) * _RANGE
     roots = tl.sqrt_rn(part)
     updates = roots * 8
-    if HAS_FIRST:
+    if first is not None:
         updates = tl.abs(tl.load(first + place, mask=inside, other=0.0)) * _NEGLIGIBLE_RATIO
     allowed = tl.sqrt_rn(least) > eps / 8
     matter = (part > 0) & (part < least[:, None]) & allowed[:, None] & (updates >= roots + eps)
     before = tl.load(far + row, mask=row * _BLOCK < count, other=0)
     found = (tl.sum(matter.to(tl.int32), axis=1) > _MOST_FAR).to(tl.int8)
     tl.store(far + row, before | found, mask=row * _BLOCK < count)
+
+
+@triton.jit
+def _load_gradient(gradient, place, inside):
+    values = tl.load(gradient + place, mask=inside, other=0)
+    if gradient.dtype.element_ty == tl.int16:  # bfloat16, the upper half of a float32
+        values = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store_master(bits, working, low, table, name, state, place, inside):
+    if low.dtype.element_ty == tl.int8:
+        bits = _with_24_bits(bits, _randoms(name, table, state))
+    _store_halves(bits, working, low, place, inside)
 
 
 @triton.jit
@@ -227,74 +242,45 @@ def _unpack(
     gradient,
     wide,
     count,
-    SPLIT: tl.constexpr,
-    SHORT: tl.constexpr,
-    CODES: tl.constexpr,
-    WIDEN: tl.constexpr,
-    SHIFT: tl.constexpr,
 ):
-    if SPLIT:
-        _join(working, low, master, count, SHORT)
-    if CODES:
+    if low is not None:
+        _join(working, low, master, count)
+    if first_codes is not None:
         _decode(first_codes, first_exponents, first, count, True)
         _decode(second_codes, second_exponents, second, count, False)
-    if WIDEN:
+    if wide is not None:
         _, place, inside = _places(count)
-        values = tl.load(gradient + place, mask=inside, other=0)
-        if SHIFT:
-            values = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        tl.store(wide + place, values.to(tl.float32), mask=inside)
+        tl.store(wide + place, _load_gradient(gradient, place, inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_name", "master_state", "first_state", "second_state"])
 def _pack(
-    master,
     working,
     low,
-    first,
+    master,
     first_codes,
     first_exponents,
-    second,
+    first,
     second_codes,
     second_exponents,
+    second,
     table,
     first_name,
     master_state,
     first_state,
     second_state,
     count,
-    SPLIT: tl.constexpr,
-    SHORT: tl.constexpr,
-    CODES: tl.constexpr,
 ):
     row, place, inside = _places(count)
     name = row + first_name
-    if SPLIT:
+    if low is not None:
         bits = tl.load(master + place, mask=inside, other=0)
-        if SHORT:
-            bits = _with_24_bits(bits, _randoms(name, table, master_state))
-        _store_halves(bits, working, low, place, inside, SHORT)
-    if CODES:
-        _store_codes(
-            tl.load(first + place, mask=inside, other=0),
-            first_codes,
-            first_exponents,
-            table,
-            name,
-            first_state,
-            count,
-            True,
-        )
-        _store_codes(
-            tl.load(second + place, mask=inside, other=0),
-            second_codes,
-            second_exponents,
-            table,
-            name,
-            second_state,
-            count,
-            False,
-        )
+        _store_master(bits, working, low, table, name, master_state, place, inside)
+    if first_codes is not None:
+        bits = tl.load(first + place, mask=inside, other=0).to(tl.int32, bitcast=True)
+        _store_codes(bits, first_codes, first_exponents, table, name, first_state, count, True)
+        bits = tl.load(second + place, mask=inside, other=0).to(tl.int32, bitcast=True)
+        _store_codes(bits, second_codes, second_exponents, table, name, second_state, count, False)
 
 
 _NOT_SPECIALIZED = [
@@ -305,7 +291,7 @@ _NOT_SPECIALIZED = [
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _adam(
-    weight,
+    working,
     low,
     master,
     gradient,
@@ -325,10 +311,6 @@ def _adam(
     decay,
     eps,
     count,
-    SPLIT: tl.constexpr,
-    SHORT: tl.constexpr,
-    CODES: tl.constexpr,
-    SHIFT: tl.constexpr,
     DECAYS: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -336,17 +318,14 @@ def _adam(
     # Source: adam_math in ATen/native/cuda/fused_adam_utils.cuh, with the sums that nvcc fuses with a
     # product.
     row, place, inside = _places(count)
-    grad = tl.load(gradient + place, mask=inside, other=0)
-    if SHIFT:
-        grad = (grad.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    grad = grad.to(tl.float32)
+    grad = _load_gradient(gradient, place, inside)
     if MAXIMIZE:
         grad = -grad
-    if SPLIT:  # noqa: SIM108  # Triton would compile both sides of an expression
-        value = _joined(weight, low, count, SHORT).to(tl.float32, bitcast=True)
+    if low is not None:  # noqa: SIM108  # Triton would compile both sides of an expression
+        value = _joined(working, low, count).to(tl.float32, bitcast=True)
     else:
         value = tl.load(master + place, mask=inside, other=0)
-    if CODES:
+    if first_exponents is not None:
         average = _decoded(first, first_exponents, count, True)
         square = _decoded(second, second_exponents, count, False)
     else:
@@ -364,27 +343,16 @@ def _adam(
     root = tl.div_rn(tl.sqrt_rn(square), tl.sqrt_rn(1 - tl.load(powers + 1))) + eps
     value = value - tl.div_rn(average * size, root)
     name = row + first_name
-    if SPLIT:
+    if low is not None:
         bits = value.to(tl.int32, bitcast=True)
-        if SHORT:
-            bits = _with_24_bits(bits, _randoms(name, table, master_state))
-        _store_halves(bits, weight, low, place, inside, SHORT)
+        _store_master(bits, working, low, table, name, master_state, place, inside)
     else:
         tl.store(master + place, value, mask=inside)
-    if CODES:
+    if first_exponents is not None:
         bits = average.to(tl.int32, bitcast=True)
         _store_codes(bits, first, first_exponents, table, name, first_state, count, True)
         bits = square.to(tl.int32, bitcast=True)
-        _store_codes(
-            bits,
-            second,
-            second_exponents,
-            table,
-            name,
-            second_state,
-            count,
-            False,
-        )
+        _store_codes(bits, second, second_exponents, table, name, second_state, count, False)
     else:
         tl.store(first + place, average, mask=inside)
         tl.store(second + place, square, mask=inside)
@@ -430,69 +398,41 @@ def round_to_24(
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
     """See `split.split`."""
     places = master.view(torch.int32), working.view(torch.int16), low
-    _launch(_split, *places, count=master.numel(), SHORT=low.dtype == torch.int8)
+    _launch(_split, *places, count=master.numel())
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
     """See `split.join`."""
     places = working.view(torch.int16), low, master.view(torch.int32)
-    _launch(_join, *places, count=master.numel(), SHORT=low.dtype == torch.int8)
+    _launch(_join, *places, count=master.numel())
 
 
 def mark_far(
     values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
 ) -> None:
     """See `by_torch.mark_far`."""
-    places = values, values if first is None else first, far.view(torch.int8)
-    _launch(_mark_far, *places, count=values.numel(), eps=float(eps), HAS_FIRST=first is not None)
+    places = values, first, far.view(torch.int8)
+    _launch(_mark_far, *places, count=values.numel(), eps=float(eps))
 
 
 def unpack(packed: Packed, unpacked: Unpacked, gradient: torch.Tensor) -> None:
     """See `Packed`."""
-    (low, codes), nothing = packed[1:], packed.working
-    pieces: list[torch.Tensor] = []
-    for index in range(2):
-        pieces += (*codes[index], unpacked.moments[index]) if codes else [nothing] * 3
-    shifts = gradient.dtype == torch.bfloat16  # whose bits are the upper half of a float32
-    _launch(
-        _unpack,
-        packed.working.view(torch.int16) if low is not None else nothing,
-        nothing if low is None else low,
-        nothing if low is None else unpacked.master.view(torch.int32),
-        *pieces,
-        gradient.view(torch.int16) if shifts else gradient,
-        gradient if unpacked.gradient is None else unpacked.gradient,
-        count=packed.working.numel(),
-        SPLIT=low is not None,
-        SHORT=low is not None and low.dtype == torch.int8,
-        CODES=bool(codes),
-        WIDEN=unpacked.gradient is not None,
-        SHIFT=shifts,
-    )
+    wide = unpacked.gradient
+    _launch(_unpack, *_pieces(packed, unpacked), _bits(gradient), wide, count=gradient.numel())
 
 
 def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> None:
     """See `Packed`."""
-    (low, codes), nothing = packed[1:], packed.working
-    pieces: list[torch.Tensor] = []
-    for index in range(2):
-        pieces += (
-            (unpacked.moments[index].view(torch.int32), *codes[index]) if codes else [nothing] * 3
-        )
-    _launch(
-        _pack,
-        nothing if low is None else unpacked.master.view(torch.int32),
-        packed.working.view(torch.int16) if low is not None else nothing,
-        nothing if low is None else low,
-        *pieces,
-        random_table(packed.working.device),
-        first_block,
-        *(seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)),
-        count=packed.working.numel(),
-        SPLIT=low is not None,
-        SHORT=low is not None and low.dtype == torch.int8,
-        CODES=bool(codes),
-    )
+    randoms = _randoms_of_parts(packed, first_block, seed)
+    _launch(_pack, *_pieces(packed, unpacked), *randoms, count=packed.working.numel())
+
+
+def _pieces(packed: Packed, unpacked: Unpacked) -> list[torch.Tensor | None]:
+    """The weight, both forms of the master, and of each moment codes, exponents and values."""
+    pieces = [_bits(packed.working), packed.low, unpacked.master.view(torch.int32)]
+    for index, values in enumerate(unpacked.moments):
+        pieces += *(packed.moments[index] if packed.moments else (None, None)), values
+    return pieces
 
 
 def adam(
@@ -511,33 +451,35 @@ def adam(
     step count, float32. *options*: of the parameter group.
     """
     weight, low, codes = packed
-    bits = gradient.dtype == torch.bfloat16
-    splits = low is not None
-    moments = codes if codes else [(moment, moment) for moment in kept.moments]
+    moments = codes if codes else [(moment, None) for moment in kept.moments]
     numbers = (options["lr"], *options["betas"], options["weight_decay"], options["eps"])
     _launch(
         _adam,
-        weight.view(torch.int16) if splits else weight,
-        weight if low is None else low,
-        weight if splits else kept.master,
-        gradient.view(torch.int16) if bits else gradient,
+        _bits(weight),
+        low,
+        kept.master,
+        _bits(gradient),
         *moments[0],
         *moments[1],
         powers,
-        random_table(weight.device),
-        first_block,
-        *(seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)),
+        *_randoms_of_parts(packed, first_block, seed),
         *map(float, numbers),
         count=weight.numel(),
-        SPLIT=splits,
-        SHORT=low is not None and low.dtype == torch.int8,
-        CODES=bool(codes),
-        SHIFT=bits,
         DECAYS=options["weight_decay"] != 0,
         DECOUPLED=bool(options["decoupled_weight_decay"]),
         MAXIMIZE=bool(options["maximize"]),
         enable_fp_fusion=False,
     )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+
+
+def _randoms_of_parts(packed: Packed, first_block: int, seed: int) -> list[Any]:
+    """The table, the name of the first block, and the seeds' hashes of the master and the moments."""
+    states = [seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)]
+    return [random_table(packed.working.device), first_block, *states]
 
 
 def _randoms_of(
