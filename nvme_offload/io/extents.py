@@ -46,7 +46,7 @@ class Extents:
         return (start, end) if position < end else None
 
     def add(self, start: int, end: int) -> None:
-        """Free the bytes from *start* to *end*. Raises: InvariantError if any of them is free."""
+        """Free the bytes from *start* to *end*. Raises: InvariantError if a byte is free already."""
         starts = self._starts
         index = bisect_left(starts, start)
         before = self._ends[starts[index - 1]] if index else start
