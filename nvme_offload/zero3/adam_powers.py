@@ -1,9 +1,9 @@
 """Restores the powers of the betas that DeepSpeed's Adam for the CPU keeps from step to step.
 
-For its bias correction, Adam multiplies the powers by the betas in every step, in fp32. If the
-betas or the step number are not the expected ones, it computes the powers by `pow` instead. The two
-computations round differently, and no state dict contains the powers. A checkpoint therefore
-records the number of multiplications, and a load repeats them.
+Adam multiplies the powers by the betas in every step, in fp32. If the betas or the step number are
+not the expected ones, it computes the powers by `pow` instead, which rounds differently. No state
+dict contains the powers, so a checkpoint records the number of multiplications, and a load repeats
+them.
 
 Source: DeepSpeed, csrc/includes/cpu_adam.h, `IncrementStep`.
 """

@@ -1,8 +1,7 @@
 """The contract with DeepSpeed: every name, signature and attribute of it that this package uses.
 
-`check` compares the contract with the installed DeepSpeed before `enable` replaces anything.
-Without this check, a renamed private method would raise no error: DeepSpeed would run without our
-override, and write checkpoints without states.
+`check` compares it with the installed DeepSpeed before `enable` replaces anything. Without it, a
+renamed private method would raise no error: DeepSpeed would write checkpoints without states.
 """
 
 from __future__ import annotations
@@ -240,9 +239,7 @@ def is_too_new(version: str) -> bool:
 
 def check() -> None:
     """Check that the installed DeepSpeed has everything in the contract. Warns if the release is
-    newer than all tested ones.
-
-    Raises: UnsupportedError with the missing names, the release, and a release that has them.
+    newer than all tested ones. Raises: UnsupportedError.
     """
     try:
         version: str = importlib.import_module("deepspeed").__version__

@@ -1,10 +1,9 @@
 """`CPUAdam`: the constants of a step of DeepSpeedCPUAdam, for updates in one pass
 (`optimizer_states.one_pass`).
 
-DeepSpeed computes them in fp32, and keeps powers of the betas from step to step (`adam_powers`), so
-they depend on the steps before. This module computes them again and tests them: in every update,
-DeepSpeed and the extension update the same small sample. If any bit differs, DeepSpeed makes the
-step.
+DeepSpeed keeps powers of the betas from step to step in fp32 (`adam_powers`). This module computes
+them again and tests them: in every update, DeepSpeed and the extension update the same small
+sample. If any bit differs, DeepSpeed makes the step.
 
 Source: DeepSpeed, csrc/includes/cpu_adam.h, `IncrementStep` and `update_state`;
 csrc/adam/cpu_adam_impl.cpp.
@@ -51,11 +50,8 @@ class CPUAdam:
         multiplied: int | None,
     ) -> Any:
         """The constants of step number *step* for *numel* elements, for `one_pass.update`; None if
-        DeepSpeed has to make the step.
-
-        *multiplied*: the steps since DeepSpeed last computed the powers of the betas by `pow`, with
-        or without this one; None if this release computes different powers in each update of a
-        step.
+        DeepSpeed has to make the step. *multiplied*: the steps since DeepSpeed last computed the
+        powers by `pow`, with or without this one; None if each update of a step has others.
         """
         if self._given_up or multiplied is None:
             return None
@@ -108,7 +104,7 @@ def _constants(
 def _stepped_sample(
     optimizer: Any, group: Mapping[str, Any], step: int
 ) -> tuple[torch.Tensor, ...]:
-    """The sample after DeepSpeed's step. The call also advances DeepSpeed's powers of the betas."""
+    """The sample after DeepSpeed's step, which also advances its powers of the betas."""
     weight, gradient, first, second = _sample()
     optimizer.ds_opt_adam.adam_update(
         optimizer.opt_id,
@@ -142,7 +138,6 @@ def _same_bits(constants: Any, expected: tuple[torch.Tensor, ...]) -> bool:
 
 
 def _sample() -> tuple[torch.Tensor, ...]:
-    """Sample values of a weight, a gradient and the moments."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(5, _SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
     scale = torch.exp(2 * drawn[4])

@@ -67,15 +67,11 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
                     tier.swapper.step()
 
     def _restore_from_bit16_weights(self) -> None:
-        """Do nothing: there are no master weights, and `checkpoint` has loaded the parameters.
-        DeepSpeed calls this method after a load, but its own class lacks it.
-        """
+        """Do nothing: there are no master weights. DeepSpeed calls this method after a load."""
 
 
 def _whole(ds_config: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """*ds_config*, completed with sections of the configuration of Lightning's strategy. The
-    strategy does not pass these on to `test` and `predict`.
-    """
+    """*ds_config* with the sections that Lightning's strategy does not pass to `test` and `predict`."""
     config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
     left_out = config if isinstance(config, Mapping) else {}
     return {**{key: left_out[key] for key in ("aio", SECTION) if key in left_out}, **ds_config}

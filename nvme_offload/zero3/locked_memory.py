@@ -23,8 +23,8 @@ _locked: dict[int, int] = {}
 def locked_tensor(
     count: int, example: torch.Tensor, lock: Callable[[int], memoryview]
 ) -> torch.Tensor:
-    """A tensor of *count* zeros with the example's dtype, in memory from *lock*. Lifetime: the
-    memory is freed with the tensor and its views. Raises: UsageError.
+    """A tensor of *count* zeros with the example's dtype, in memory from *lock*, which is freed with
+    the tensor and its views.
     """
     import numpy as np
     import torch
@@ -49,10 +49,7 @@ def locked_tensor(
 
 
 def locked_memory(nbytes: int) -> memoryview:
-    """*nbytes* of memory, locked as far as RLIMIT_MEMLOCK allows, and not registered with CUDA.
-
-    Source: mlock(2).
-    """
+    """*nbytes* of memory, locked as far as RLIMIT_MEMLOCK allows, and not registered with CUDA."""
     memory = Memory(nbytes)  # forked children inherit it like other memory
     if (count := memory.lock()) < nbytes:
         _log.info(
@@ -77,9 +74,7 @@ def is_pinned(buffer: torch.Tensor) -> bool:
 
 
 def extent(buffer: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte of *buffer* and the address after its last byte. Only host
-    addresses can be compared.
-    """
+    """The address of the first byte of *buffer* and the address after its last byte."""
     begin = buffer.data_ptr()
     if buffer.is_contiguous():
         return begin, begin + buffer.nbytes

@@ -1,7 +1,5 @@
 """`move_partitions` moves the partitions of a module to the device in an engine's configuration,
-before the engine is made. They may be elsewhere: `zero.Init`, or an earlier engine of the same
-module, may have had another configuration or none. DeepSpeed expects partitions for a drive to be
-there already.
+before the engine is made: `zero.Init`, or an earlier engine of the module, may have had another.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
-    """Move the partitions of *module*, if it has any, to the device of *ds_config*'s
-    "offload_param".
-
+    """Move the partitions of *module*, if any, to the device of *ds_config*'s "offload_param".
     Raises: as `open_swapper`; UsageError if "host_memory" cannot hold a partition.
     """
     if Settings.of(ds_config).swappers != "native":

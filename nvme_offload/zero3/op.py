@@ -2,10 +2,10 @@
 own.
 
 It has the interface of DeepSpeed 0.19.8: the same names, defaults and integer results. Operations
-of one handle that touch the same bytes take effect in order. There are three differences. A failure
-raises an exception (`nvme_offload.errors`), where DeepSpeed prints, returns -1 or ends the process.
-Every size, offset and alignment works. CPU tensors are moved without a copy, pinned or not, so do
-not touch a buffer between an asynchronous call and `wait`.
+of one handle that touch the same bytes take effect in order. A failure raises an exception
+(`nvme_offload.errors`), where DeepSpeed prints, returns -1 or ends the process. Every size, offset
+and alignment works. CPU tensors are moved without a copy, pinned or not, so do not touch a buffer
+between an asynchronous call and `wait`.
 
 Source: deepspeed/ops/csrc/aio/py_lib/py_ds_aio.cpp,
 deepspeed/ops/csrc/pin_memory/py_ds_pin_memory.cpp.
@@ -51,8 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class aio_handle:
-    """A queue of file operations; `wait` finishes them together. DeepSpeed's name for the class is
-    `aio_handle`.
+    """A queue of file operations; `wait` finishes them together.
 
     Parameters
     ----------
@@ -146,17 +145,13 @@ class aio_handle:
     def read(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
     ) -> int:
-        """Read *filename* into *buffer* and return 0. It waits only for earlier operations on which
-        it depends.
-        """
+        """Read *filename* into *buffer* and return 0, after earlier operations on which it depends."""
         return self._complete(False, buffer, filename, validate, file_offset)
 
     def write(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
     ) -> int:
-        """Write *buffer* to *filename* and return 0. It waits only for earlier operations on which
-        it depends.
-        """
+        """Write *buffer* to *filename* and return 0, after earlier operations on which it depends."""
         return self._complete(True, buffer, filename, validate, file_offset)
 
     def pread(
@@ -165,8 +160,7 @@ class aio_handle:
         """`pread(buffer, filename, validate, async, file_offset=0)`: start a read. Returns 0 with
         *async*, otherwise as `wait`.
         """
-        asynchronous, file_offset = _async_and_offset(rest, named)
-        return self._queue(False, buffer, filename, validate, asynchronous, file_offset)
+        return self._queue(False, buffer, filename, validate, *_async_and_offset(rest, named))
 
     def pwrite(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any
@@ -174,8 +168,7 @@ class aio_handle:
         """`pwrite(buffer, filename, validate, async, file_offset=0)`: start a write. Returns 0 with
         *async*, otherwise as `wait`.
         """
-        asynchronous, file_offset = _async_and_offset(rest, named)
-        return self._queue(True, buffer, filename, validate, asynchronous, file_offset)
+        return self._queue(True, buffer, filename, validate, *_async_and_offset(rest, named))
 
     def sync_pread(self, buffer: torch.Tensor, filename: StrPath, file_offset: int = 0) -> int:
         """Read. Returns as `wait`."""
@@ -416,8 +409,8 @@ def install() -> None:
     pin_module = types.ModuleType(f"{__name__}.pin_memory", pin_handle.__doc__)
     pin_module.__dict__["pin_handle"] = pin_handle
     _replace(cache, AsyncIOBuilder.NAME, sys.modules[__name__])
-    _replace(vars(sys), "_deepspeed_pin_memory_op_module", pin_module)
-    _replace_attribute(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
+    _replace(sys, "_deepspeed_pin_memory_op_module", pin_module)
+    _replace(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
     # DeepSpeed builds this table on first use by running compilers. Then it asks the builder.
     compatible = vars(deepspeed.ops).get("__compatible_ops__")
     if compatible is None:
@@ -436,28 +429,18 @@ _undo: list[Callable[[], object]] = []
 _absent = object()
 
 
-def _replace(namespace: dict[str, Any], name: str, value: object) -> None:
-    before = namespace.get(name, _absent)
-    namespace[name] = value
-    _undo.append(
-        lambda: (
-            namespace.pop(name, None) if before is _absent else namespace.__setitem__(name, before)
-        )
-    )
-
-
-def _replace_attribute(owner: type, name: str, value: object) -> None:
-    before = vars(owner).get(name, _absent)
-    setattr(owner, name, value)
-    _undo.append(
-        lambda: delattr(owner, name) if before is _absent else setattr(owner, name, before)
-    )
+def _replace(owner: Any, name: str, value: object) -> None:
+    """Set the item *name* of a dictionary, or the attribute of another *owner*, until `remove`."""
+    is_dict = isinstance(owner, dict)
+    put: Any = dict.__setitem__ if is_dict else setattr
+    drop: Any = dict.pop if is_dict else delattr
+    before = (owner if is_dict else vars(owner)).get(name, _absent)
+    put(owner, name, value)
+    _undo.append(lambda: drop(owner, name) if before is _absent else put(owner, name, before))
 
 
 class _SharedEngine:
-    """The engine of all handles with the same settings. It is closed with the last handle; at exit,
-    the engine's module closes the engines still open.
-    """
+    """The engine of all handles with the same settings, which is closed with the last one."""
 
     def __init__(self, config: AioConfig) -> None:
         self.engine = Engine(config)
@@ -489,9 +472,7 @@ def _close(engine: Engine) -> None:
 
 
 def _keep(handle: aio_handle) -> aio_handle:
-    """Keep the engine of *handle* for the next call: the kernel takes tens of milliseconds to open
-    and close an engine's queues.
-    """
+    """Keep the engine of *handle*: the kernel takes tens of milliseconds to open its queues."""
     global _kept
     _kept = handle
     return handle
@@ -515,9 +496,7 @@ def _flag(name: str, value: bool | str) -> bool:
 
 
 def _async_and_offset(rest: tuple[Any, ...], named: dict[str, Any]) -> tuple[bool, int]:
-    """The arguments `async, file_offset=0`. `async` is a keyword of Python, so a signature cannot
-    have it.
-    """
+    """The arguments `async, file_offset=0`: a signature cannot have a keyword of Python."""
 
     def bind(asynchronous: bool, file_offset: int = 0) -> tuple[bool, int]:
         return asynchronous, file_offset

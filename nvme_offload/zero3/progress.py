@@ -44,10 +44,8 @@ class _Sum:
 
 
 class Progress:
-    """The steps of one engine that `see` has recorded.
-
-    If this package offloads no data of the engine, there is nothing to report. That is logged once
-    as a warning, and is not an error.
+    """The steps of one engine that `see` has recorded. If nothing of the engine is offloaded, a
+    warning says so, once.
     """
 
     def __init__(self) -> None:

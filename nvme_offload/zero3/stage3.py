@@ -1,11 +1,9 @@
 """`Stage3`: DeepSpeed's ZeRO-3 optimizer on this package's swappers.
 
-It differs from its base class as follows. Sub-groups are cut to sizes that host memory can
-prefetch. `Gradients` keeps gradients in the dtype in which they are reduced until the optimizer
-needs them. Offloaded states go through `OptimizerSwapper`. With `"overlap_step"`, updates are made
-after `step`: see `Overlap`. Updates run on the device that `update_device` chooses. Results equal,
-bit for bit, a run with `"device": "cpu"` if updates run on the CPU, and a run without offload if
-they run on a GPU. To this end, norms are summed over the sub-groups that the user configured.
+Sub-groups are cut to sizes that host memory can prefetch. `Gradients` keeps gradients in the dtype in
+which they are reduced until the optimizer needs them. Offloaded states go through
+`OptimizerSwapper`. Updates run on the device that `update_device` chooses. Results equal, bit for
+bit, a run with `"device": "cpu"` if that is the CPU, and a run without offload if it is a GPU.
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stage3(Access):
-    """DeepSpeed's ZeRO-3 optimizer with this package's swappers, unless the section "nvme_offload"
-    of the configuration has "swappers": "deepspeed".
-    """
+    """DeepSpeed's ZeRO-3 optimizer with the swappers that the configuration selects."""
 
     _clip_grad = 0.0
 
@@ -73,18 +69,18 @@ class Stage3(Access):
             self.tier = self._tiers[0]
             self.clock = StepClock(self.tier)
             self._hooks.append(module.register_forward_pre_hook(self._require_no_backward))
-        if self._settings.overlap_step and self.swaps_natively:
+        if not self.swaps_natively:
+            if self._settings.update_device == "gpu":
+                raise impossible(NO_STATES)
+            for setting in ("overlap_step", "step_in_backward"):
+                if getattr(self._settings, setting):
+                    tell_left_out(set(), "no optimizer states are on a drive", setting)
+            return
+        if self._settings.overlap_step:
             self.overlap = Overlap(self)
-        elif self._settings.overlap_step:
-            tell_left_out(set(), "no optimizer states are on a drive")
-        if self._settings.update_device == "gpu" and not self.swaps_natively:
-            raise impossible(NO_STATES)
         if self._settings.step_in_backward:
-            if self.swaps_natively:
-                require_possible(self, self._ds_config)
-                self.in_backward = InBackward(self)
-            else:
-                tell_left_out(set(), "no optimizer states are on a drive", "step_in_backward")
+            require_possible(self, self._ds_config)
+            self.in_backward = InBackward(self)
 
     def _drop(self) -> None:
         super()._drop()
@@ -122,9 +118,7 @@ class Stage3(Access):
         super().end_period()
 
     def _warn_of_untrained(self) -> None:
-        """Log parameters that require gradients and are in no group, such as parameters that were
-        frozen when the engine was made and have been unfrozen since. Each is logged once.
-        """
+        """Log, once each, parameters that require gradients and are in no group."""
         named = [name for name, param in self._untrained.items() if param.requires_grad]
         for name in named:
             del self._untrained[name]
@@ -137,9 +131,7 @@ class Stage3(Access):
             )
 
     def _step_once(self, closure: Any) -> None:
-        """The base class's step, in which the optimizer's `step` and the scaler of "torch_autocast"
-        count one step for all sub-groups.
-        """
+        """The base class's step, in which the optimizer and the scaler count one step."""
         self._scaler = scaler = getattr(self, "torch_autocast_gradscaler", None)
         try:
             if scaler is not None:
@@ -179,8 +171,8 @@ class Stage3(Access):
             self.optimizer_swapper.count_step(self.fp32_partitioned_groups_flat[sub_group_id])
 
     def step_packed(self, sub_group_id: int, optimizer: Any) -> bool:
-        """Update sub-group *sub_group_id*, which is in memory, for *optimizer* without unpacking
-        its states. Returns: False if the optimizer has to make the step.
+        """Update sub-group *sub_group_id* without unpacking its states. Returns: False if *optimizer*
+        has to make the step.
         """
         return self.swaps_natively and self.optimizer_swapper.step(
             self.fp32_partitioned_groups_flat[sub_group_id],
@@ -232,9 +224,7 @@ class Stage3(Access):
         self.optimizer.state = value
 
     def _partition_all_parameters(self) -> None:
-        """As in the base class. Also drops copies that an exception between read and gather has
-        left: a step would change the copies instead of the offloaded values.
-        """
+        """As in the base class. Also drops copies that an exception between read and gather left."""
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if (
@@ -301,9 +291,7 @@ class Stage3(Access):
     def load(
         self, saved: CheckpointReader, load_optimizer_states: bool, from_fp32_weights: bool
     ) -> None:
-        """Load *saved*, which has passed `states.check`. With neither *load_optimizer_states* nor
-        *from_fp32_weights*, master weights get the values of the 16-bit parameters.
-        """
+        """Load *saved*, which has passed `states.check`. See `states.load`."""
         self._partition_all_parameters()  # drops copies on the accelerator
         states.load(self, saved, load_optimizer_states, load_optimizer_states or from_fp32_weights)
 

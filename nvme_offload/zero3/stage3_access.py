@@ -67,9 +67,7 @@ class Access(Reductions):
         parameter.grad = self._without_frozen(sub_group_id, gradient) if steps else gradient
 
     def _without_frozen(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """*gradient* of sub-group *index*. On a GPU it has zeros for frozen parameters, as in stock
-        DeepSpeed.
-        """
+        """*gradient*, on a GPU with zeros for frozen parameters, as in stock DeepSpeed."""
         if self.keeps_last and self.update_device != CPU:
             offset = 0
             for param in self.fp16_groups[index]:
@@ -112,9 +110,7 @@ class Access(Reductions):
         return fragment.clone() if release_swap_buffers else fragment, index
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        """As in the base class. *update_func* may read gradients, weights and states, which loads
-        another sub-group into memory.
-        """
+        """As in the base class. *update_func* may load another sub-group into memory."""
         if not self.swaps_natively:
             super().update_fp32_grad_for_param_vectorized(update_func, param_list)
             return
@@ -138,9 +134,7 @@ class Access(Reductions):
 
     @contextlib.contextmanager
     def _editing_gradient(self, index: int) -> Iterator[None]:
-        """Context in which the gradient of sub-group *index* is read and changed in a copy. The
-        copy is stored once, at the end of the context, even after an exception.
-        """
+        """Context in which the gradient of sub-group *index* is a copy, which is stored at its end."""
         if not self._swappable_optimizer_subgroup(index):
             yield
             return

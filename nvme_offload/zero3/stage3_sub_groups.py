@@ -97,9 +97,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         ]
 
     def _require_one_sub_group(self, param_groups: Any) -> None:
-        """Check that all parameters are in one sub-group if the optimizer needs them together.
-        Raises: UnsupportedError.
-        """
+        """Check that all parameters are in one sub-group if the optimizer needs them together."""
         count = sum(
             len(super(SubGroups, self)._create_fp16_sub_groups(group["params"]))
             for group in param_groups
@@ -108,8 +106,8 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
             raise depends_on_values(self.optimizer, name)
 
     def _open_tier(self, param_groups: Any) -> None:
-        """Choose the device of updates. Compute the sizes of states and gradients, and check that
-        they fit in memory and on the drives. Raises: UsageError or NoSpaceError with the numbers.
+        """Choose the device of updates, and check that states and gradients fit in memory and on the
+        drives.
         """
         params = [param for group in param_groups for param in group["params"]]
         sizes = [param.partition_numel() for param in params]
@@ -187,9 +185,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         return bool(self.swap_optimizer and self.subgroup_to_device[sub_group_id] == "cpu")
 
     def initialize_optimizer_states(self) -> None:
-        """Prepare the first step: make the base class's gradient buffers, and the states of an
-        optimizer that has states before its first step.
-        """
+        """Prepare the first step: gradient buffers of the base class, and states made before it."""
         if not self.swaps_natively:
             super().initialize_optimizer_states()
             return

@@ -1,6 +1,4 @@
-"""Makes DeepSpeed use `Stages1And2` if the optimizer states of stage 1 or 2 are on a drive. Refuses
-features that these stages do not support, and explains a refusal of DeepSpeed's.
-"""
+"""Makes DeepSpeed use `Stages1And2` if the optimizer states of stage 1 or 2 are on a drive."""
 
 from __future__ import annotations
 
@@ -18,11 +16,7 @@ _ds_config: ContextVar[Mapping[str, Any] | None] = ContextVar("ds_config", defau
 
 
 def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`DeepSpeedEngine._do_sanity_check` with a clear message if it refuses fp16 or bf16.
-
-    Source: deepspeed/runtime/engine.py; deepspeed/accelerator/cpu_accelerator.py, which asks torch
-    whether the CPU has fp16 instructions.
-    """
+    """`DeepSpeedEngine._do_sanity_check` with a clear message if the CPU lacks fp16 instructions."""
 
     @functools.wraps(check)
     def explaining(engine: Any) -> None:
@@ -40,9 +34,7 @@ def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def configured(configure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`DeepSpeedEngine._configure_zero_optimizer`, which makes a `Stages1And2` if stage 1 or 2 has
-    its optimizer states on a drive. Raises: UnsupportedError.
-    """
+    """`DeepSpeedEngine._configure_zero_optimizer`, which may make a `Stages1And2`."""
 
     @functools.wraps(configure)
     def configuring(engine: Any, optimizer: Any) -> Any:
@@ -76,8 +68,8 @@ def class_for(base: type) -> Callable[..., Any]:
 
 
 def offloads_like_cpu(offloads_to_cpu: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """`DeepSpeedEngine.zero_cpu_offload`, which is also true for stage 1 with states on a drive.
-    Otherwise DeepSpeed would use another class, which offloads nothing.
+    """`DeepSpeedEngine.zero_cpu_offload`, which is also true with states on a drive. Otherwise
+    DeepSpeed would use another class in stage 1, which offloads nothing.
     """
 
     @functools.wraps(offloads_to_cpu)
@@ -95,14 +87,14 @@ def offloads(ds_config: Mapping[str, Any]) -> bool:
 
 
 def _require_supported(engine: Any, optimizer: Any, ds_config: Mapping[str, Any]) -> None:
-    """Refuse features that stages 1 and 2 do not support. Raises: UnsupportedError."""
+    """Refuse features that stages 1 and 2 do not support."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     autocast = ds_config.get("torch_autocast") or {}
-    zero = ds_config["zero_optimization"]
+    zero, settings = ds_config["zero_optimization"], Settings.of(ds_config)
     refused = {
-        '"overlap_step"': Settings.of(ds_config).overlap_step,
-        '"step_in_backward"': Settings.of(ds_config).step_in_backward,
-        '"update_device": "gpu"': Settings.of(ds_config).update_device == "gpu",
+        '"overlap_step"': settings.overlap_step,
+        '"step_in_backward"': settings.step_in_backward,
+        '"update_device": "gpu"': settings.update_device == "gpu",
         "DeepSpeed's MoE layers": engine.has_moe_layers,
         "the pipeline engine": engine.pipeline_parallelism,
         '"load_universal"': engine.load_universal_checkpoint(),

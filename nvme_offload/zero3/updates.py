@@ -40,13 +40,12 @@ class _SubGroup(Pending):
 
 
 class Updates(UpdateQueue):
-    """Makes the updates of one step at a time, which read and write in *tier*. *now* returns an
-    increasing number; uses with equal numbers count as simultaneous.
+    """Makes the updates of one step at a time, which read and write in *tier*. If an update fails,
+    the remaining updates are not made: until `abandon`, callers that wait for them receive the
+    error, once, or `partly_applied`.
 
-    If an update fails, the remaining updates are not made: the step was only partly applied. Until
-    `abandon`, callers that wait for a remaining update receive the error, once, or `partly_applied`.
-
-    Attributes: *uses*, the value of *now* at the first use of each sub-group of the step.
+    Attributes: *uses*, the value of *now*, an increasing number, at the first use of each sub-group
+    of the step.
     """
 
     def __init__(self, tier: Tier, now: Callable[[], int]) -> None:
@@ -62,9 +61,8 @@ class Updates(UpdateQueue):
         make: Callable[[int], Any],
         last: Callable[[], None],
     ) -> None:
-        """Call *make* for each of *sub_groups* of the *step*th step, in their order, then *last*.
-        The values of *sub_groups* are their parameters. *make* returns the event at the end of the
-        update if it runs on a GPU, otherwise None. The updates of the step before must be complete.
+        """Call *make* for each of *sub_groups* of the *step*th step, given with their parameters, in
+        their order, then *last*. *make*: see `Job`. The updates of the step before must be complete.
         """
         with self.lock:
             if self.has_jobs:
@@ -100,18 +98,14 @@ def partly_applied() -> OffloadError:
 
 
 def quiesce(tier: Tier) -> None:
-    """Wait until no engine makes updates that read and write in *tier*. A failure is raised to the
-    callers that wait for the updates.
-    """
+    """Wait until no engine makes updates in *tier*. Failures are left to the callers that wait."""
     for updates in _of(tier):
         updates.quiesce()
 
 
 @contextlib.contextmanager
 def paused(tier: Tier) -> Iterator[None]:
-    """Context in which no update that reads and writes in *tier* is being made, so that no update
-    uses memory of *tier*.
-    """
+    """Context in which no update uses memory of *tier*."""
     with contextlib.ExitStack() as stack:
         for updates in _of(tier):
             stack.enter_context(updates.paused())
@@ -119,9 +113,7 @@ def paused(tier: Tier) -> Iterator[None]:
 
 
 def beside(tier: Tier) -> bool:
-    """Whether this thread's uses of *tier*'s values may be concurrent with uses by updates. Their
-    interleaving then differs from step to step.
-    """
+    """Whether this thread's uses of *tier*'s values may interleave with uses by updates."""
     return not is_worker() and any(updates.holds for updates in _of(tier))
 
 
