@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from . import contract
+from .replacing import Replacements
 
 if TYPE_CHECKING:
     from .step_stats import StepStats
@@ -24,8 +25,7 @@ _log = logging.getLogger("nvme_offload")  # the whole package's logger: memory a
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s"))
 
-# object, attribute and DeepSpeed's own value, in the order of replacement
-_replaced: list[tuple[Any, str, Any]] = []
+_replaced = Replacements()
 
 
 def enable() -> None:
@@ -64,40 +64,19 @@ def enable() -> None:
     import deepspeed.runtime.engine as engine
     import deepspeed.runtime.zero.partition_parameters as partition_parameters
     import deepspeed.runtime.zero.stage3 as stage3
-    from deepspeed.ops.op_builder.builder import OpBuilder
-    from deepspeed.runtime.config import DeepSpeedConfig
 
-    from . import checkpoint, compiling, op, overlap, stages, update_device
+    # These register functions in place of DeepSpeed's.
+    from . import checkpoint, compiling, op, overlap, settings, stages, update_device  # noqa: F401
     from .inference import Inference
     from .param_swapper import parameter_swapper
-    from .settings import checked_first
     from .stage3 import Stage3
 
     op.install()
-    _replace(OpBuilder, "jit_load", compiling.announced(OpBuilder.jit_load))
-    parse = DeepSpeedConfig._initialize_params
-    _replace(DeepSpeedConfig, "_initialize_params", checked_first(parse))
-    _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
-    _replace(engine, "DeepSpeedZeRoOffload", Inference)
-    _replace(engine, "DeepSpeedZeroOptimizer", stages.class_for(engine.DeepSpeedZeroOptimizer))
-    trained = engine.DeepSpeedEngine
-    for name, wrapped in (
-        ("_configure_zero_optimizer", stages.configured),
-        ("zero_cpu_offload", stages.offloads_like_cpu),
-        ("_configure_optimizer", update_device.making_optimizer),
-        ("zero_use_cpu_optimizer", update_device.uses_cpu_optimizer),
-        ("_do_sanity_check", stages.explained),
-    ):
-        _replace(trained, name, wrapped(getattr(trained, name)))
-    _replace(
-        partition_parameters,
-        "AsyncPartitionedParameterSwapper",
-        parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper),
-    )
-    entered = partition_parameters.InsertPostInitMethodToModuleSubClasses
-    _replace(entered, "__enter__", overlap.waiting(entered.__enter__))
-    for name, method in checkpoint.engine_methods(trained).items():
-        _replace(trained, name, method)
+    _replaced.put(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
+    _replaced.put(engine, "DeepSpeedZeRoOffload", Inference)
+    made = partition_parameters.AsyncPartitionedParameterSwapper
+    _replaced.put(partition_parameters, made.__name__, parameter_swapper(made))
+    _replaced.put_functions()
 
 
 def disable() -> None:
@@ -109,9 +88,7 @@ def disable() -> None:
         return
     from . import op
 
-    while _replaced:
-        owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
+    _replaced.restore()
     op.remove()
     _be_quiet()
 
@@ -155,8 +132,3 @@ def _is_first_rank() -> bool:
     """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, value)

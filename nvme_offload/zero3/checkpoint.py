@@ -9,7 +9,6 @@ and training can continue. A load checks every byte against the manifest.
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +41,7 @@ from .checkpoint_load import (
 )
 from .inference import Inference
 from .param_swapper import is_offloaded
+from .replacing import ENGINE, replaces
 from .stage3 import Stage3
 
 _LOAD_ARGUMENTS = (
@@ -53,31 +53,9 @@ _LOAD_ARGUMENTS = (
 )
 
 _Method = Callable[..., Any]
-_methods: dict[str, _Method] = {}  # the functions below, by name
 
 
-def engine_methods(engine: type) -> dict[str, _Method]:
-    """Replacements, by name, for the methods of the class *engine*, DeepSpeedEngine, that depend on
-    offload.
-    """
-    return {name: _bound(method, getattr(engine, name)) for name, method in _methods.items()}
-
-
-def _bound(method: _Method, original: _Method) -> _Method:
-    @functools.wraps(original)
-    def bound(engine: Any, *args: Any, **named: Any) -> Any:
-        return method(original, engine, *args, **named)
-
-    return bound
-
-
-def _replaces(method: _Method) -> _Method:
-    """Make *method* replace the engine's method of its name, which it gets as *original*."""
-    _methods[method.__name__] = method
-    return method
-
-
-@_replaces
+@replaces(ENGINE)
 def zero_nvme_offload_optimizer(original: _Method, engine: Any) -> bool:
     """Whether DeepSpeed copies a directory of swap files into the checkpoint."""
     if getattr(engine.optimizer, "swaps_natively", False):
@@ -86,7 +64,7 @@ def zero_nvme_offload_optimizer(original: _Method, engine: Any) -> bool:
     return copies
 
 
-@_replaces
+@replaces(ENGINE)
 def save_checkpoint(
     original: _Method,
     engine: Any,
@@ -112,6 +90,8 @@ def save_checkpoint(
     return _save(engine, original, *arguments)
 
 
+@replaces(ENGINE, "_save_checkpoint")
+@replaces(ENGINE, "_save_zero_checkpoint")
 def _attempt(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
     """Record a failure, and leave it to be raised when the ranks agree. They make collective calls
     before that, in which the others would wait for this rank.
@@ -126,10 +106,7 @@ def _attempt(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
             generation.failure = archive.as_failure(error, generation.directory.place)
 
 
-_methods |= {"_save_checkpoint": _attempt, "_save_zero_checkpoint": _attempt}
-
-
-@_replaces
+@replaces(ENGINE)
 def load_checkpoint(
     original: _Method, engine: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any
 ) -> Any:
@@ -164,7 +141,7 @@ def load_checkpoint(
         engine.nvme_offload_loading = None
 
 
-@_replaces
+@replaces(ENGINE)
 def _load_checkpoint(
     original: _Method, engine: Any, load_dir: str, tag: str, *args: Any, **named: Any
 ) -> Any:
@@ -179,7 +156,7 @@ def _load_checkpoint(
     return everywhere(lambda: load_module(engine, load, opened, given))
 
 
-@_replaces
+@replaces(ENGINE)
 def _get_all_ckpt_names(
     original: _Method, engine: Any, checkpoints_path: str, tag: str
 ) -> list[str]:
@@ -195,7 +172,7 @@ def _get_all_ckpt_names(
     return names
 
 
-@_replaces
+@replaces(ENGINE)
 def _load_zero_checkpoint(
     original: _Method, engine: Any, load_dir: str, tag: str, load_optimizer_states: bool = True
 ) -> bool:
@@ -218,7 +195,7 @@ def _load_zero_checkpoint(
     return True
 
 
-@_replaces
+@replaces(ENGINE)
 def _get_zero_param_shapes(original: _Method, engine: Any) -> Any:
     with (
         states.in_users_groups(engine.optimizer)
@@ -228,7 +205,7 @@ def _get_zero_param_shapes(original: _Method, engine: Any) -> Any:
         return original(engine)
 
 
-@_replaces
+@replaces(ENGINE)
 def _get_param_fragment_func(original: _Method, engine: Any, param: Any) -> torch.Tensor:
     if not is_offloaded(param):
         fragment: torch.Tensor = original(engine, param)
@@ -244,7 +221,7 @@ def _get_param_fragment_func(original: _Method, engine: Any, param: Any) -> torc
     )
 
 
-@_replaces
+@replaces(ENGINE)
 def load_module_state_dict(
     original: _Method, engine: Any, checkpoint: dict[str, Any], *args: Any, **named: Any
 ) -> None:

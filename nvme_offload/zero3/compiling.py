@@ -4,33 +4,25 @@ logs only its end.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .replacing import replaces
+
 _log = logging.getLogger(__name__)
 
 
-def announced(jit_load: Callable[..., Any]) -> Callable[..., Any]:
-    """`OpBuilder.jit_load`, wrapped to log a line before it compiles."""
-
-    @functools.wraps(jit_load)
-    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        place = _build_directory(self.name)
-        if not (place / f"{self.name}.so").exists():
-            _log.info(
-                "compiling DeepSpeed's %s: takes minutes, once; the result is kept in %s",
-                *(self.name, place),
-            )
-        return jit_load(self, *args, **kwargs)
-
-    return load
-
-
-def _build_directory(name: str) -> Path:
-    """The directory in which torch.utils.cpp_extension.load builds the extension *name*."""
+@replaces("deepspeed.ops.op_builder.builder:OpBuilder")
+def jit_load(original: Callable[..., Any], builder: Any, *args: Any, **named: Any) -> Any:
+    """Log a line before an op is compiled."""
     from torch.utils import cpp_extension
 
-    return Path(cpp_extension._get_build_directory(name, verbose=False))
+    place = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
+    if not (place / f"{builder.name}.so").exists():
+        _log.info(
+            "compiling DeepSpeed's %s: takes minutes, once; the result is kept in %s",
+            *(builder.name, place),
+        )
+    return original(builder, *args, **named)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import UnsupportedError
+from .replacing import owner_at
 
 # Tested releases, oldest first.
 TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")
@@ -269,7 +270,7 @@ def check() -> None:
 def _fault(use: Use) -> str:
     """The difference between *use* and the installed DeepSpeed; "" if there is none."""
     try:
-        owner = _owner(use.owner)
+        owner = owner_at(use.owner)
     except (ImportError, AttributeError):
         return f"{use.owner} is missing"
     value = getattr(owner, use.name, None)
@@ -312,12 +313,6 @@ def _unanswered() -> list[str]:
         for holder, name in sorted(called)
         if name not in _SWAPPERS[holder] and not hasattr(ours[holder], name)
     ]
-
-
-def _owner(place: str) -> Any:
-    module, _, name = place.partition(":")
-    owner: Any = importlib.import_module(module)
-    return functools.reduce(getattr, name.split("."), owner) if name else owner
 
 
 def parameters(function: Any) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import IOFailure, OffloadError, UsageError
@@ -38,6 +37,7 @@ from .operation import (
     require_movable,
     write_to_descriptor,
 )
+from .replacing import Replacements
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _DIRECT_ALIGNMENT_BYTES = 512
 
 _log = logging.getLogger(__name__)
+_replaced = Replacements()
 
 
 class aio_handle:
@@ -397,7 +398,7 @@ def install() -> None:
 
     Source: deepspeed/ops/op_builder/builder.py, pin_memory_load.py; deepspeed/ops/__init__.py.
     """
-    if _undo:
+    if _replaced:
         return
     import deepspeed.ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -408,35 +409,20 @@ def install() -> None:
     # The module has no __file__, so DeepSpeed does not look for symbols in it.
     pin_module = types.ModuleType(f"{__name__}.pin_memory", pin_handle.__doc__)
     pin_module.__dict__["pin_handle"] = pin_handle
-    _replace(cache, AsyncIOBuilder.NAME, sys.modules[__name__])
-    _replace(sys, "_deepspeed_pin_memory_op_module", pin_module)
-    _replace(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
+    _replaced.put(cache, AsyncIOBuilder.NAME, sys.modules[__name__])
+    _replaced.put(sys, "_deepspeed_pin_memory_op_module", pin_module)
+    _replaced.put(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
     # DeepSpeed builds this table on first use by running compilers. Then it asks the builder.
     compatible = vars(deepspeed.ops).get("__compatible_ops__")
     if compatible is None:
-        _undo.append(lambda: vars(deepspeed.ops).pop("__compatible_ops__", None))
+        _replaced.append(lambda: vars(deepspeed.ops).pop("__compatible_ops__", None))
     else:
-        _replace(compatible, AsyncIOBuilder.NAME, True)
+        _replaced.put(compatible, AsyncIOBuilder.NAME, True)
 
 
 def remove() -> None:
     """Undo `install`. Existing handles and memory keep working."""
-    while _undo:
-        _undo.pop()()
-
-
-_undo: list[Callable[[], object]] = []
-_absent = object()
-
-
-def _replace(owner: Any, name: str, value: object) -> None:
-    """Set the item *name* of a dictionary, or the attribute of another *owner*, until `remove`."""
-    is_dict = isinstance(owner, dict)
-    put: Any = dict.__setitem__ if is_dict else setattr
-    drop: Any = dict.pop if is_dict else delattr
-    before = (owner if is_dict else vars(owner)).get(name, _absent)
-    put(owner, name, value)
-    _undo.append(lambda: drop(owner, name) if before is _absent else put(owner, name, before))
+    _replaced.restore()
 
 
 class _SharedEngine:

@@ -25,6 +25,7 @@ from ..update.queue import quiesce_all
 from . import compat
 from .ahead import Ahead
 from .once_per_step import has_hooks, replaces_step
+from .replacing import replaces
 from .updates import Updates
 
 if TYPE_CHECKING:
@@ -328,14 +329,13 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
     return like
 
 
-def waiting(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """*enter* of `zero.Init`, after all updates: inside the context, DeepSpeed replaces torch's
-    functions that make tensors, in all threads.
+@replaces(
+    "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses",
+    "__enter__",
+)
+def enter(original: Callable[..., Any], init: Any) -> Any:
+    """Enter `zero.Init` after all updates: inside the context, DeepSpeed replaces torch's functions
+    that make tensors, in all threads.
     """
-
-    @functools.wraps(enter)
-    def entering(self: Any) -> Any:
-        quiesce_all()
-        return enter(self)
-
-    return entering
+    quiesce_all()
+    return original(init)

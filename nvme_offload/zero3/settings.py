@@ -18,6 +18,7 @@ from ..hardware.machine import physical_bytes
 from ..optimizer_states import FORMATS
 from ..swap.tier import engine_config, memory_size
 from ..units import format_bytes
+from .replacing import replaces
 
 SECTION = "nvme_offload"
 # The keys of the section "aio", and their names in `AioConfig`. DeepSpeed reads
@@ -169,20 +170,15 @@ class Settings:
         return cls(**values)
 
 
-def checked_first(parse: Callable[..., None]) -> Callable[..., None]:
-    """`DeepSpeedConfig._initialize_params`, which first calls `check`."""
-
-    @functools.wraps(parse)
-    def checking(config: Any, ds_config: Any) -> None:
-        try:
-            check(ds_config)
-        except OffloadError as refusal:
-            # Launchers mix the tracebacks of all ranks, and prefix their lines.
-            _log.error("the configuration is refused", exc_info=(type(refusal), refusal, None))
-            raise
-        parse(config, ds_config)
-
-    return checking
+@replaces("deepspeed.runtime.config:DeepSpeedConfig")
+def _initialize_params(parse: Callable[..., None], config: Any, param_dict: Any) -> None:
+    try:
+        check(param_dict)
+    except OffloadError as refusal:
+        # Launchers mix the tracebacks of all ranks, and prefix their lines.
+        _log.error("the configuration is refused", exc_info=(type(refusal), refusal, None))
+        raise
+    parse(config, param_dict)
 
 
 def check(ds_config: Mapping[str, Any]) -> None:

@@ -3,80 +3,59 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 from ..errors import UnsupportedError, UsageError
+from .replacing import ENGINE, Replacements, replaces
 from .settings import Settings
 from .stage_1_and_2 import Stages1And2
 
-# The configuration of the engine that is being made. DeepSpeed does not pass it to its optimizer.
-_ds_config: ContextVar[Mapping[str, Any] | None] = ContextVar("ds_config", default=None)
+
+@replaces(ENGINE)
+def _do_sanity_check(original: Callable[[Any], None], engine: Any) -> None:
+    """Refuse fp16 on a CPU without fp16 instructions with a clear message."""
+    try:
+        original(engine)
+    except ValueError as error:
+        if "is not supported on your device" not in str(error):
+            raise
+        raise UsageError(
+            f'{error} Without a GPU, DeepSpeed trains in fp16 only on processors with AVX512-FP16: enable "bf16" in place of "fp16", or train on '
+            "a GPU; `nvme-offload doctor` says what is here"
+        ) from error
 
 
-def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`DeepSpeedEngine._do_sanity_check` with a clear message if the CPU lacks fp16 instructions."""
-
-    @functools.wraps(check)
-    def explaining(engine: Any) -> None:
-        try:
-            check(engine)
-        except ValueError as error:
-            if "is not supported on your device" not in str(error):
-                raise
-            raise UsageError(
-                f'{error} Without a GPU, DeepSpeed trains in fp16 only on processors with AVX512-FP16: enable "bf16" in place of "fp16", or train on '
-                "a GPU; `nvme-offload doctor` says what is here"
-            ) from error
-
-    return explaining
-
-
-def configured(configure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`DeepSpeedEngine._configure_zero_optimizer`, which may make a `Stages1And2`."""
-
-    @functools.wraps(configure)
-    def configuring(engine: Any, optimizer: Any) -> Any:
-        ds_config = engine._config._param_dict
-        if type(optimizer).__name__ == "NVMeOptimizer":
-            raise UnsupportedError(
-                'NVMeOptimizer does not work with DeepSpeed\'s ZeRO: pass the optimizer that it wraps, and set "device": "nvme" in "offload_optimizer"'
-            )
-        if not offloads(ds_config):
-            return configure(engine, optimizer)
-        _require_supported(engine, optimizer, ds_config)
-        token = _ds_config.set(ds_config)
-        try:
-            made = configure(engine, optimizer)
-        finally:
-            _ds_config.reset(token)
-        made.watch(engine.module)
-        return made
-
-    return configuring
+@replaces(ENGINE)
+def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    """Make a `Stages1And2` if stage 1 or 2 has its optimizer states on a drive."""
+    ds_config = engine._config._param_dict
+    if type(optimizer).__name__ == "NVMeOptimizer":
+        raise UnsupportedError(
+            'NVMeOptimizer does not work with DeepSpeed\'s ZeRO: pass the optimizer that it wraps, and set "device": "nvme" in "offload_optimizer"'
+        )
+    if not offloads(ds_config):
+        return original(engine, optimizer)
+    _require_supported(engine, optimizer, ds_config)
+    replaced = Replacements()
+    replaced.put(
+        importlib.import_module("deepspeed.runtime.engine"),
+        "DeepSpeedZeroOptimizer",
+        functools.partial(Stages1And2, ds_config),
+    )
+    try:
+        made = original(engine, optimizer)
+    finally:
+        replaced.restore()
+    made.watch(engine.module)
+    return made
 
 
-def class_for(base: type) -> Callable[..., Any]:
-    """Makes a `Stages1And2` for engines that `configured` selects, and a *base* for others."""
-
-    def make(*args: Any, **named: Any) -> Any:
-        ds_config = _ds_config.get()
-        return base(*args, **named) if ds_config is None else Stages1And2(ds_config, *args, **named)
-
-    return make
-
-
-def offloads_like_cpu(offloads_to_cpu: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """`DeepSpeedEngine.zero_cpu_offload`, which is also true with states on a drive. Otherwise
-    DeepSpeed would use another class in stage 1, which offloads nothing.
-    """
-
-    @functools.wraps(offloads_to_cpu)
-    def asking(engine: Any) -> bool:
-        return offloads(engine._config._param_dict) or offloads_to_cpu(engine)
-
-    return asking
+@replaces(ENGINE)
+def zero_cpu_offload(original: Callable[[Any], bool], engine: Any) -> bool:
+    """Whether DeepSpeed's optimizer for offload is used: in stage 1 it would use another one."""
+    return offloads(engine._config._param_dict) or original(engine)
 
 
 def offloads(ds_config: Mapping[str, Any]) -> bool:

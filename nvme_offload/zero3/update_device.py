@@ -1,7 +1,7 @@
 """Chooses where ZeRO-3's optimizer updates run: on the GPU, with the optimizer that DeepSpeed uses
 without offload, or on the CPU, with the optimizer of "device": "cpu".
 
-DeepSpeed makes the configured optimizer before stage 3. Therefore `making_optimizer` decides first,
+DeepSpeed makes the configured optimizer before stage 3. Therefore `_configure_optimizer` decides first,
 and `device_of` decides later, for the optimizer that was made.
 """
 
@@ -21,6 +21,7 @@ from ..device.staging import CPU
 from ..errors import UsageError
 from ..sizes import Footprint
 from .agreement import least
+from .replacing import ENGINE, replaces
 from .settings import Settings
 
 # If a GPU has less free memory than this, updates run on the CPU. It is enough for several
@@ -36,42 +37,32 @@ _log = logging.getLogger(__name__)
 _on_gpu: ContextVar[bool] = ContextVar("on_gpu", default=False)
 
 
-def making_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """`DeepSpeedEngine._configure_optimizer`, which makes the optimizer for the device of updates:
-    torch's fused Adam if FusedAdam cannot be built.
+@replaces(ENGINE)
+def _configure_optimizer(
+    original: Callable[..., Any], engine: Any, *args: Any, **named: Any
+) -> Any:
+    """Make the optimizer for the device of updates: torch's fused Adam if FusedAdam cannot be
+    built.
     """
-
-    @functools.wraps(configure)
-    def configuring(engine: Any, *args: Any, **named: Any) -> Any:
-        ds_config = engine._config._param_dict
-        on_gpu = not _reason_for_cpu(ds_config)
-        token = _on_gpu.set(on_gpu)
-        ops: Any = importlib.import_module("deepspeed.ops.adam")
-        fused = ops.FusedAdam
-        if on_gpu and _wants_fused_adam(ds_config) and (fault := _fault_of_fused_adam()):
-            _log.info(
-                "torch's fused Adam updates: DeepSpeed's FusedAdam cannot be built: %s", fault
-            )
-            ops.FusedAdam = _torch_fused_adam
-        try:
-            return configure(engine, *args, **named)
-        finally:
-            ops.FusedAdam = fused
-            _on_gpu.reset(token)
-
-    return configuring
+    ds_config = engine._config._param_dict
+    on_gpu = not _reason_for_cpu(ds_config)
+    token = _on_gpu.set(on_gpu)
+    ops: Any = importlib.import_module("deepspeed.ops.adam")
+    fused = ops.FusedAdam
+    if on_gpu and _wants_fused_adam(ds_config) and (fault := _fault_of_fused_adam()):
+        _log.info("torch's fused Adam updates: DeepSpeed's FusedAdam cannot be built: %s", fault)
+        ops.FusedAdam = _torch_fused_adam
+    try:
+        return original(engine, *args, **named)
+    finally:
+        ops.FusedAdam = fused
+        _on_gpu.reset(token)
 
 
-def uses_cpu_optimizer(uses: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """`DeepSpeedEngine.zero_use_cpu_optimizer`, which is false while an optimizer that updates on
-    the GPU is made.
-    """
-
-    @functools.wraps(uses)
-    def asking(engine: Any) -> bool:
-        return not _on_gpu.get() and uses(engine)
-
-    return asking
+@replaces(ENGINE)
+def zero_use_cpu_optimizer(original: Callable[[Any], bool], engine: Any) -> bool:
+    """False while an optimizer that updates on the GPU is made."""
+    return not _on_gpu.get() and original(engine)
 
 
 def _wants_fused_adam(ds_config: Mapping[str, Any]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 from pathlib import Path
 
 import pytest
 
-from nvme_offload.zero3.compiling import announced
+from nvme_offload.zero3.compiling import jit_load
 
 pytest.importorskip("torch")
 
@@ -26,7 +27,7 @@ def test_a_compile_is_announced_and_what_is_built_is_not(tmp_path, monkeypatch, 
         Path(tmp_path, self.name, f"{self.name}.so").touch()
         return self.name
 
-    load = announced(build)
+    load = functools.partial(jit_load, build)
     builder = types.SimpleNamespace(name="some_op")
     assert load(builder, verbose=False) == "some_op"
     line = (
