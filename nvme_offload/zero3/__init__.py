@@ -61,19 +61,13 @@ def enable() -> None:
     except BaseException:
         _be_quiet()
         raise
-    import deepspeed.runtime.engine as engine
     import deepspeed.runtime.zero.partition_parameters as partition_parameters
-    import deepspeed.runtime.zero.stage3 as stage3
 
     # These register functions in place of DeepSpeed's.
     from . import checkpoint, compiling, op, overlap, settings, stages, update_device  # noqa: F401
-    from .inference import Inference
     from .param_swapper import parameter_swapper
-    from .stage3 import Stage3
 
     op.install()
-    _replaced.put(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
-    _replaced.put(engine, "DeepSpeedZeRoOffload", Inference)
     made = partition_parameters.AsyncPartitionedParameterSwapper
     _replaced.put(partition_parameters, made.__name__, parameter_swapper(made))
     _replaced.put_functions()

@@ -83,7 +83,11 @@ def save_checkpoint(
             else contextlib.nullcontext()
         ):
             saved: bool = original(engine, *arguments)
-        if engine.use_node_local_storage() and save_latest and isinstance(engine.optimizer, Stage3):
+        if (
+            engine.use_node_local_storage()
+            and save_latest
+            and engine.zero_optimization_partition_weights()
+        ):
             tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
             _name_latest(save_dir, tag, engine.local_rank == 0)
         return saved
@@ -112,7 +116,7 @@ def load_checkpoint(
 ) -> Any:
     """Load the checkpoint that all ranks find, after its bytes have been checked."""
     found = None
-    if isinstance(engine.optimizer, Stage3 | Inference) or offloads(engine):
+    if engine.zero_optimization_partition_weights() or offloads(engine):
         found = agree_on_checkpoint(engine, load_dir, tag)
     if found is None or not (loads(engine) or offloads(engine)):
         return original(engine, load_dir, tag, *args, **named)

@@ -50,9 +50,7 @@ _log = logging.getLogger(__name__)
 
 def loads(engine: Any) -> bool:
     """Whether this package, and not DeepSpeed alone, loads the weights of checkpoints."""
-    return isinstance(engine.optimizer, Inference) or (
-        isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states
-    )
+    return isinstance(engine.optimizer, Inference | Stage3)
 
 
 def offloads(engine: Any) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,16 +43,6 @@ def stage3() -> Any:
 @property  # type: ignore[misc]  # set on the class that stage3 makes
 def _parameter_names(self: Any) -> dict[Any, str]:
     return {param: name for name, param in self.module.named_parameters()}
-
-
-def as_mapping(ds_config: Any) -> Mapping[str, Any]:
-    """*ds_config* as a mapping: DeepSpeed accepts a mapping or the path of a file."""
-    if isinstance(ds_config, Mapping):
-        return ds_config
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    mapping: Mapping[str, Any] = DeepSpeedConfig(ds_config)._param_dict
-    return mapping
 
 
 def init_of(param: Any) -> Any:

@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 # it.
 CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
-        __init__(module, init_optimizer, param_names, timers, ds_config, ...) >=0.18
-        __init__(module, init_optimizer, timers, ds_config, ...) <0.18
         _configure_offloading(offload_optimizer_config, offload_param_config)
         _configure_tensor_swapping(offload_optimizer_config, aio_config)
         _create_fp16_partitions_with_defragmentation(fp16_param_groups)
@@ -124,10 +122,11 @@ CONTRACT: Mapping[str, str] = {
         pipeline_parallelism
     """,
     "deepspeed.runtime.engine": "DeepSpeedZeRoOffload DeepSpeedZeroOptimizer",
+    # imported here, since its class derives from DeepSpeedZeroOptimizer_Stage3
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
     "deepspeed.runtime.zero.parameter_offload": "FWD_MODULE_STACK",
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
-        __init__(module, timers, ds_config, ...) get_param_coordinator()
+        __init__(module, ...) get_param_coordinator()
         partition_all_parameters() dp_process_group forward_hooks
     """,
     "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
@@ -139,6 +138,7 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator._PartitionedParameterCoordinator__ParamInTrace": """
         __init__(param, step_id_last_used_at)
     """,
+    "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
     "deepspeed.runtime.zero.partition_parameters": """
         AsyncPartitionedParameterSwapper(ds_config, model_dtype) ZeroParamStatus
         convert_to_zero_parameters ds_id ds_numel ds_process_group ds_shape ds_status ds_tensor

@@ -4,7 +4,6 @@ from a drive through forward passes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import compat
 from .agreement import everywhere
-from .moving import move_partitions
-from .param_swapper import require_budget, return_to_device, swappers_of
-from .settings import SECTION
+from .param_swapper import require_budget, swappers_of
 from .shared_tier import trained
 from .step_stats import StepClock
 
@@ -22,19 +19,13 @@ from .step_stats import StepClock
 class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     """DeepSpeed's class, with each forward pass of the whole module counted as one step."""
 
-    def __init__(
-        self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        return_to_device(module)
-        ds_config = _whole(compat.as_mapping(ds_config), module)
-        move_partitions(module, ds_config)
-        super().__init__(module, timers, ds_config, *args, **kwargs)
+    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
         try:
             everywhere(lambda: require_budget(module))
         except BaseException:
             super().destroy()
-            compat.drop_references(module)
             raise
         self.clock = StepClock(self._tiers[0]) if self._tiers else None
         self.tier = next(iter(self._tiers), None)
@@ -68,10 +59,3 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
 
     def _restore_from_bit16_weights(self) -> None:
         """Do nothing: there are no master weights. DeepSpeed calls this method after a load."""
-
-
-def _whole(ds_config: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """*ds_config* with the sections that Lightning's strategy does not pass to `test` and `predict`."""
-    config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
-    left_out = config if isinstance(config, Mapping) else {}
-    return {**{key: left_out[key] for key in ("aio", SECTION) if key in left_out}, **ds_config}

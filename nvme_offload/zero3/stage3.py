@@ -8,7 +8,6 @@ bit, a run with `"device": "cpu"` if that is the CPU, and a run without offload 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 from collections.abc import Mapping
@@ -22,10 +21,9 @@ from ..errors import known
 from ..io import archive
 from . import awaited, compat, states
 from .in_backward import InBackward, require_possible
-from .moving import move_partitions
 from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
-from .param_swapper import has_value, return_to_device, swappers_of
+from .param_swapper import has_value, swappers_of
 from .reader import CheckpointReader
 from .stage3_access import Access
 from .step_stats import StepClock
@@ -38,21 +36,15 @@ _log = logging.getLogger(__name__)
 
 
 class Stage3(Access):
-    """DeepSpeed's ZeRO-3 optimizer with the swappers that the configuration selects."""
+    """DeepSpeed's ZeRO-3 optimizer with parameters or states in this package's swappers."""
 
+    has_offloaded_states = True
     _clip_grad = 0.0
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        given = inspect.signature(super().__init__).bind(*args, **named).arguments
-        module: torch.nn.Module = given["module"]
-        self._read_settings(compat.as_mapping(given["ds_config"]))
-        return_to_device(module)
-        move_partitions(module, self._ds_config)
-        try:
-            super().__init__(*args, **named)
-        except BaseException:
-            compat.drop_references(module)
-            raise
+    def __init__(self, ds_config: Mapping[str, Any], /, *args: Any, **named: Any) -> None:
+        self._read_settings(ds_config)
+        super().__init__(*args, **named)
+        module: torch.nn.Module = self.module
         every: dict[str, Any] = dict(module.named_parameters())
         grouped = set(map(id, itertools.chain.from_iterable(self.fp16_groups)))
         # Parameters in no group of the optimizer, by name; removed when they require a gradient.
@@ -65,10 +57,9 @@ class Stage3(Access):
         if self.swaps_natively:
             tiers.insert(0, self.tier)
         self._tiers = list(dict.fromkeys(tiers))
-        if self._tiers:
-            self.tier = self._tiers[0]
-            self.clock = StepClock(self.tier)
-            self._hooks.append(module.register_forward_pre_hook(self._require_no_backward))
+        self.tier = self._tiers[0]
+        self.clock = StepClock(self.tier)
+        self._hooks.append(module.register_forward_pre_hook(self._require_no_backward))
         if not self.swaps_natively:
             if self._settings.update_device == "gpu":
                 raise impossible(NO_STATES)
@@ -257,19 +248,11 @@ class Stage3(Access):
         """Whether parameters are rounded half away from zero instead of half to even."""
         return self.swaps_natively and not self.state_format.in_place
 
-    @property
-    def has_offloaded_states(self) -> bool:
-        """Whether some states are offloaded, so that DeepSpeed's own save and load would miss them."""
-        return self.swaps_natively or (self.native and self.params_in_nvme_and_cpu)
-
     def require_complete(self, saved: Mapping[str, Any]) -> None:
         """Raises: OffloadError if *saved* lacks states: see `states.require_complete`."""
         states.require_complete(self, saved, sum(self.fp16_partitioned_groups_flat_numel))
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        if not self.has_offloaded_states:
-            state_dict: dict[str, Any] = super()._rigid_state_dict()
-            return state_dict
         self.finish_updates()
         self.require_whole()
         if self._updates_in_backward:
@@ -281,12 +264,9 @@ class Stage3(Access):
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
     ) -> None:
         self._forget_updates()
-        if self.has_offloaded_states:
-            saved = states.of_state_dict(self, state_dict)
-            states.check(self, saved, True, load_optimizer_states)
-            self.load(saved, load_optimizer_states, True)
-        else:
-            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+        saved = states.of_state_dict(self, state_dict)
+        states.check(self, saved, True, load_optimizer_states)
+        self.load(saved, load_optimizer_states, True)
 
     def load(
         self, saved: CheckpointReader, load_optimizer_states: bool, from_fp32_weights: bool
@@ -304,8 +284,5 @@ class Stage3(Access):
 
     def _restore_from_bit16_weights(self) -> None:
         self._forget_updates()
-        if self.has_offloaded_states:
-            states.take_masters_from_parameters(self)
-            self.partly_changed = False
-        else:
-            super()._restore_from_bit16_weights()
+        states.take_masters_from_parameters(self)
+        self.partly_changed = False

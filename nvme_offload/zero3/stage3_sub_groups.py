@@ -40,17 +40,13 @@ _log = logging.getLogger(__name__)
 
 
 class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
-    """DeepSpeed's ZeRO-3 optimizer with the sub-groups and the swappers of `Stage3`.
-
-    Attributes: *native*, whether this package's swappers are used.
-    """
+    """DeepSpeed's ZeRO-3 optimizer with the sub-groups and the swappers of `Stage3`."""
 
     fp16_groups: list[list[Any]]
     _most_on_gpu = sys.maxsize  # elements of a sub-group, if updates run on a GPU
 
     def _read_settings(self, ds_config: Mapping[str, Any]) -> None:
         super()._read_settings(ds_config)
-        self.native = self._settings.swappers == "native"
         # The user's sub-groups: each is a list of our sub-groups, which are lists of parameters.
         self._logical_groups: list[list[list[Any]]] = []
 
@@ -58,8 +54,6 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         self, offload_optimizer_config: Any, offload_param_config: Any
     ) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
-        if not self.native:
-            return
         if dist.get_rank() == 0:
             _log_unused_keys(self._ds_config)
         # The swapper reads 16-bit parameters in bulk anyway.
@@ -71,14 +65,13 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
                 "the parameters that an engine with offload to a drive trains cannot change after deepspeed.initialize: "
                 "train the same ones throughout, or leave out offload_param and offload_optimizer"
             )
-        if self.native and (self.swap_optimizer or self.params_in_nvme_and_cpu):
-            self._require_one_sub_group(fp16_param_groups)
-            for param in itertools.chain(*(group["params"] for group in fp16_param_groups)):
-                if not has_value(param):
-                    zero_padding(param, param.ds_tensor.data)
-        if self.native and self.swap_optimizer:
+        self._require_one_sub_group(fp16_param_groups)
+        for param in itertools.chain(*(group["params"] for group in fp16_param_groups)):
+            if not has_value(param):
+                zero_padding(param, param.ds_tensor.data)
+        if self.swap_optimizer:
             self._prepare_tier(lambda: self._open_tier(fp16_param_groups))
-        elif self.native and self.params_in_nvme_and_cpu:
+        else:
             everywhere(lambda: require_budget(self.module))
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
@@ -87,7 +80,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
                 param.nvme_swapper.convert(param, self.dtype)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        if not (self.native and self.params_in_nvme_and_cpu):
+        if not self.params_in_nvme_and_cpu:
             super()._create_param_groups_fp16_flat_cpu_memory()
             return
         # host_memory decides which values stay in memory. The base class would make a placeholder
@@ -148,7 +141,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
         groups = super()._create_fp16_sub_groups(params_group)
-        if not (self.native and self.swap_optimizer):
+        if not self.swap_optimizer:
             return groups
         unit = VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
         if self.state_format.eight_bit:
@@ -171,16 +164,11 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         return list(itertools.chain.from_iterable(parts))
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
-        if not self.native:
-            super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
-            return
         self._make_swappers(
             self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype
         )
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
-        if not self.native:
-            return bool(super()._swappable_optimizer_subgroup(sub_group_id))
         # "ratio" keeps some on the accelerator
         return bool(self.swap_optimizer and self.subgroup_to_device[sub_group_id] == "cpu")
 
@@ -247,7 +235,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
     def _swap_in_sub_group_to_flat_buffer(self, flat_buffer: Any, sub_group_id: int) -> None:
         # The base class makes float32 copies of offloaded parameters, by way of the accelerator, for
         # `OptimizerSwapper.initialize_parameters`, which does not read them.
-        if not (self.native and self._swappable_optimizer_subgroup(sub_group_id)):
+        if not self._swappable_optimizer_subgroup(sub_group_id):
             super()._swap_in_sub_group_to_flat_buffer(flat_buffer, sub_group_id)
 
     def _parts(self, index: int, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Makes DeepSpeed use `Stages1And2` if the optimizer states of stage 1 or 2 are on a drive."""
+"""Makes DeepSpeed use this package's optimizers, `Stage3`, `Stages1And2` and `Inference`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import UnsupportedError, UsageError
+from . import compat
+from .inference import Inference
+from .moving import move_partitions
+from .param_swapper import return_to_device
 from .replacing import ENGINE, Replacements, replaces
-from .settings import Settings
+from .settings import SECTION, Settings, nvme_paths
+from .stage3 import Stage3
 from .stage_1_and_2 import Stages1And2
 
 
@@ -29,27 +34,44 @@ def _do_sanity_check(original: Callable[[Any], None], engine: Any) -> None:
 
 @replaces(ENGINE)
 def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    """Make a `Stages1And2` if stage 1 or 2 has its optimizer states on a drive."""
-    ds_config = engine._config._param_dict
+    """Make this package's optimizer if anything is on a drive."""
+    ds_config, module = _whole(engine._config._param_dict, engine.module), engine.module
     if type(optimizer).__name__ == "NVMeOptimizer":
         raise UnsupportedError(
             'NVMeOptimizer does not work with DeepSpeed\'s ZeRO: pass the optimizer that it wraps, and set "device": "nvme" in "offload_optimizer"'
         )
-    if not offloads(ds_config):
-        return original(engine, optimizer)
-    _require_supported(engine, optimizer, ds_config)
     replaced = Replacements()
-    replaced.put(
-        importlib.import_module("deepspeed.runtime.engine"),
-        "DeepSpeedZeroOptimizer",
-        functools.partial(Stages1And2, ds_config),
-    )
+    of_engine = importlib.import_module("deepspeed.runtime.engine")
+    if offloads(ds_config):
+        _require_supported(engine, optimizer, ds_config)
+        make = functools.partial(Stages1And2, ds_config)
+        replaced.put(of_engine, "DeepSpeedZeroOptimizer", make)
+    if is_stage_3 := engine.zero_optimization_partition_weights():
+        return_to_device(module)
+        move_partitions(module, ds_config)
+        replaced.put(of_engine, "DeepSpeedZeRoOffload", Inference)
+        if nvme_paths(ds_config) and Settings.of(ds_config).swappers == "native":
+            of_stage_3 = importlib.import_module("deepspeed.runtime.zero.stage3")
+            make = functools.partial(Stage3, ds_config)
+            replaced.put(of_stage_3, "DeepSpeedZeroOptimizer_Stage3", make)
     try:
         made = original(engine, optimizer)
+    except BaseException:
+        if is_stage_3:
+            compat.drop_references(module)
+        raise
     finally:
         replaced.restore()
-    made.watch(engine.module)
+    if isinstance(made, Stages1And2):
+        made.watch(module)
     return made
+
+
+def _whole(ds_config: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """*ds_config* with the sections that Lightning's strategy does not pass to `test` and `predict`."""
+    config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
+    left_out = config if isinstance(config, Mapping) else {}
+    return {**{key: left_out[key] for key in ("aio", SECTION) if key in left_out}, **ds_config}
 
 
 @replaces(ENGINE)

@@ -14,14 +14,15 @@ pytestmark = pytest.mark.deepspeed
 pytest.importorskip("deepspeed")
 
 ENABLED = """
-import deepspeed.runtime.zero.stage3 as stage3
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from nvme_offload import zero3
 
-names = stage3.DeepSpeedZeroOptimizer_Stage3.__module__, AsyncIOBuilder().load().__name__
+swapper = partition_parameters.AsyncPartitionedParameterSwapper
+names = swapper.__module__, AsyncIOBuilder().load().__name__
 print("found", *(name.partition(".")[0] for name in names))
 zero3.disable()
-print("found", stage3.DeepSpeedZeroOptimizer_Stage3.__module__)
+print("found", partition_parameters.AsyncPartitionedParameterSwapper.__module__)
 """
 
 
@@ -43,7 +44,7 @@ def test_an_import_of_deepspeed_enables(first):
     lines, said = found(f"import {first}\nimport deepspeed\n{ENABLED}")
     assert lines == [
         "found nvme_offload nvme_offload",
-        "found deepspeed.runtime.zero.stage3",
+        "found deepspeed.runtime.swap_tensor.partitioned_param_swapper",
     ]
     assert "nvme_offload" not in said
 
