@@ -233,9 +233,9 @@ def nothing_is_compiled() -> None:
     """Whatever the tests before this one have compiled in this process: then steps are not run
     under anything.
     """
-    from nvme_offload.optim import update_queue
+    from nvme_offload.optimizer_states import compiling
 
-    update_queue._compiled = False
+    compiling._used = False
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.utils.counters.clear()
 

@@ -49,9 +49,8 @@ class Awaited(Pending):
                 own = tensor is self.weight.parameter
                 tensor.__dict__[_KEY] = self if own else weakref.ref(self)
                 tensor.__class__ = _WAITING[type(tensor)]
-                # torch.utils.swap_tensors refuses tensors with weak references. Without the
-                # reference it would swap them, and the pending update would change the wrong
-                # tensor.
+                # torch.utils.swap_tensors refuses tensors with weak references: the pending update
+                # would change the wrong tensor.
                 self._guards.append(weakref.ref(tensor))
 
     def drop_gradient(self) -> None:
@@ -71,9 +70,7 @@ class Awaited(Pending):
             stream.wait_event(self.event)
 
     def restore(self) -> None:
-        """Restore the original classes of both tensors. A gradient that `.grad` no longer holds
-        gets its class back when it is used.
-        """
+        """Restore the classes of both tensors; of a gradient that `.grad` no longer holds, at its use."""
         if self.weight.awaited is self:
             self.weight.awaited = None
         self._guards.clear()
@@ -106,9 +103,7 @@ class Waits:
         return function(*args, **kwargs)
 
     def as_subclass(self, kind: Any) -> Any:
-        """Wait first: torch does not dispatch this method to `__torch_function__`, though it
-        returns a tensor that shares the memory.
-        """
+        """Wait first: torch does not dispatch this method to `__torch_function__`."""
         use(self)
         return self.as_subclass(kind)
 
@@ -191,11 +186,8 @@ def watch_entrances() -> None:
 
 
 def use_module(module: torch.nn.Module, _: Any) -> None:
-    """Before the forward pass of *module*: wait for its own parameters. The module may pass them to
-    code that does not look at their classes, such as a C++ extension.
-
-    Some modules of torch have a fast path that only tensors of known classes may take, or are
-    compiled. They pass the parameters of their children to such code, too.
+    """Before the forward pass of *module*, wait for its own parameters, which it may pass to a C++
+    extension. Modules of torch with a fast path pass the parameters of their children, too.
     """
     for parameter in (
         module.parameters() if isinstance(module, _WITH_CHILDREN) else module._parameters.values()

@@ -17,8 +17,6 @@ from .awaited import Awaited, has_waiting_class, use_module, watch_entrances
 from .buckets import Bucket, Weight, is_distributed, local
 from .modes import Modes, fixed_modes, sure_stack
 
-_compiled = False  # whether torch.compile was used in this process
-
 
 @dataclasses.dataclass(eq=False)
 class Step:
@@ -172,20 +170,10 @@ def can_be_awaited(tensor: torch.Tensor) -> bool:
 
 
 def anything_is_compiled() -> bool:
-    """Whether torch.compile was used in this process: compiled code checks the classes of
-    parameters, and does not call their `__torch_function__`. A later compilation first waits for
-    pending updates.
+    """Whether torch.compile was used: compiled code checks the classes of parameters, and does not
+    call their `__torch_function__`. A later compilation first waits for pending updates.
     """
-    global _compiled
-    compiling.wait_first(_before_compiling)
-    _compiled = _compiled or compiling.was_used()
-    return _compiled
-
-
-def _before_compiling() -> None:
-    global _compiled
-    _compiled = True
-    wait_for_all()
+    return compiling.was_used(wait_for_all)
 
 
 def _remove(module_hooks: Sequence[Any]) -> None:

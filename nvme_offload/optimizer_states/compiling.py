@@ -13,33 +13,33 @@ from typing import Any
 
 import torch
 
-
-def was_used() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    return dynamo is not None and dynamo.utils.counters["frames"]["total"] > 0
+_used = False  # whether torch.compile has begun to compile
 
 
-def wait_first(wait: Callable[[], None]) -> bool:
-    """Register *wait*, a function of a module, to be called before torch compiles anything.
-    Returns: whether this torch supports that.
+def was_used(wait: Callable[[], None]) -> bool:
+    """Whether torch.compile has compiled anything in this process, or could without calling *wait*,
+    a function of a module, before.
     """
+    global _used
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
-        return True
+        return _used
     handler = getattr(dynamo, "callback_handler", None)  # since torch 2.3
     if handler is None:
-        return False
+        return True
     callback = _before_compiling(wait)
     # `torch._dynamo.reset` removes the callback.
     if callback not in handler.start_callbacks:
         handler.register_start_callback(callback)
-    return True
+    _used = _used or dynamo.utils.counters["frames"]["total"] > 0
+    return _used
 
 
 @functools.cache
 def _before_compiling(wait: Callable[[], None]) -> Callable[..., None]:
     def waiting(*_: Any) -> None:
+        global _used
+        _used = True
         # Make the pending updates compute in the usual way.
         compiler: Any = torch.compiler
         compiling = getattr(compiler, "_is_compiling_flag", False)

@@ -282,10 +282,7 @@ def left_out_since(stage3: Stage3) -> str:
         ),
         '"wall_clock_breakdown" times the updates': type(stage3.timers).__name__ != "NoopTimer",
         f"it was never tried with {device} devices": device not in ("cpu", "cuda"),
-        # It has compiled something, or could without waiting for updates first.
-        "torch.compile is used in this process": (
-            not compiling.wait_first(quiesce_all) or compiling.was_used()
-        ),
+        "torch.compile is used in this process": compiling.was_used(quiesce_all),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
