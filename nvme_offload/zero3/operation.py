@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import logging
@@ -33,47 +34,37 @@ class OpenFile:
         self.identity = (status.st_dev, status.st_ino)
 
 
+@dataclasses.dataclass(eq=False)
 class Operation:
     """A read or write of a handle: the bytes that it touches, and its failure, if any."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        writing: bool,
-        buffer: torch.Tensor,
-        place: OpenFile,
-        offset: int,
-        validate: bool,
-    ) -> None:
-        self.engine = engine
-        self.writing = writing
-        self.buffer = buffer
-        self.staging = buffer  # the memory that the engine reads or writes
-        self.place = place
-        self.begin, self.end = offset, offset + buffer.nbytes
-        self.memory, self.memory_end = extent(buffer)
-        self.validate = validate
-        self.ticket: Ticket | None = None  # set while the operation is in flight
-        self.failure: Exception | None = None
+    engine: Engine
+    writing: bool
+    buffer: torch.Tensor
+    place: OpenFile
+    begin: int  # the offset in the file
+    validate: bool
+    ticket: Ticket | None = None  # set while the operation is in flight
+    failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.staging = self.buffer  # the memory that the engine reads or writes
+        self.end = self.begin + self.buffer.nbytes
+        self.memory, self.memory_end = extent(self.buffer)
 
     def conflicts(self, later: Operation) -> bool:
         """Whether *later* must wait for this operation: both touch the same bytes, in memory or in
         a file, and at least one operation changes them.
         """
-        if self.ticket is None:
-            return False
-        if (
-            self.memory < later.memory_end
-            and later.memory < self.memory_end
-            and not (self.writing and later.writing)
-        ):
-            return True
-        same_file = self.place.identity == later.place.identity
-        return (
-            same_file
+        same_memory = self.memory < later.memory_end and later.memory < self.memory_end
+        same_file = (
+            self.place.identity == later.place.identity
             and self.begin < later.end
             and later.begin < self.end
-            and (self.writing or later.writing)
+        )
+        return self.ticket is not None and (
+            (same_memory and not (self.writing and later.writing))
+            or (same_file and (self.writing or later.writing))
         )
 
     def settle(self) -> None:
@@ -125,10 +116,8 @@ def open_path(engine: Engine, path: StrPath, writing: bool) -> OpenFile:
 
 
 def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> OpenFile:
-    """Open the file of *descriptor* again, for the engine.
-
-    It opens the file by name, if the file still has one: the engine does not follow links for
-    writing, and the entries of /proc/self/fd are links.
+    """Open the file of *descriptor* again, by its name if it still has one: the engine does not
+    follow links for writing, and the entries of /proc/self/fd are links.
     """
     if not writing:
         raise UsageError(f"filename must be a path, not {descriptor}")
