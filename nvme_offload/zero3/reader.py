@@ -12,6 +12,7 @@ A load reads only the elements that this rank updates, a few megabytes at a time
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,37 +99,26 @@ def as_of_stage_3(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclasses.dataclass(eq=False)
 class CheckpointReader:
     """The values of a checkpoint that *ranks* have saved, with *trained* and *frozen* weights by
     name. *optimizer* returns DeepSpeed's state dict of the optimizer of a saved rank, *fragments*
-    its partitions of frozen weights, and *read* the contents of a file; tensors may be in the file.
+    its partitions of frozen weights, and *contents* those of a file; tensors may be in the file.
     *aliases*: other names of weights, such as tied ones. *universal*: the directory with a file for
     each trained weight and key, in place of flat sub-groups. *partition_sizes*, of ZeRO-1 and
     ZeRO-2: the elements of a rank's partition of each parameter group.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        trained: Mapping[str, Saved],
-        optimizer: Callable[[int], Mapping[str, Any]],
-        frozen: Mapping[str, Saved] | None = None,
-        fragments: Callable[[int], Mapping[str, torch.Tensor]] | None = None,
-        aliases: Mapping[str, str] | None = None,
-        universal: Path | None = None,
-        read: Callable[[str], Any] | None = None,
-        partition_sizes: Sequence[int] | None = None,
-    ) -> None:
-        self.ranks = ranks
-        self.optimizer = optimizer
-        self.universal = universal
-        self.trained = dict(trained)
-        self._frozen = frozen or {}
-        self._fragments = fragments
-        self._aliases = aliases or {}
-        self._read = read
-        self._partition_sizes = partition_sizes
-        self._states: dict[int, list[dict[str, Any]]] = {}
+    ranks: int
+    trained: Mapping[str, Saved]
+    optimizer: Callable[[int], Mapping[str, Any]]
+    frozen: Mapping[str, Saved] = dataclasses.field(default_factory=dict)
+    fragments: Callable[[int], Mapping[str, torch.Tensor]] | None = None
+    aliases: Mapping[str, str] | None = None
+    universal: Path | None = None
+    contents: Callable[[str], Any] | None = None
+    partition_sizes: Sequence[int] | None = None
+    _states: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict, init=False)
 
     @classmethod
     def of_directory(
@@ -207,7 +197,7 @@ class CheckpointReader:
     def find(self, name: str) -> Saved | None:
         """The weight *name*; None if the checkpoint lacks it."""
         name = self.original(name)
-        return self.trained.get(name, self._frozen.get(name))
+        return self.trained.get(name, self.frozen.get(name))
 
     def lacks(self, name: str) -> bool:
         """Whether no weight *name* was trained."""
@@ -215,7 +205,7 @@ class CheckpointReader:
 
     def original(self, name: str) -> str:
         """The name that the weight *name* has in the checkpoint."""
-        return self._aliases.get(name, name)
+        return (self.aliases or {}).get(name, name)
 
     def rename(self, names: Iterable[str]) -> None:
         """Rename the trained weights to *names*, in order."""
@@ -226,11 +216,11 @@ class CheckpointReader:
         does, and the fragments of frozen ones.
         """
         self.trained, self.optimizer = own.trained, own.optimizer
-        fragments = known(self._fragments)(rank) if self._frozen else {}
-        self._fragments = lambda _: fragments
-        self._frozen = {
+        fragments = known(self.fragments)(rank) if self.frozen else {}
+        self.fragments = lambda _: fragments
+        self.frozen = {
             name: saved._replace(numel=fragments[name].numel())
-            for name, saved in self._frozen.items()
+            for name, saved in self.frozen.items()
         }
 
     def universal_file(self, name: str, key: str) -> Path:
@@ -290,8 +280,8 @@ class CheckpointReader:
 
     def shapes(self, rank: int) -> list[torch.Size]:
         """The shapes of the elementwise states of each sub-group of the saved *rank*."""
-        if self._partition_sizes is not None:
-            return [torch.Size([size]) for size in self._partition_sizes]
+        if self.partition_sizes is not None:
+            return [torch.Size([size]) for size in self.partition_sizes]
         return [master.shape for master in self.optimizer(rank)[FP32_FLAT_GROUPS]]
 
     def whole(self, name: str, key: str, rank: int) -> tuple[torch.Tensor, int]:
@@ -300,9 +290,9 @@ class CheckpointReader:
         """
         saved = known(self.find(name))
         if saved.sub_group is None:
-            return known(self._fragments)(rank)[self.original(name)], 0
+            return known(self.fragments)(rank)[self.original(name)], 0
         if self.universal is not None:
-            return _flat(known(self._read)(str(self.universal_file(name, key)))), 0
+            return _flat(known(self.contents)(str(self.universal_file(name, key)))), 0
         if key == MASTER:
             return self.optimizer(rank)[FP32_FLAT_GROUPS][saved.sub_group], saved.start
         return self.states(rank)[saved.sub_group][key], saved.start
