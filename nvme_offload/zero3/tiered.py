@@ -21,8 +21,8 @@ from ..sizes import Footprint
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import compat, states
-from .adam_powers import AdamPowers
 from .agreement import everywhere, least, share_cores
+from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working
 from .settings import Settings

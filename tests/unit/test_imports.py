@@ -63,7 +63,6 @@ LAZY = {"torch", "triton", "pandas", "matplotlib", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
 # the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
-    "adam_powers",
     "agreement",
     "checkpoint",
     "checkpoint_engines",
