@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -168,6 +168,18 @@ class Returns:
             self._returns.remove(returned)
             self._tier.swapper.release(name, changed=returned.changed, nbytes=returned.nbytes)
 
+    def with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Call *ask* for host memory, until enough copies have ended that used some. Raises:
+        OutOfHostMemoryError.
+        """
+        while True:
+            try:
+                return ask()
+            except OutOfHostMemoryError:
+                if not self._returns:
+                    raise
+                self.release(at_most=len(self._returns) - 1)
+
     def cancel(self) -> None:
         """Release all values, after an exception that may have interrupted a method of this class."""
         while self._returns:
@@ -216,7 +228,7 @@ class DeviceStager:
         """See `Stager`."""
         self._returns.release(at_most=self._most_in_flight(name, nbytes))
         self._taking = name
-        host = self._obtain(lambda: self._tier.swapper.swap_in(name))
+        host = self._returns.with_room(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
         filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
         torch.cuda.current_stream(self._device).wait_event(filled)
@@ -233,7 +245,7 @@ class DeviceStager:
         self._returns.release(at_most=0 if name in self._returns else PLACES - 1)
         self._tier.forget([name])
         self._taking = name
-        host = self._obtain(lambda: self._tier.swapper.create(name, nbytes, once=True))
+        host = self._returns.with_room(lambda: self._tier.swapper.create(name, nbytes, once=True))
         memory = self._place(nbytes)
         if self._places[0].free is not None:
             torch.cuda.current_stream(self._device).wait_event(self._places[0].free)
@@ -325,17 +337,6 @@ class DeviceStager:
         if not self._tier.swapper.stays(name):
             return PLACES - 1
         return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
-
-    def _obtain(self, ask: Any) -> torch.Tensor:
-        while True:
-            try:
-                host: torch.Tensor = ask()
-            except OutOfHostMemoryError:  # values in flight to host memory still use some
-                if not self._returns:
-                    raise
-                self._returns.release(at_most=len(self._returns) - 1)
-            else:
-                return host
 
     def _place(self, nbytes: int) -> torch.Tensor:
         place = self._places[0]

@@ -22,9 +22,9 @@ from torch.optim.adam import adam
 
 from ..errors import known
 from .formats import Layout, StateFormat
-from .on_gpu import kernels, packs_in_one_pass
+from .on_gpu import kernels, packs_in_one_pass, reason
 from .one_pass import STATES, Part
-from .packed import Packed, Unpacked
+from .packed import Packed, Unpacked, bits_of
 from .rounding import BLOCK
 from .traits import raw_step
 
@@ -229,9 +229,7 @@ def _tried(
     options: tuple[tuple[str, Any], ...],
     betas: tuple[float, float],
 ) -> bool:
-    """Whether `by_triton.adam` gives the bits of torch's fused kernel. They depend on which sums the
-    compiler of torch's kernel has fused with a product.
-    """
+    """Whether `by_triton.adam` gives the bits of torch's kernel, whose compiler may fuse other sums."""
     why = "Triton gives other bits than torch"
     try:
         if _gives_same_bits(device, kind, {**dict(options), "betas": betas}):
@@ -239,7 +237,7 @@ def _tried(
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # as in `on_gpu.fault`
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        why = reason(error)
     _log.info("Adam on %s unpacks, updates and packs in three kernels: %s", device, why)
     return False
 
@@ -254,6 +252,7 @@ def _gives_same_bits(device: torch.device, kind: Any, options: dict[str, Any]) -
     [group], count = optimizer.param_groups, torch.zeros((), device=device)
     state = optimizer.state[parameter]
     state.update({"step": count.clone(), "exp_avg": first.clone(), "exp_avg_sq": second.clone()})
+    trained = parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
     packed, kept = Packed(weight, None, []), Unpacked(weight, [first, second], None)
     for number in (4, 999):
         for steps in (count, state["step"]):
@@ -262,14 +261,9 @@ def _gives_same_bits(device: torch.device, kind: Any, options: dict[str, Any]) -
         raw_step(optimizer)(optimizer)
         [powers] = _advanced([count], group["betas"])
         by_triton.adam(packed, kept, gradient, powers, group, 0, 0)
-    pairs = (
-        (parameter.detach(), weight),
-        (state["exp_avg"], first),
-        (state["exp_avg_sq"], second),
-    )
     return all(
-        torch.equal(*(torch.where(one.isnan(), torch.nan, one).view(torch.int32) for one in pair))
-        for pair in pairs
+        torch.equal(bits_of(one), bits_of(other))
+        for one, other in zip(trained, (weight, first, second), strict=True)
     )
 
 

@@ -26,8 +26,7 @@ and of the device (`rounding`).
 A block with an infinity, a NaN or a magnitude of 1.6e38 or more is decoded as NaN throughout: an
 overflow must not become a number.
 
-On the CPU the extension does this in one pass over memory (aio/codec.h). On GPUs Triton
-does, if it is installed (`by_triton`). Otherwise torch operations do it, with the same bits.
+On the CPU the extension computes this in one pass over memory (aio/codec.h), elsewhere `on_gpu`.
 """
 
 from __future__ import annotations

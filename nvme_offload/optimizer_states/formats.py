@@ -153,11 +153,6 @@ class StateFormat:
         """
         return not self.splits_master
 
-    @property
-    def _master_dtype(self) -> torch.dtype:
-        """The dtype of packed masters, or of the bits of them that a bfloat16 weight lacks."""
-        return {4: torch.float32, 2: torch.int16, 1: torch.int8}[self.master_bytes]
-
     def layout(
         self,
         numel: int,
@@ -213,7 +208,8 @@ class StateFormat:
                 slots[key] = StateSlot(dtype, slot(numel * 2), signed=signed, halved=True)
             else:
                 slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
-        return Layout(numel, working_dtype, master, self._master_dtype, slots, end)
+        master_dtype = {4: torch.float32, 2: torch.int16, 1: torch.int8}[self.master_bytes]
+        return Layout(numel, working_dtype, master, master_dtype, slots, end)
 
     def element_bytes(
         self,

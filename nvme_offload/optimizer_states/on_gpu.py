@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import by_torch
-from .packed import Packed, Unpacked
+from .packed import Packed, Unpacked, bits_of
 from .rounding import BLOCK
 
 _log = logging.getLogger(__name__)
@@ -19,9 +19,8 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def kernels(device: torch.device) -> Any:
-    """An object with `encode`, `decode`, `round_to_24`, `split`, `join`, `mark_far`, `pack`
-    and `unpack` for tensors on *device*: the module `by_triton` if it can be used on the device. Otherwise torch's operations, in some
-    170 passes over memory instead of seven.
+    """The module whose functions pack tensors on *device*: `by_triton` if it can be used there,
+    otherwise `by_torch`, which makes some 170 passes over memory instead of seven.
     """
     if device.type != "cuda":
         return by_torch
@@ -58,9 +57,13 @@ def fault(device: torch.device) -> str | None:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # imports, compilers and drivers raise errors without a common class
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return f"Triton cannot be used: {reason}"
+        return f"Triton cannot be used: {reason(error)}"
     return f"Triton gives other bits in {', '.join(wrong)}" if wrong else None
+
+
+def reason(error: Exception) -> str:
+    """The class and the first line of *error*."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _differing(by: Any, device: torch.device) -> list[str]:
@@ -85,9 +88,7 @@ def _of_all_kinds() -> torch.Tensor:
 
 
 def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The results of *by* for *values*, as bits. All NaN are equal, since compilers choose their
-    bits.
-    """
+    """The results of *by* for *values*, as bits."""
 
     def empty(dtype: torch.dtype, size: int = values.numel()) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=values.device)
@@ -102,7 +103,7 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
         by.encode(of, codes, fields, signed=signed, seed=(1, 2))
         by.decode(codes, fields, back, signed=signed)
         made |= {f"codes, {signed=}": codes, f"exponents, {signed=}": fields}
-        made[f"values, {signed=}"] = torch.where(back.isnan(), torch.nan, back).view(torch.int32)
+        made[f"values, {signed=}"] = bits_of(back)
     for first in (values, None):
         far = empty(torch.bool, -(-values.numel() // BLOCK))
         by.mark_far(values.abs(), first, far, 1e-8)
@@ -130,7 +131,10 @@ def _made_together(by: Any, values: torch.Tensor, low: torch.Tensor) -> dict[str
     back = torch.zeros((4, values.numel()), dtype=torch.float32, device=values.device)
     by.pack(Unpacked(values.clone(), [values, values.abs()], None), packed, 7, 3)
     by.unpack(packed, Unpacked(back[0], [back[1], back[2]], back[3]), weight)
-    back = torch.where(back.isnan(), torch.nan, back).view(torch.int32)
-    made = {"weights": weight.view(torch.int16), "rests": low, "all that is unpacked": back}
+    made = {
+        "weights": weight.view(torch.int16),
+        "rests": low,
+        "all that is unpacked": bits_of(back),
+    }
     made |= {f"codes {index}": one for index, one in enumerate(codes)}
     return {f"{name}, packed together, {low.dtype}": one for name, one in made.items()}

@@ -2,10 +2,11 @@
 memory (aio/adam.h). It gives the same bits as `StateFormat.unpack`, the optimizer's step and
 `StateFormat.pack` one after another.
 
-The bits depend on how the optimizer's kernels round: on the vector size of torch's build and of the
-processor, on the elements after the last whole vector, and on MKL's square root, which is not
-rounded correctly. Therefore, before the first step, the extension and the optimizer update the same
-sample with several options. If any bit differs, the optimizer makes the steps.
+The bits depend on two properties of torch on this machine. The fused kernel rounds the elements
+after the last whole vector differently, and the other kernels may take square roots from MKL, which
+does not round them correctly. Before the first step, the extension and the optimizer therefore
+update the same sample with several options (`_arithmetic`). If any bit differs, the optimizer makes
+the steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from ..extension import _aio
 from .formats import FORMATS, Layout, StateFormat, StateSlot
-from .packed import MASTER_INDEX
+from .packed import MASTER_INDEX, bits_of
 from .rounding import BLOCK, random_table, seed_state
 from .traits import raw_step
 
@@ -70,9 +71,8 @@ class Part(NamedTuple):
 
 
 class _Arithmetic(NamedTuple):
-    """How torch's kernels round on this machine. *vector*: the elements of a vector, after the last
-    of which the fused kernel rounds differently; 1 for other kernels. *square_roots*: the address
-    of MKL's function, or 0.
+    """*vector*: the elements of a vector of the fused kernel; 1 for other kernels. *square_roots*:
+    the address of MKL's function, or 0.
     """
 
     vector: int
@@ -155,20 +155,14 @@ def _next_step(optimizer: torch.optim.Optimizer, part: Part) -> Any:
         or part.gradient.dtype not in _ELEMENTS
     ):
         return None
-    fused = bool(group.get("fused"))
-    decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW))
     kind: Any = type(optimizer)
+    fused = bool(group.get("fused"))
+    decoupled = bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW))
     arithmetic = _arithmetic(kind, fused, decoupled)
     if arithmetic is None:
         return None
-    return _constants(
-        arithmetic,
-        group,
-        int(step.item()) + 1,
-        part.weight.numel(),
-        fused=fused,
-        decoupled=decoupled,
-    )
+    number, numel = int(step.item()) + 1, part.weight.numel()
+    return _constants(arithmetic, group, number, numel, fused=fused, decoupled=decoupled)
 
 
 def _constants(
@@ -250,8 +244,7 @@ def update(
         threads=torch.get_num_threads(),
     )
     if became_nan and layout.master is not None:
-        whole = layout.master.of(buffer).view(torch.float32)[start : start + numel]
-        weight.copy_(whole)
+        weight.copy_(layout.master.of(buffer).view(torch.float32)[start : start + numel])
 
 
 def _moment(base: int, slot: StateSlot, start: int, seed: tuple[int, int]) -> Any:
@@ -266,9 +259,7 @@ def _moment(base: int, slot: StateSlot, start: int, seed: tuple[int, int]) -> An
 
 @functools.cache
 def _arithmetic(kind: Any, fused: bool, decoupled: bool) -> _Arithmetic | None:
-    """How the class *kind* rounds in its steps, determined by updating a sample. None if the
-    extension gives different bits.
-    """
+    """How *kind* rounds on this machine; None if the extension gives different bits."""
     tried = (
         [_Arithmetic(vector, 0) for vector in (1, *VECTORS)]
         if fused
@@ -302,37 +293,23 @@ def _gives_same_bits(arithmetic: _Arithmetic, kind: Any, fused: bool, decoupled:
             fused=fused,
             **options,
         )
-        group, step = optimizer.param_groups[0], raw_step(optimizer)
-        state = optimizer.state[parameter]
-        state.update(
-            {
-                "step": torch.tensor(4.0, dtype=torch.float32),
-                "exp_avg": _sample(1),
-                "exp_avg_sq": _sample(2).abs(),
-            }
-        )
+        group, state = optimizer.param_groups[0], optimizer.state[parameter]
+        state["step"] = torch.tensor(4.0, dtype=torch.float32)
+        state["exp_avg"], state["exp_avg_sq"] = _sample(1), _sample(2).abs()
         ours, buffer = _sample(0), torch.empty(layout.nbytes, dtype=torch.uint8)
+        pairs = [(parameter.detach(), ours)]
         for key, slot in layout.states.items():
-            slot.values.of(buffer).view(torch.float32).copy_(state[key])
+            pairs.append((state[key], slot.values.of(buffer).view(torch.float32)))
+            pairs[-1][1].copy_(state[key])
         for number in range(5, 8):
             parameter.grad = _sample(number)
+            part = Part(parameter, group, ours, parameter.grad, 0, 0)
             constants = _constants(
                 arithmetic, group, number, numel, fused=fused, decoupled=decoupled
             )
-            step(optimizer)
-            update(
-                exact,
-                layout,
-                buffer,
-                Part(parameter, group, ours, parameter.grad, 0, 0),
-                constants,
-                0,
-            )
-            pairs = [(parameter.detach(), ours)] + [
-                (state[key], slot.values.of(buffer).view(torch.float32))
-                for key, slot in layout.states.items()
-            ]
-            if not all(torch.equal(*(_bits(one) for one in pair)) for pair in pairs):
+            raw_step(optimizer)(optimizer)
+            update(exact, layout, buffer, part, constants, 0)
+            if not all(torch.equal(bits_of(one), bits_of(other)) for one, other in pairs):
                 return False
     return True
 
@@ -346,11 +323,6 @@ def _sample(seed: int) -> torch.Tensor:
     for place, number in enumerate(special):
         values[seed + 8 * place] = number
     return values
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of *values*, with one pattern for NaN."""
-    return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
 
 
 def _mkl_square_roots() -> int:

@@ -50,3 +50,8 @@ class Unpacked(NamedTuple):
     master: torch.Tensor
     moments: Sequence[torch.Tensor]
     gradient: torch.Tensor | None
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of the float32 *values*, with one pattern for NaN: compilers choose its bits."""
+    return torch.where(values.isnan(), torch.nan, values).view(torch.int32)

@@ -16,8 +16,7 @@ There are 2 * (2**23 - 1) NaN patterns, but only 2 * 127 * 2**16 pairs whose W i
 patterns without a pair have the upper half of an infinity; they become quiet NaN. Arithmetic does
 not produce them.
 
-On the CPU the extension does this in one pass over memory (aio/codec.h). On GPUs Triton
-does, if it is installed (`by_triton`). Otherwise torch operations do it, with the same bits.
+On the CPU the extension computes this in one pass over memory (aio/codec.h), elsewhere `on_gpu`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ numbers are the same each time, so optimizers that draw random numbers are judge
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -188,6 +189,7 @@ def examine(
             raise UnsupportedError(
                 f"{name} cannot be used with NVMeOptimizer: its state {top(key)!r} is of {type(value).__name__}, which is no plain tensor"
             )
+    # Parameters with states that are not elementwise will not be cut, so samples need not be large.
     shapes = moderate if _has_rest(first) else large
     samples = [_sample(shape, dtype, device, number) for number, shape in enumerate(shapes)]
     fresh = make([torch.nn.Parameter(sample.clone()) for sample in samples])
@@ -207,38 +209,25 @@ def examine(
         raise UnsupportedError(
             f"{name} cannot be used with NVMeOptimizer: it keeps {together.outside}, outside of its state, which would be neither offloaded nor saved"
         )
-    if elementwise is not None:
-        return Traits(
-            together.states,
-            eager,
-            True,
-            elementwise,
-            "declared" if declared else "known",
-            together.rest,
-            not together.changes_outside,
-            together.forms,
+    why, separable = "declared" if declared else "known", True
+    if elementwise is None:
+        why = "tried"
+        separable = together.same(
+            [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
         )
-    separable = together.same(
-        [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
-    )
-    # A checkpoint could not assemble states of other shapes.
-    elementwise = (
-        separable
-        and not together.rest
-        and together.same(
-            [
-                [part]
-                for index, sample in enumerate(samples)
-                for part in _parts(index, sample.numel())
-            ]
+        parts = [_parts(index, sample.numel()) for index, sample in enumerate(samples)]
+        # A checkpoint could not assemble states of other shapes.
+        elementwise = (
+            separable
+            and not together.rest
+            and together.same([[part] for part in itertools.chain.from_iterable(parts)])
         )
-    )
     return Traits(
         together.states,
         eager,
         separable,
         elementwise,
-        "tried",
+        why,
         together.rest,
         not together.changes_outside,
         together.forms,
@@ -368,9 +357,7 @@ class _Trial:
 
     @property
     def rest(self) -> float:
-        """Bytes for each element of the states that are not elementwise: the minimum over samples
-        that have these states.
-        """
+        """As in `Traits`: the minimum over samples that have such states."""
         return min(filter(None, self._rest_bytes.values()), default=0.0)
 
     @property
@@ -402,9 +389,7 @@ class _Trial:
                 return False
 
     def _train(self, buckets: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
-        """Yield the weights after each step. The buckets are updated one after another, as in
-        `NVMeOptimizer`.
-        """
+        """Yield the weights after each step, which updates one bucket after another."""
         weights = [sample.clone() for sample in self._samples]
         parts = [
             [
@@ -471,9 +456,7 @@ class _Trial:
             self._rest_bytes[index] = max(rest, self._rest_bytes.get(index, 0.0))
 
     def _find_outside_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find values that *optimizer* keeps outside of its state, such as a wrapped optimizer.
-        Tensors that never change, and views of weights, do not count.
-        """
+        """Tensors that never change, and views of weights, do not count."""
         weights = {
             parameter.untyped_storage().data_ptr()
             for group in optimizer.param_groups
@@ -510,7 +493,6 @@ class _Trial:
     def _gradients_of_step(
         self, number: int, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The gradients of step *number*."""
         gradients: list[torch.Tensor | None] = []
         for index, weight in enumerate(weights):
             if self._with_missing and number % 7 == 6 and (number // 7 + index) % len(weights) == 0:
@@ -547,9 +529,7 @@ class _Trial:
 
 
 def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:
-    """The form of a state. Each of *cases* has the shape of a parameter, and the shape and the
-    dtype of its state.
-    """
+    """The form of a state. *cases*: shapes of a parameter and of its state, and the dtype."""
     dtype = max((dtype for _, _, dtype in cases), key=lambda dtype: dtype.itemsize)
     share = max(state.numel() / parameter.numel() for parameter, state, _ in cases)
     if len({len(state) for _, state, _ in cases}) > 1:
@@ -571,29 +551,21 @@ def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:
     return Form(dtype, tuple(sizes), share)
 
 
-class _same_random_numbers:
-    """Context in which torch, Python and NumPy draw the same numbers each time. Their generators
-    are restored at its end.
-    """
+@contextlib.contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Context in which torch, Python and NumPy draw the same numbers each time."""
+    import numpy as np
 
-    def __init__(self, device: torch.device) -> None:
-        self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-    def __enter__(self) -> None:
-        import numpy as np
-
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._fork.__enter__()
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-
-    def __exit__(self, *error: Any) -> None:
-        import numpy as np
-
-        self._fork.__exit__(*error)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+    python, drawn = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(drawn)
 
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
@@ -617,9 +589,7 @@ def _whole_units(dimensions: int) -> tuple[int, ...]:
 def _first_states(
     make: Make, samples: Sequence[torch.Tensor], steps: int = 1
 ) -> dict[torch.Tensor, Any]:
-    """The states after the first *steps* over *samples*. Empty if a step fails: the trial will
-    report the failure.
-    """
+    """The states after the first *steps*. Empty if a step fails: the trial will report it."""
     with _same_random_numbers(samples[0].device):
         try:
             parameters = [torch.nn.Parameter(sample) for sample in samples]
@@ -634,17 +604,11 @@ def _first_states(
 
 
 def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
-    """Whether some of *states* are not elementwise. In this case parameters will not be cut, so
-    samples need not be large.
-    """
-    found = {
-        parameter: travelling(state, parameter.shape, parameter)
-        for parameter, state in states.items()
-    }
+    """Whether some of *states* are not elementwise."""
     return any(
         not is_for_each(value, parameter.shape)
-        for parameter, kept in found.items()
-        for value in kept.values()
+        for parameter, state in states.items()
+        for value in travelling(state, parameter.shape, parameter).values()
     )
 
 
@@ -663,9 +627,7 @@ def _sample(
 
 
 def _view(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of *whole* as in a bucket: flat, unless it is the whole. It is a leaf, like
-    parameters.
-    """
+    """A part of *whole* as in a bucket: a leaf, and flat unless it is the whole."""
     return whole.detach() if stop - start == whole.numel() else whole.view(-1)[start:stop].detach()
 
 

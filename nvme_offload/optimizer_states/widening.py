@@ -51,13 +51,21 @@ def wide_enough(
         if isinstance(eps, int | float) and eps < _LEAST_EPS:
             reasons.append(f"eps is {float(eps):g}")
         if reasons:
-            return _widened(format, optimizer, reasons[0])
+            return widened(format, optimizer, reasons[0])
     return format
 
 
-def widened(format: StateFormat, optimizer: str) -> StateFormat:
-    """The wide form of *format*, for states that have `far_blocks`; the change is logged."""
-    return _widened(format, optimizer, "second moments of one block are more than 30 octaves apart")
+def widened(
+    format: StateFormat,
+    optimizer: str,
+    reason: str = "second moments of one block are more than 30 octaves apart",
+) -> StateFormat:
+    """The wide form of *format*; the change is logged, with the *reason*."""
+    _log.info(
+        'state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few',
+        *(format.name, optimizer, reason),
+    )
+    return dataclasses.replace(format, wide=True)
 
 
 def looks_at(format: StateFormat, step: int) -> bool:
@@ -122,7 +130,8 @@ def round_near(
         if not slot.rounded:
             continue
         names = block_names(0, layout.numel, states[key].device) if blocks is None else blocks
-        size = _chunk_elements(states[key])
+        # On the CPU, temporaries stay small compared with host_memory.
+        size = 1 << 18 if states[key].is_cpu else CHUNK
         for start in range(0, layout.numel, size):
             values = states[key][start : start + size]
             of = slice(start // BLOCK, -(-(start + values.numel()) // BLOCK))
@@ -137,18 +146,3 @@ def round_near(
                 values.copy_(
                     torch.where(far[of].repeat_interleave(BLOCK)[: values.numel()], exact, values)
                 )
-
-
-def _widened(format: StateFormat, optimizer: str, reason: str) -> StateFormat:
-    _log.info(
-        'state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few',
-        *(format.name, optimizer, reason),
-    )
-    return dataclasses.replace(format, wide=True)
-
-
-def _chunk_elements(values: torch.Tensor) -> int:
-    """Elements per iteration: on the CPU, few enough that temporaries are small compared with
-    host_memory.
-    """
-    return 1 << 18 if values.is_cpu else CHUNK

@@ -9,7 +9,6 @@ import torch
 
 from ..device.copies import CopyStreams
 from ..device.staging import Returns
-from ..errors import OutOfHostMemoryError
 from ..swap.tier import Tier
 from .buckets import Bucket
 from .slots import Slot
@@ -83,10 +82,4 @@ class Home:
         stays = self._tier.swapper.stays(bucket.name)
         self._returns.release(at_most=len(self._returns) if stays else _IN_FLIGHT)
         self._returns.end(bucket.name)
-        while True:
-            try:
-                return ask()
-            except OutOfHostMemoryError:
-                if not self._returns:
-                    raise
-                self._returns.release(at_most=len(self._returns) - 1)
+        return self._returns.with_room(ask)

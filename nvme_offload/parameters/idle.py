@@ -18,12 +18,14 @@ _FRAMES = 12  # of a caller in torch
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
 
-class UsedParameter(torch.nn.Parameter):
-    """A streamed parameter with its values on the device. Functions get it as any Parameter."""
-
+class _StreamedParameter(torch.nn.Parameter):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a Parameter: some programs call `type(parameter)`."""
         return torch.nn.Parameter(*args, **kwargs)
+
+
+class UsedParameter(_StreamedParameter):
+    """A streamed parameter with its values on the device. Functions get it as any Parameter."""
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{self.detach()!r}"
@@ -40,12 +42,8 @@ class UsedParameter(torch.nn.Parameter):
         streamer_of(self).replace_data(self, values)
 
 
-class IdleParameter(torch.nn.Parameter):
+class IdleParameter(_StreamedParameter):
     """A streamed parameter that no module uses at present. Its memory may hold no values."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a Parameter: some programs call `type(parameter)`."""
-        return torch.nn.Parameter(*args, **kwargs)
 
     @classmethod
     def __torch_function__(

@@ -141,12 +141,6 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
     """Check that *model* can stream; return whether it has trainable parameters. *has_values*: it
     must have values. Raises: UsageError, UnsupportedError.
     """
-    _check_model(model, has_values=has_values)
-    divide(model, DIVISION, "")
-    return any(one.requires_grad for one in model.parameters())
-
-
-def _check_model(model: torch.nn.Module, *, has_values: bool) -> None:
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedError(
@@ -166,6 +160,8 @@ def _check_model(model: torch.nn.Module, *, has_values: bool) -> None:
             raise UsageError(
                 f"buffer {name} is on the meta device and has no values: make the model with its buffers in memory"
             )
+    divide(model, DIVISION, "")
+    return any(one.requires_grad for one in model.parameters())
 
 
 def _check_memory(model: torch.nn.Module) -> None:
