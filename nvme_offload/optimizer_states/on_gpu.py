@@ -134,7 +134,7 @@ def _made_together(by: Any, values: torch.Tensor, low: torch.Tensor) -> dict[str
     made = {
         "weights": weight.view(torch.int16),
         "rests": low,
-        "all that is unpacked": bits_of(back),
+        "unpacked values": bits_of(back),
     }
     made |= {f"codes {index}": one for index, one in enumerate(codes)}
     return {f"{name}, packed together, {low.dtype}": one for name, one in made.items()}
