@@ -24,7 +24,6 @@ HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "offload", "optim", "store", "swap"},
-    "autoload": set(),
     "sizes": set(),
     "units": set(),
     "errors": {"units"},
