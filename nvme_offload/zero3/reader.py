@@ -103,7 +103,7 @@ def as_of_stage_3(tree: Mapping[str, Any]) -> dict[str, Any]:
 class CheckpointReader:
     """The values of a checkpoint that *ranks* have saved, with *trained* and *frozen* weights by
     name. *optimizer* returns DeepSpeed's state dict of the optimizer of a saved rank, *fragments*
-    its partitions of frozen weights, and *contents* those of a file; tensors may be in the file.
+    its partitions of frozen weights, and *contents* the contents of a file; tensors may be in the file.
     *aliases*: other names of weights, such as tied ones. *universal*: the directory with a file for
     each trained weight and key, in place of flat sub-groups. *partition_sizes*, of ZeRO-1 and
     ZeRO-2: the elements of a rank's partition of each parameter group.
