@@ -127,7 +127,6 @@ class ActivationCache:
         self._make_tables()
 
     def _make_tables(self) -> None:
-        """Make empty tables."""
         # Of saved tensors that no graph holds any more. Appended to without the lock.
         self._dropped: deque[Held] = deque()
         self._held: dict[int, Held] = {}  # by the saved tensor's number
@@ -143,11 +142,12 @@ class ActivationCache:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context that changes the tables. Where an exception such as KeyboardInterrupt has ended
-        an earlier one in the middle, it starts with empty tables.
-        """
+        """Context that changes the tables: empty ones if an exception has ended an earlier change."""
         with self._lock:
-            self._check_open()
+            if self._closed:
+                raise UsageError(
+                    "save_on_nvme is closed: make another, and close it after the last backward"
+                )
             if self._section.interrupted_by:
                 _wait_for_all(self._saving, self._restoring)
                 self._tier.reset()
@@ -350,9 +350,7 @@ class ActivationCache:
             return self._restore(value)
 
     def _restore(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
-        """Restore *value* on its device. It stays there until `_look_ahead` finds that it is not
-        needed soon.
-        """
+        """Restore *value* on its device, where it stays until `_look_ahead` drops it."""
         if value.copy is not None:
             with self._read_waits:
                 self._finish(value, value.copy)
@@ -377,9 +375,7 @@ class ActivationCache:
         return known(value.chunk.place)[value.place : value.place + value.nbytes]
 
     def _look_ahead(self, asked: SavedBytes, number: int) -> None:
-        """Backward has unpacked *number*: prefetch the next tensors, and free the tensors on the
-        devices that backward does not need soon.
-        """
+        """Prefetch the tensors after *number*, and drop restored ones that are not needed soon."""
         self._order.ask(number)
         if self._on_device:
             near = {self._values[one] for one in self._order.after(number, _NEAR)}
@@ -463,12 +459,6 @@ class ActivationCache:
         if os.getpid() != self._process_id:
             raise UsageError(
                 "save_on_nvme belongs to the process that this one was forked from: make one here"
-            )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError(
-                "save_on_nvme is closed: make another, and close it after the last backward"
             )
 
 

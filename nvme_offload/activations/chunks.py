@@ -23,21 +23,7 @@ _READ_CHUNKS = 2
 
 
 class Chunk:
-    """One value of the swapper.
-
-    Attributes
-    ----------
-    place
-        Its memory while it is in use; None otherwise.
-    changed
-        Whether it was written to since it was last swapped in.
-    filled
-        Bytes allocated.
-    saved
-        Tensors in it.
-    pins
-        Its copies in flight.
-    """
+    """One value of the swapper."""
 
     __slots__ = ("changed", "filled", "name", "nbytes", "number", "pins", "place", "saved")
 
@@ -45,11 +31,11 @@ class Chunk:
         self.number = number
         self.name = f"activation/{number}"
         self.nbytes = nbytes
-        self.place: torch.Tensor | None = place
-        self.changed = True
-        self.filled = 0
-        self.saved = 0
-        self.pins = 0
+        self.place: torch.Tensor | None = place  # its memory while it is in use
+        self.changed = True  # since it was last swapped in
+        self.filled = 0  # bytes allocated
+        self.saved = 0  # tensors in it
+        self.pins = 0  # its copies in flight
 
 
 class Waiting:
@@ -209,12 +195,9 @@ class Chunks:
             try:
                 return ask()
             except OutOfHostMemoryError:
-                if not (self._release_kept() or self._end_copy()):
+                end_copy = self._copies()
+                if not (self._release_kept() or (end_copy is not None and end_copy())):
                     raise
-
-    def _end_copy(self) -> bool:
-        end = self._copies()
-        return end is not None and end()
 
     def _release_kept(self) -> bool:
         """Release the chunks that are kept in use for later calls; False when there are none."""

@@ -17,48 +17,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class SavedBytes:
-    """A range of one storage at one version.
-
-    Attributes
-    ----------
-    chunk, place
-        The chunk that has them, and the offset in it in bytes.
-    begin, end
-        The range of the original storage, in bytes.
-    version
-        Of *counter* when they were saved.
-    device
-        Of the original storage.
-    source
-        A weak reference to the original storage.
-    counter
-        A weak reference to the tensor that counts modifications. Others on the storage may have
-        their own counters.
-    users
-        Saved tensors that need these bytes.
-    copy
-        The copy in flight between device and chunk; the chunk is pinned as long.
-    memory
-        The restored bytes, while they are kept on the device.
-    filled
-        The copy that fills *memory*; None where that was synchronous.
-    restored
-        A weak reference to the storage of *memory*.
-    """
+    """A range of one storage at one version."""
 
     chunk: Chunk
-    place: int
-    begin: int
+    place: int  # the offset in the chunk, in bytes
+    begin: int  # the range of the original storage, in bytes
     end: int
-    version: int
+    version: int  # of *counter* when the bytes were saved
     device: torch.device
-    source: Any
+    source: Any  # a weak reference to the original storage
+    # The tensor that counts modifications. Others on the storage may have their own counters.
     counter: weakref.ref[torch.Tensor]
-    users: int = 0
-    copy: Copy | None = None
-    memory: torch.Tensor | None = None
-    filled: Copy | None = None
-    restored: Any = None
+    users: int = 0  # saved tensors that need these bytes
+    copy: Copy | None = None  # in flight between device and chunk, which is pinned as long
+    memory: torch.Tensor | None = None  # the restored bytes, while they stay on the device
+    filled: Copy | None = None  # the copy that fills *memory*; None if it was synchronous
+    restored: Any = None  # a weak reference to the storage of *memory*
 
     @property
     def nbytes(self) -> int:

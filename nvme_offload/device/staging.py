@@ -328,14 +328,11 @@ class DeviceStager:
         self._returns.clear()
 
     def _most_in_flight(self, name: str, nbytes: int) -> int:
-        """How many values may be in flight to host memory when *name* is fetched. If *name* does
-        not stay in host memory, few, because another value may need the memory. If *name* itself is
-        in flight, none.
-        """
+        """How many values may be in flight to host memory when *name* is fetched."""
         if name in self._returns:
             return 0
         if not self._tier.swapper.stays(name):
-            return PLACES - 1
+            return PLACES - 1  # another value may need the memory
         return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
 
     def _place(self, nbytes: int) -> torch.Tensor:

@@ -44,39 +44,19 @@ _log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """Consecutive elements of a bucket that are one parameter of the optimizer.
+    """Consecutive elements of a bucket that are one parameter of the optimizer."""
 
-    Attributes
-    ----------
-    parameter
-        The parameter, which is the key of the elements' state in the optimizer's state.
-    group
-        The options of the parameter group.
-    weight
-        Flat and contiguous, of the layout's working dtype.
-    gradient
-        Flat and contiguous, of float32, bfloat16 or float16.
-    start
-        The index of the first element in the bucket.
-    first_block
-        The name of the first block (`block_names`).
-    """
-
-    parameter: torch.Tensor
-    group: Mapping[str, Any]
-    weight: torch.Tensor
-    gradient: torch.Tensor
-    start: int
-    first_block: int
+    parameter: torch.Tensor  # the key of the elements' state in the optimizer's state
+    group: Mapping[str, Any]  # the options of the parameter group
+    weight: torch.Tensor  # flat and contiguous, of the layout's working dtype
+    gradient: torch.Tensor  # flat and contiguous, of float32, bfloat16 or float16
+    start: int  # the index of the first element in the bucket
+    first_block: int  # the name of the first block (`block_names`)
 
 
 class _Arithmetic(NamedTuple):
-    """*vector*: the elements of a vector of the fused kernel; 1 for other kernels. *square_roots*:
-    the address of MKL's function, or 0.
-    """
-
-    vector: int
-    square_roots: int
+    vector: int  # the elements of a vector of the fused kernel; 1 for other kernels
+    square_roots: int  # the address of MKL's function, or 0
 
 
 def step_in_one_pass(
@@ -174,9 +154,7 @@ def _constants(
     fused: bool,
     decoupled: bool,
 ) -> Any:
-    """The constants of step number *step*. Source: torch.optim.adam, `_single_tensor_adam`; ATen's
-    FusedAdamKernel.cpp.
-    """
+    """Source: torch.optim.adam, `_single_tensor_adam`; ATen's FusedAdamKernel.cpp."""
     rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
     square = 1 - beta2**step
     return _aio.AdamStep(

@@ -16,40 +16,23 @@ class Packed(NamedTuple):
     """What a format packs. ``unpack(packed, unpacked, gradient)`` of `by_triton` and `by_torch` fills
     what *unpacked* has, the wide gradient from *gradient*. ``pack(unpacked, packed, first_block,
     seed)`` does the reverse, as `StateFormat.pack` does.
-
-    Attributes
-    ----------
-    working
-        The weight, flat.
-    low
-        int16 or int8: the lower bits of the master, whose upper bits are the weight. None if the
-        format does not split masters.
-    moments
-        Codes and exponents of Adam's first and second moments, both uint8. Empty if the format
-        keeps moments as they are.
     """
 
-    working: torch.Tensor
+    working: torch.Tensor  # the weight, flat
+    # int16 or int8: the lower bits of the master, whose upper bits are the weight. None if the
+    # format does not split masters.
     low: torch.Tensor | None
+    # Codes and exponents of Adam's first and second moments, both uint8. Empty if the format keeps
+    # moments as they are.
     moments: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Unpacked(NamedTuple):
-    """Flat float32 tensors.
-
-    Attributes
-    ----------
-    master
-        The fp32 weight.
-    moments
-        Adam's first and second moments.
-    gradient
-        Memory for the gradient in float32; None if it is in float32 already.
-    """
+    """Flat float32 tensors."""
 
     master: torch.Tensor
-    moments: Sequence[torch.Tensor]
-    gradient: torch.Tensor | None
+    moments: Sequence[torch.Tensor]  # Adam's first and second
+    gradient: torch.Tensor | None  # memory for it; None if the gradient is in float32 already
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:

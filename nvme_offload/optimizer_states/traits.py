@@ -569,11 +569,9 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
-    """The shapes of two samples. One is above the minimum sizes from which optimizers factor
-    matrices or pack states, the second is below. Neither is a multiple of `UNIT`.
-
-    *moderate*: small enough for an optimizer that keeps a matrix for each side and computes its
-    root.
+    """The shapes of two samples, above and below the sizes from which optimizers factor matrices or
+    pack states, and no multiples of `UNIT`. *moderate*: small enough to compute the root of a matrix
+    for each side.
     """
     if dimensions == 1:
         return [(130,), (67,)] if moderate else [(5003,), (67,)]

@@ -17,21 +17,12 @@ _ALIGNED_BYTES = 512  # the alignment of PyTorch's CUDA allocator
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How a model is divided into buckets.
+    """How a model is divided into buckets."""
 
-    Attributes
-    ----------
-    bucket_bytes : int
-        A bucket takes further parameters up to this size. A larger parameter is a bucket.
-    small_bytes : int
-        Parameters of up to this size stay on the device.
-    trainable_share : float
-        Trainable parameters stay on the device if they are at most this share of the model's bytes,
-        such as LoRA adapters.
-    """
-
-    bucket_bytes: int = STREAMED_BUCKET_BYTES
-    small_bytes: int = 64 << 10
+    bucket_bytes: int = STREAMED_BUCKET_BYTES  # most of a bucket, unless one parameter is larger
+    small_bytes: int = 64 << 10  # parameters of up to this size stay on the device
+    # Trainable parameters stay on the device if they are at most this share of the model's bytes,
+    # such as LoRA adapters.
     trainable_share: float = 1 / 16
 
 
@@ -51,13 +42,7 @@ class Place(NamedTuple):
 
 
 class Bucket:
-    """Parameters that are one value of a tier.
-
-    Attributes: *slot*, the memory of the device that has the values, None if they are only in the
-    tier; *users*, the number of uses that have not ended; *shown*, the parameters in use; *versions*, of the parameters when the
-    values in the slot and in the tier were last equal; *last_use*, when it was used; *written*, whether the values in the slot
-    may have changed in a way that the versions do not show.
-    """
+    """Parameters that are one value of a tier."""
 
     def __init__(self, name: str, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.name = name
@@ -68,11 +53,11 @@ class Bucket:
             place = Place(parameter, self.nbytes, nbytes, parameter.shape, parameter.dtype)
             self.places.append(place)
             self.nbytes += -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        self.slot: Any = None
-        self.users = 0
-        self.shown: list[Any] = []
-        self.written = False
-        self.versions: list[int] = []
+        self.slot: Any = None  # has the values on the device; None if only the tier has them
+        self.users = 0  # uses that have not ended
+        self.shown: list[Any] = []  # the parameters in use
+        self.written = False  # the slot may have changes that the versions do not show
+        self.versions: list[int] = []  # of the parameters when slot and tier were last equal
         self.last_use = 0
         self._offsets = [place.offset for place in self.places]
 

@@ -76,9 +76,7 @@ class Home:
         return done
 
     def _obtain(self, bucket: Bucket, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Host memory of *bucket*. It may have to wait for copies that other buckets' memory is used
-        for.
-        """
+        """Host memory of *bucket*. This may wait for copies of other buckets."""
         stays = self._tier.swapper.stays(bucket.name)
         self._returns.release(at_most=len(self._returns) if stays else _IN_FLIGHT)
         self._returns.end(bucket.name)

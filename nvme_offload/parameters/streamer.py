@@ -239,16 +239,12 @@ class Streamer:
 
     def _store_changes(self, slot: Slot, bucket: Bucket) -> None:
         """Copy the values in *slot* back if they have changed."""
-        if not self._has_changed(bucket):
+        if not bucket.written and bucket.versions == idle.as_it_is(_versions, bucket):
             return
         with torch.inference_mode(False):
             self._home.store(slot, bucket)
         bucket.versions = idle.as_it_is(_versions, bucket)
         bucket.written &= not slot.is_free
-
-    def _has_changed(self, bucket: Bucket) -> bool:
-        changed: bool = bucket.written or bucket.versions != idle.as_it_is(_versions, bucket)
-        return changed
 
     def _placeholder(self, place: Place) -> torch.Tensor:
         """Memory for one element, NaN in every floating-point dtype."""
@@ -276,9 +272,7 @@ class Streamer:
                         self._fetch_ahead(following)
 
     def _next_use(self, bucket: Bucket) -> float:
-        """When *bucket* is used next. Without a known order, the bucket whose last use is longest
-        ago is assumed to be used last.
-        """
+        """When *bucket* is used next; without a known order, later the longer its last use is ago."""
         if not self._order.followed:
             return -bucket.last_use
         position = self._order.next_use(bucket.name)
