@@ -52,27 +52,13 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """The place of one optimizer state.
+    """The place of one optimizer state."""
 
-    Attributes
-    ----------
-    dtype
-        The dtype of the state in the optimizer.
-    values
-        The slot of its values, or of their codes.
-    exponents
-        For a state in 8 bits: the slot of its exponents, one byte for each block.
-    signed
-        For a rounded state: whether its values are signed.
-    halved
-        Whether the state is kept in 16 bits.
-    """
-
-    dtype: torch.dtype
-    values: Slot
-    exponents: Slot | None = None
-    signed: bool = True
-    halved: bool = False
+    dtype: torch.dtype  # of the state in the optimizer
+    values: Slot  # its values, or their codes
+    exponents: Slot | None = None  # of a state in 8 bits: one byte for each block
+    signed: bool = True  # of a rounded state: whether its values are signed
+    halved: bool = False  # whether the state is kept in 16 bits
 
     @property
     def rounded(self) -> bool:
@@ -82,31 +68,16 @@ class StateSlot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The contents of a bucket's buffer, and their places. `StateFormat.layout` makes it.
+    """The contents of a bucket's buffer, and their places. `StateFormat.layout` makes it."""
 
-    Attributes
-    ----------
-    numel
-        Number of parameters in the bucket.
-    working_dtype
-        Dtype of the working weights.
-    master
-        The slot of the fp32 masters, or of the bits that the working weights lack; None if the
-        working weight is its own master.
-    master_dtype
-        Dtype of the contents of *master*.
-    states
-        The slots of the optimizer states, by key.
-    nbytes
-        Bytes of the buffer.
-    """
-
-    numel: int
-    working_dtype: torch.dtype
+    numel: int  # parameters in the bucket
+    working_dtype: torch.dtype  # of the working weights
+    # The fp32 masters, or the bits that the working weights lack; None if the working weight is its
+    # own master.
     master: Slot | None
-    master_dtype: torch.dtype
-    states: Mapping[str, StateSlot]
-    nbytes: int
+    master_dtype: torch.dtype  # of the contents of *master*
+    states: Mapping[str, StateSlot]  # by key
+    nbytes: int  # of the buffer
 
 
 @dataclasses.dataclass(frozen=True)

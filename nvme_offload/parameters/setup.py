@@ -79,11 +79,7 @@ def stream(
 
 
 class _Divided:
-    """The *buckets* of a model, and the parameters that stay on the device.
-
-    Attributes: *largest*, the bytes of the largest bucket; *nbytes*, of all buckets in host memory;
-    *stays_bytes*; *least_device_bytes*, of the device's memory with the fewest slots.
-    """
+    """The *buckets* of a model, and the parameters that stay on the device."""
 
     def __init__(self, buckets: list[Bucket], stays: list[torch.nn.Parameter]) -> None:
         self.buckets = buckets
@@ -91,7 +87,7 @@ class _Divided:
         self.largest = max((bucket.nbytes for bucket in buckets), default=0)
         self.nbytes = sum(-(-bucket.nbytes // _PAGE_BYTES) * _PAGE_BYTES for bucket in buckets)
         self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
-        fewest = min(STREAMED_SLOTS, len(buckets))
+        fewest = min(STREAMED_SLOTS, len(buckets))  # slots
         self.least_device_bytes = self.stays_bytes + fewest * self.largest
 
     def is_comfortable(self, host_memory: int, gpu_memory: int | None) -> bool:
