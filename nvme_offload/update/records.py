@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from ..device.staging import DeviceStager, HostStager, Stager
-from ..errors import known
+from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import Layout, StateFormat
 from ..optimizer_states.tree import Key
 from ..swap.tier import Tier
@@ -90,17 +90,28 @@ class Records:
             return self._renewed(unit, self._stager(unit))
         if not unit.nbytes:
             return _nothing(unit.device)
-        return self._stager(unit).fetch(unit.name, unit.room_bytes)
+        stager = self._stager(unit)
+        return self._with_room(lambda: stager.fetch(unit.name, unit.room_bytes))
 
     def _renewed(self, unit: Unit, stager: Stager) -> torch.Tensor:
         """A new value in place of the value of *unit*: zeros, but undefined in "exact"."""
         unit.room_bytes = max(unit.room_bytes, unit.nbytes)
         if not unit.nbytes:
             return _nothing(unit.device)
-        memory = stager.renew(unit.name, unit.room_bytes)
+        memory = self._with_room(lambda: stager.renew(unit.name, unit.room_bytes))
         if not self._format.in_place:  # low bits of masters that are zero say: as the weights are
             memory[: unit.nbytes].zero_()
         return memory
+
+    def _with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of *ask*, which is repeated once the copies from all devices have ended, if
+        their values leave no room.
+        """
+        try:
+            return ask()
+        except OutOfHostMemoryError:
+            self.drain()
+            return ask()
 
     def _give_back(self, unit: Unit, *, changed: bool) -> None:
         """End the use of *unit* on its device."""

@@ -248,7 +248,7 @@ def a_drive_that_fails_on_one_rank() -> list[Any]:
     """backward() continues on every rank, and step() raises."""
     nets: list[nn.Module] = []
     reported: list[str] = []
-    logging.getLogger("nvme_offload.optim.optimizer").addFilter(
+    logging.getLogger("nvme_offload.optim.backward").addFilter(
         lambda record: reported.append(record.getMessage())
     )
     for in_backward in (False, True):

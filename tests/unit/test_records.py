@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nvme_offload.device.staging import HostStager
+from nvme_offload.errors import OutOfHostMemoryError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.optimizer_states import FORMATS
 from nvme_offload.swap.tier import Tier
@@ -51,6 +52,45 @@ def unit_of(records: Records, **states: torch.dtype) -> Unit:
     unit = Unit(name="one", dtype=torch.bfloat16, device=CPU, numel=100)
     unit.layout = records._layout(unit, states)
     return unit
+
+
+class Behind(HostStager):
+    """A stager whose copies to host memory end only when they are waited for."""
+
+    returning: str | None = None
+
+    def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
+        self.returning, self._held = self._held, None
+
+    def drain(self) -> None:
+        if self.returning is not None:
+            self._tier.swapper.release(self.returning, changed=True)
+            self.returning = None
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_values_on_their_way_from_another_device_make_room(
+    records: Records, is_stored: bool
+) -> None:
+    records.tier.require(1 << 19)
+    elsewhere = torch.device("meta")
+    records._stagers[elsewhere] = Behind(records.tier)
+    here, there = (
+        Unit(name=str(device), dtype=torch.bfloat16, device=device, numel=1 << 16)
+        for device in (CPU, elsewhere)
+    )
+    for unit in (here, there):
+        unit.layout = records._layout(unit, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
+    if is_stored:
+        records._opened(here).fill_(7)
+        records._give_back(here, changed=True)
+    records._opened(there)
+    records._give_back(there, changed=True)
+    with pytest.raises(OutOfHostMemoryError):
+        records.tier.swapper.create("another", here.nbytes)
+    memory = records._opened(here)
+    assert not is_stored or memory[: here.nbytes].eq(7).all()
+    records._give_back(here, changed=True)
 
 
 def test_a_new_value_that_was_not_given_back_is_made_again(records: Records) -> None:
