@@ -45,11 +45,17 @@ def least(number: int) -> int:
     return smallest
 
 
-def everywhere(action: Callable[[], _Result], group: Any = None) -> _Result:
-    """Run *action* on every rank of *group*, or of the training, and return its result once every
-    rank has succeeded: the others would wait in collective calls for a rank that has failed.
+def all_or_none(action: Callable[[], None], group: Any = None) -> None:
+    """Run *action* on every rank of *group*, or of the training: the others would wait in collective
+    calls for a rank that has failed. Raises: the error; on ranks that have succeeded, an error that
+    names the rank.
+    """
+    all_ranks(group).together(action, "this rank cannot train")
 
-    Raises: the error, on every rank; if several ranks failed, the first one's.
+
+def everywhere(action: Callable[[], _Result]) -> _Result:
+    """Run *action* on every rank, and return its result once every rank has succeeded. Raises: the
+    error, on every rank; if several ranks failed, the first one's.
     """
     failure: Exception | None = None
     try:
@@ -57,14 +63,13 @@ def everywhere(action: Callable[[], _Result], group: Any = None) -> _Result:
     except Exception as error:
         failure = error
     named = failure is None or isinstance(failure, OffloadError | OSError)  # can be pickled
-    ranks = all_ranks(group)
-    failures = ranks.gather(
+    failures = of_all_ranks(
         failure if named else OffloadError(f"{type(failure).__name__}: {failure}")
     )
     first = next((rank for rank, found in enumerate(failures) if found is not None), None)
     if first is None:
         return result
-    if failure is not None and (not named or first == ranks.rank):
+    if failure is not None and (not named or first == dist.get_rank()):
         raise failure
     raise failures[first] from failure
 

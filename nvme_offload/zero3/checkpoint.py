@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..files import commit
 from ..io import archive
 from . import compat, states
-from .agreement import everywhere
+from .agreement import all_ranks, everywhere
 from .checkpoint_engines import (
     Complete,
     Generation,
@@ -271,7 +271,7 @@ def _name_latest(save_dir: str, tag: str, here: bool) -> None:
         except OSError as error:
             raise archive.as_failure(error, latest) from error
 
-    everywhere(write)
+    all_ranks().together(write, f"the checkpoint {tag} was not saved")
 
 
 def _provider(param: Any) -> archive.Provider:

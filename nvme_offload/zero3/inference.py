@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import compat
-from .agreement import everywhere
+from .agreement import all_or_none
 from .param_swapper import require_budget, swappers_of
 from .shared_tier import trained
 from .step_stats import StepClock
@@ -23,7 +23,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         super().__init__(module, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
         try:
-            everywhere(lambda: require_budget(module))
+            all_or_none(lambda: require_budget(module))
         except BaseException:
             super().destroy()
             raise

@@ -37,7 +37,7 @@ from ..optimizer_states.fingerprint import fingerprint
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
-from .agreement import everywhere
+from .agreement import all_or_none
 from .settings import Settings
 from .shared_tier import tier_of
 
@@ -377,7 +377,7 @@ def open_swapper(ds_config: Mapping[str, Any], group: Any) -> ParameterSwapper |
         if Settings.of(ds_config).swappers == "native":
             tier = tier_of(ds_config)
 
-    everywhere(open_tier, group)
+    all_or_none(open_tier, group)
     if tier is None:
         return None
     found = _swappers.get(tier)

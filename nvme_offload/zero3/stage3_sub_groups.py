@@ -18,7 +18,7 @@ from ..device.staging import CPU, PLACES
 from ..errors import UnsupportedError
 from ..optimizer_states import BLOCK
 from . import compat, states
-from .agreement import everywhere
+from .agreement import all_or_none
 from .once_per_step import computed_from_values, depends_on_values
 from .param_swapper import has_value, is_offloaded, require_budget, value_bytes, zero_padding
 from .reader import first_element
@@ -72,7 +72,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         if self.swap_optimizer:
             self._prepare_tier(lambda: self._open_tier(fp16_param_groups))
         else:
-            everywhere(lambda: require_budget(self.module))
+            all_or_none(lambda: require_budget(self.module))
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if has_value(param):

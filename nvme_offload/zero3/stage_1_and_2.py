@@ -24,7 +24,7 @@ from ..device.staging import CPU
 from ..errors import UnsupportedError
 from ..io.archive import Provider
 from . import compat, fragments, partition_states, states
-from .agreement import everywhere
+from .agreement import all_or_none
 from .once_per_step import OncePerStep, computed_from_values, one_step
 from .reader import MASTER, CheckpointReader
 from .step_stats import StepClock
@@ -84,7 +84,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         """Make master weights, and the states that an optimizer has before its first step."""
         self._is_planned = True
         self._prepare_tier(self._open_tier)
-        everywhere(self._fill)
+        all_or_none(self._fill)
 
     def _open_tier(self) -> None:
         self.master_weights_and_grads_dtype = self.single_partition_of_fp32_groups[0].dtype

@@ -21,7 +21,7 @@ from ..sizes import Footprint
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import compat, states
-from .agreement import everywhere, least, share_cores
+from .agreement import all_or_none, least, share_cores
 from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working
@@ -98,9 +98,9 @@ class Tiered:
     def _prepare_tier(self, open_tier: Callable[[], None]) -> None:
         """Call *open_tier*, and then `_plan` with the least memory of all ranks."""
         share_cores()
-        everywhere(open_tier)
+        all_or_none(open_tier)
         self.tier.cap_bytes = least(self.tier.cap_bytes)
-        everywhere(self._plan)
+        all_or_none(self._plan)
 
     def _plan(self) -> None:
         """Check that the budget of host memory is large enough. Raises: UsageError."""
