@@ -153,7 +153,9 @@ def _unpacked(
     *,
     widens: bool,
 ) -> Unpacked:
-    """Where *part* is unpacked: to *scratch*; without it, the weight stands for what is packed."""
+    """The memory for the unpacked *part*, in *scratch* or in *buffer*. Without *scratch*, the weight
+    is in place of each packed piece.
+    """
     numel, start = part.weight.numel(), part.start
     rows: Iterator[torch.Tensor] = (
         itertools.repeat(part.weight)
@@ -272,7 +274,7 @@ def _sample() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(spread: float) -> torch.Tensor:
-        values = torch.randn(2, _SAMPLE, generator=generator, dtype=torch.float32)
+        values = torch.randn(2, _SAMPLE, generator=generator, dtype=torch.float32, device="cpu")
         return values[0] * torch.exp(values[1] * spread)
 
     weight, gradient, first, second = drawn(1), drawn(4), drawn(4), drawn(8).abs()

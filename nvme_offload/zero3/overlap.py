@@ -166,7 +166,7 @@ class Overlap:
         return self._has_noted
 
     def begin_load(self) -> None:
-        """Prepare for a load of states: make the updates that can be made, and forget the others."""
+        """Prepare for a load of states: make the updates that can be made, and forget all other updates."""
         error = self.updates.abandon()
         if error is not None:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)

@@ -121,7 +121,7 @@ class ParameterSwapper:
         self._read(param, dest_buffer.device, dest_buffer)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop the copies on the accelerator. DeepSpeed calls again for those in flight."""
+        """Drop the copies on the accelerator. DeepSpeed calls again for copies in flight."""
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
                 continue
