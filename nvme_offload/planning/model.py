@@ -131,8 +131,15 @@ def _idle(config: Any, experts: int) -> int:
 
 def _first(config: Any, *names: str) -> int | None:
     """The first of the attributes *names* that is a positive whole number."""
-    values = (getattr(config, name, None) for name in names)
+    values = (_value(config, name) for name in names)
     return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers' error for an attribute that differs by layer
+        return None
 
 
 def _numel(parameter: Any) -> int:

@@ -4,6 +4,7 @@ from a drive through forward passes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,17 @@ from .step_stats import StepClock
 class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     """DeepSpeed's class, with each forward pass of the whole module counted as one step."""
 
-    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    def __init__(
+        self,
+        whole: Mapping[str, Any],
+        module: torch.nn.Module,
+        timers: Any,
+        ds_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """*whole*: the configuration, in place of *ds_config*, which may lack sections."""
+        super().__init__(module, timers, whole, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
         try:
             all_or_none(lambda: require_budget(module))

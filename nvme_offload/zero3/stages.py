@@ -49,7 +49,8 @@ def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimiz
     if is_stage_3 := engine.zero_optimization_partition_weights():
         return_to_device(module)
         move_partitions(module, ds_config)
-        replaced.put(of_engine, "DeepSpeedZeRoOffload", Inference)
+        make = functools.partial(Inference, ds_config)
+        replaced.put(of_engine, "DeepSpeedZeRoOffload", make)
         if nvme_paths(ds_config) and Settings.of(ds_config).swappers == "native":
             of_stage_3 = importlib.import_module("deepspeed.runtime.zero.stage3")
             make = functools.partial(Stage3, ds_config)

@@ -315,15 +315,18 @@ def test_far_blocks(by_triton, numel, octaves, eps):
 
 
 def fused(one, other, summand):
-    """The product plus the summand, rounded once; Triton's interpreter rounds the product, too."""
-    if DEVICE.type == "cpu":
-        return one * other + summand
+    """The product plus the summand, rounded once."""
     exact = [np.float64(x) for x in (one, other, summand)]
     return (exact[0] * exact[1] + exact[2]).astype(np.float32)
 
 
-def adam(master, gradient, first, second, powers, options):
-    """A step as torch's fused kernel computes it."""
+def rounded_twice(one, other, summand):
+    """The same as the interpreters of older releases of Triton compute it."""
+    return one * other + summand
+
+
+def adam(fused, master, gradient, first, second, powers, options):
+    """A step as torch's fused kernel computes it. *fused* adds to a product."""
     weight, gradient, first, second, powers = (
         one.cpu().numpy() for one in (master, gradient, first, second, powers)
     )
@@ -340,19 +343,26 @@ def adam(master, gradient, first, second, powers, options):
 
 
 @pytest.mark.parametrize("numel", SIZES[1:])
-@pytest.mark.parametrize("low", [torch.int16, torch.int8, None])
 @pytest.mark.parametrize("codes", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [
+        (torch.bfloat16, torch.int16),
+        (torch.bfloat16, torch.int8),
+        (torch.bfloat16, None),
+        (torch.float32, None),
+    ],
+    ids=str,
+)
 def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
     """Is unpacking, the step, and packing."""
-    if low is not None and dtype == torch.float32:
-        pytest.skip("a weight of float32 is its own master")
     options = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     options |= {"maximize": False, "decoupled_weight_decay": True}
     powers = torch.tensor([0.6, 0.995], device=DEVICE)
     gradient = numbers(numel, 3).to(DEVICE, dtype)
-    found = []
-    for at_once in (True, False):
+
+    def after(fused=None):
+        """The tensors after a step; without *fused*, after one of the kernel."""
         master, first, second = numbers(numel, 4), numbers(numel, 4) / 8, numbers(numel, 6) ** 2
         master, first, second = (one.to(DEVICE) for one in (master, first, second))
         bytes_of = [empty(master, torch.uint8) for _ in range(2)]
@@ -363,19 +373,21 @@ def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
         packed = Packed(weight, None if rests is None else rests[:-1], pairs if codes else [])
         unpacked = Unpacked(master, [first, second], None)
         by_torch.pack(unpacked, packed, 3, 1)
-        if at_once:
+        if fused is None:
             by_triton.adam(packed, unpacked, gradient, powers, options, 3, 2)
         else:
             by_torch.unpack(packed, unpacked, gradient)
-            made = adam(master, gradient.float(), first, second, powers, options)
+            made = adam(fused, master, gradient.float(), first, second, powers, options)
             for old, new in zip((master, first, second), made, strict=True):
                 old.copy_(new)
             by_torch.pack(unpacked, packed, 3, 2)
-        found.append([*bytes_of, *fields])
+        found = [*bytes_of, *fields]
         if rests is None:
-            found[-1].append(master)
+            found.append(master)
         else:
             rests[:-1][weight.isnan()] = 0  # any NaN
-            found[-1] += [rests, weight.float()]
-        found[-1] += [] if codes else [first, second]
-    assert all(map(same, *found))
+            found += [rests, weight.float()]
+        return found if codes else [*found, first, second]
+
+    ours, ways = after(), [fused, *([rounded_twice] if DEVICE.type == "cpu" else [])]
+    assert any(all(map(same, ours, after(way))) for way in ways)
