@@ -439,3 +439,10 @@ def test_what_works_anywhere_is_not_refused(harmless):
         {**ON_A_DRIVE, "zero_hpz_partition_size": 1, "zero_quantized_nontrainable_weights": False},
     ):
         check({"zero_optimization": zero, **harmless})
+
+
+@pytest.mark.parametrize("wrong", [["/a"], 1, True, {"a": "/a"}], ids=str)
+def test_the_path_is_one_directory(wrong):
+    sections = {"offload_param": {"device": "nvme", "nvme_path": wrong}}
+    with pytest.raises(UsageError, match='"nvme_path" of "offload_param" is one directory, not'):
+        nvme_paths({"zero_optimization": sections})
