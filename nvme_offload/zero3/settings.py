@@ -288,11 +288,11 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
                 raise UsageError(
                     f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive'
                 )
-            if not isinstance(path, str):
+            if not isinstance(path, str | Path):
                 raise UsageError(
                     f'"nvme_path" of "{name}" is one directory, not {path!r}: list several drives in "paths" of "nvme_offload"'
                 )
-            paths.append(path)
+            paths.append(str(path))
     return tuple(dict.fromkeys(_absolute(paths)))
 
 
