@@ -2,7 +2,8 @@
 rename it over the target. A crash at any point leaves the old version or the new one.
 
 The temporary one is called `.NAME.XXXXXXXX.partial` and its writer holds a lock (flock(2)) on it. A
-writer that is killed leaves it without the lock; the next commit to NAME removes it.
+killed writer leaves it without the lock; the next commit to NAME removes it. All functions raise
+OSError.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ def write_file(
     path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
 ) -> None:
     """Replace the contents of the file *path*, which need not exist, atomically. *mode* None is the
-    default of this process (umask); *owner* is a user and a group id.
-
-    Raises: OSError; the file is unchanged. Source: rename(2), fsync(2).
+    default of this process (umask); *owner* is a user and a group id. Source: rename(2), fsync(2).
     """
     with _partial_path(path, 0o666 if mode is None else 0o600) as (partial, descriptor):
         _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
@@ -46,8 +45,8 @@ def write_file(
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file, which the caller fills and syncs; then rename it to *path*, whose missing
-    parents are created. After an exception *path* is unchanged. Raises: OSError.
+    """Yield a temporary file, which the caller fills and syncs; then rename it to *path*, whose
+    missing parents are created.
     """
     make_directory(path.parent)
     with _partial_path(path, 0o666) as (partial, _):
@@ -57,11 +56,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def overwrite_file(path: Path, data: bytes) -> None:
-    """Replace the contents of an existing file in place, keeping its inode: ACL, hard links and bind
-    mounts stay.
-
-    An in-place write is not atomic. So the old contents are saved to `kept_of(path)` first, and
-    removed after the new ones are synced. Raises: OSError; the file may hold a part of *data*.
+    """Replace the contents of an existing file in place, keeping its inode: ACL, hard links and
+    bind mounts stay. As this is not atomic, `kept_of(path)` has the old contents until the new ones
+    are synced.
     """
     kept = kept_of(path)
     old = path.read_bytes()
@@ -88,7 +85,7 @@ def kept_of(path: Path) -> Path:
 @contextlib.contextmanager
 def partial_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory next to *path*, whose missing parents are created, for
-    `publish_directory`. On exit it is removed if it was not committed. Raises: OSError.
+    `publish_directory`. On exit it is removed if it was not committed.
     """
     make_directory(path.parent)
     with _partial_path(path, None) as (partial, _):
@@ -96,12 +93,12 @@ def partial_directory(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(partial: Path, path: Path, *, over: bool = False) -> Path | None:
-    """Rename *partial*, of `partial_directory`, whose contents are synced, to *path*. Returns where a
-    replaced directory is now, for the caller to remove.
+    """Rename *partial*, of `partial_directory`, whose contents are synced, to *path*. Returns where
+    a replaced directory is now, for the caller to remove. Raises: FileExistsError.
 
-    With *over* an existing *path* is replaced: the two names are exchanged atomically (renameat2(2)). A
-    filesystem that cannot exchange names (NFS) needs two renames; `recover_directory` undoes the first
-    after a crash. Raises: FileExistsError; OSError.
+    With *over* an existing *path* is replaced: the two names are exchanged atomically
+    (renameat2(2)). A filesystem that cannot exchange names (NFS) needs two renames;
+    `recover_directory` undoes the first after a crash.
     """
     sync_directory(partial)
     replaced: Path | None = None
@@ -122,8 +119,8 @@ def publish_directory(partial: Path, path: Path, *, over: bool = False) -> Path 
 
 
 def recover_directory(path: Path) -> Path | None:
-    """Repair what a `publish_directory` with *over* left when it was killed between its two renames.
-    Returns a replaced directory for the caller to remove. Raises: OSError.
+    """Repair what a `publish_directory` with *over* left when it was killed between its two
+    renames. Returns a replaced directory for the caller to remove.
     """
     replaced = _replaced(path)
     if not replaced.is_dir():
@@ -173,7 +170,7 @@ def remove_unfinished() -> None:
 
 def remove_abandoned(directory: Path, name: str) -> None:
     """Remove what killed writers left in *directory* for target names that match the regular
-    expression *name*. Raises: OSError.
+    expression *name*.
     """
     for left in abandoned(directory, rf"\.(?:{name})\.[0-9a-f]{{8}}\.partial"):
         remove(left)
@@ -182,8 +179,6 @@ def remove_abandoned(directory: Path, name: str) -> None:
 def abandoned(directory: Path, name: str) -> Iterator[Path]:
     """Yield the entries of *directory* whose names match the regular expression *name* and that no
     process has locked. Each stays locked until the next one is asked for.
-
-    Raises: OSError when *directory* cannot be listed.
     """
     for left in list(directory.iterdir()):
         if re.fullmatch(name, left.name):
@@ -242,8 +237,8 @@ def _claimed(partial: Path, mode: int | None) -> int | None:
 
 
 def claim_directory(path: Path) -> int:
-    """Create the directory *path* and lock it, so that `abandoned` skips it. Returns its descriptor;
-    closing it ends the lock. Raises: OSError.
+    """Create the directory *path* and lock it, so that `abandoned` skips it, until the returned
+    descriptor is closed.
     """
     while (descriptor := _claimed(path, None)) is None:
         pass  # another process took it for abandoned before it was locked

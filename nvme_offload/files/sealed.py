@@ -1,6 +1,4 @@
-"""JSON with a checksum of its contents, to detect changes by others. Whitespace and the order of
-keys do not matter.
-"""
+"""JSON with a checksum of its contents, whatever its whitespace and the order of keys."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 not be in memory, nor be in one piece.
 
 An *offloaded* tensor has no memory. It names its parts and how each is brought to memory for a
-moment. `write` lets torch lay out the file with space for every tensor, and fills that. torch.load
-reads the file like any other, also with mmap. Only its zip checksums are missing, which torch does
-not check.
+moment. torch.load reads the file like any other, also with mmap. Only its zip checksums are
+missing.
 
 Source: torch.serialization.skip_data, torch.utils.serialization.config for the alignment.
 """
@@ -54,8 +53,8 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The tensor that *provider* has under *key*: the elements from *start* of a larger one, in the
-    order of memory.
+    """The tensor that *provider* has under *key*: the elements from *start* of a larger one, in
+    memory order.
     """
 
     provider: Provider
@@ -108,12 +107,11 @@ def gather(tree: Any) -> Any:
 
 
 def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Piece]:
-    """Write *tree*, in which tensors may be offloaded, to a new file *path* as torch.save would. The
-    *engine* writes the tensors. Returns: the pieces that it wrote, with checksums, if *summed*.
+    """Write *tree*, in which tensors may be offloaded, to a new file *path* as torch.save would.
+    Returns the pieces that the *engine* wrote, with checksums if *summed*.
 
-    The file is on the drive, synced, when this returns. After an exception, also one from a
-    provider, it is unusable, and the caller deletes it. Raises: NoSpaceError before anything but the
-    layout is written; IOFailure.
+    The file is on the drive, synced, when this returns. After an exception it is unusable, and the
+    caller deletes it. Raises: NoSpaceError before anything but the layout is written; IOFailure.
     """
     storages, tensors = _lay_out(path, tree)
     parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in tensors}
@@ -158,10 +156,8 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
 
 def read(path: str, engine: Engine) -> Any:
     """What torch.load would return for *path*, with its tensors left in the file: `fetch` and
-    `whole` read them.
-
-    Tensors that are attributes of objects are in memory. A file in the format before PyTorch 1.6 is
-    read whole. Raises: what torch.load raises; IOFailure, TruncatedError.
+    `whole` read them. Tensors that are attributes of objects are in memory. Raises: what torch.load
+    raises; IOFailure, TruncatedError.
     """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
@@ -179,8 +175,8 @@ def read(path: str, engine: Engine) -> Any:
 
 
 def read_mapped(path: str, keep: Sequence[str]) -> Any:
-    """What torch.load returns for *path*, a mapping, in memory except for the keys *keep*: these are
-    mapped, and take memory when they are accessed.
+    """What torch.load returns for *path*, a mapping; the values of the keys *keep* take memory on
+    access.
     """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
@@ -196,7 +192,7 @@ def read_mapped(path: str, keep: Sequence[str]) -> Any:
 class MappedFiles:
     """Files of torch.save that are mapped, and read as their tensors are. Nothing may write to the
     tensors. Pages that were read count as memory of this process until `drop` is called. A context
-    manager; after it, `drop` has no effect on the files.
+    manager.
 
     Source: madvise(2), malloc_trim(3), mallopt(3), proc_pid_maps(5).
     """
@@ -212,8 +208,8 @@ class MappedFiles:
         return tree
 
     def drop(self) -> None:
-        """Return memory to the kernel: all pages of the files, which the next access maps again, and
-        free memory of malloc, which keeps blocks of up to 32 MiB and fragments them.
+        """Return memory to the kernel: all pages of the files, which the next access maps again,
+        and free memory of malloc, which keeps blocks of up to 32 MiB and fragments them.
         """
         for start, end in self._ranges:
             _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
@@ -240,8 +236,8 @@ def _mapped_ranges(path: Path) -> set[tuple[int, int]]:
 
 
 def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
-    """Start reading elements of *tensor*, from *start*, into *into*: as many as it has, in its
-    dtype. Wait for the tickets (`wait_all`).
+    """Start reading elements of *tensor*, from *start*, into *into*. Wait for the tickets
+    (`wait_all`).
 
     Shapes: *tensor*, in a file or in memory, has one dimension; *into* is contiguous. Raises:
     IOFailure, TruncatedError, also from the tickets.
@@ -284,9 +280,7 @@ class _Stored(NamedTuple):
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
     """Wait for all *tickets*, which an iterator may start one by one. None is left in flight, even
-    if starting one raises.
-
-    Raises: the first failure, once all are finished.
+    if starting one raises. Raises: the first failure, once all are finished.
     """
     started: list[Ticket] = []
     failure: BaseException | None = None
@@ -305,8 +299,8 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
 
 
 def as_failure(error: Exception, path: Path) -> Exception:
-    """Convert *error*, raised while *path* was written, to a class of `nvme_offload.errors` if it
-    is about the file.
+    """*error*, raised while *path* was written, as an `nvme_offload.errors` class if it is about
+    the file.
     """
     if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
         return error
@@ -335,7 +329,7 @@ def _opened(path: str, engine: Engine) -> File:
 
 def _lay_out(path: str, tree: Any) -> tuple[dict[str, torch.UntypedStorage], list[Any]]:
     """Write *path* with space for the bytes of all tensors. Returns the storages, by torch's names
-    in the file, and the offloaded tensors, wherever in *tree* these are.
+    in the file, and the offloaded tensors.
     """
     storages: dict[str, torch.UntypedStorage] = {}
     tensors: list[Any] = []
@@ -382,8 +376,8 @@ def _alignment() -> AbstractContextManager[Any]:
 
 
 def _by_provider(places: Any) -> dict[Provider, list[tuple[Any, Any, int]]]:
-    """What to do with each provider, in the order of first use: the key, the place of the whole
-    tensor, and the first element in it.
+    """For each provider, in the order of first use: the key, the place of the whole tensor, and the
+    first element in it.
     """
     found: dict[Provider, list[tuple[Any, Any, int]]] = {}
     for place, parts in places:

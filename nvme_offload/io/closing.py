@@ -15,9 +15,8 @@ _Self = TypeVar("_Self", bound="Closing")  # typing.Self needs Python 3.11
 
 
 class Closing:
-    """Base class of objects that the end of a `with` block closes.
-
-    An error of `close` is raised, unless the block ends with another exception: then it is logged.
+    """Base class of objects that the end of a `with` block closes. An error of `close` is raised,
+    unless the block ends with another exception: then it is logged.
     """
 
     def close(self) -> None:

@@ -9,10 +9,8 @@ from ..errors import InvariantError
 
 class Extents:
     """Free ranges of bytes. Adjacent ranges are merged, unless they meet at *barrier*. Ranges that
-    start below and above the barrier are searched separately. Not thread-safe.
-
-    Best fit suits the tensors of a model: they have a few sizes, and the next tensor of the same
-    size reuses a freed range. An operation costs O(log n) for n ranges.
+    start below and above the barrier are searched separately. Not thread-safe. An operation costs
+    O(log n).
     """
 
     def __init__(self, barrier: int = 0) -> None:
@@ -30,7 +28,7 @@ class Extents:
 
     def best_fit(self, nbytes: int, above: bool = True) -> int | None:
         """The start of the smallest range of at least *nbytes* that starts *above* the barrier, or
-        below it; among ranges of equal size, the lowest. None if there is none.
+        below it; the lowest of equal ones. None if there is none.
         """
         sizes = self._sizes[above]
         index = bisect_left(sizes, (nbytes, 0))

@@ -1,8 +1,7 @@
 """The manifest of a checkpoint, `nvme_offload.json`: its files and the checksums of all their
-bytes, piece by piece.
+bytes.
 
-Pieces that the engine wrote were checksummed as they were written. Other bytes, such as
-torch.save's headers, are read once.
+Pieces that the engine wrote were checksummed as they were written; other bytes are read once.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _VERSION = 1
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A file of *nbytes*, relative to the manifest's directory, that *rank* wrote. Its pieces cover
-    it from start to end.
+    it.
     """
 
     name: str
@@ -57,8 +56,8 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """The manifest in *directory*; None if there is none. Raises: CorruptionError;
-        UnsupportedError for a later version; IOFailure.
+        """The manifest in *directory*; None if there is none. Raises: CorruptionError,
+        UnsupportedError, IOFailure.
         """
         path = directory / NAME
         try:
@@ -98,8 +97,8 @@ def has_checksums() -> bool:
 def entry_of(
     path: Path, name: str, rank: int, known: Iterable[Piece], engine: Engine, checksum: str
 ) -> Entry:
-    """The entry *name* for the file *path*. *known* pieces have their checksums; the rest of the
-    file is read. Raises: IOFailure, TruncatedError.
+    """The entry *name* for the file *path*. *known* pieces have their checksums; the rest is read.
+    Raises: IOFailure, TruncatedError.
     """
     pieces: list[Piece] = []
     with _reader(engine, path) as (reading, file):
@@ -122,8 +121,8 @@ def entry_of(
 
 
 def verify(directory: Path, entry: Entry, engine: Engine, checksum: str) -> None:
-    """Read the file of *entry* and compare checksums. Raises: CorruptionError when it is missing or
-    differs; IOFailure.
+    """Read the file of *entry* and compare checksums. Raises: CorruptionError, UnsupportedError,
+    IOFailure.
     """
     path = directory / entry.name
     try:
@@ -152,8 +151,8 @@ def verify(directory: Path, entry: Entry, engine: Engine, checksum: str) -> None
 
 
 def verify_archive(path: Path) -> None:
-    """Read the file of torch.save *path* and compare the checksums in it: those that are 0 were
-    left out, as `archive.write` does. Raises: CorruptionError, OSError.
+    """Compare the checksums in the file of torch.save *path*; `archive.write` leaves them out, as
+    0. Raises: CorruptionError, OSError.
     """
     if not zipfile.is_zipfile(path):
         return  # of a PyTorch before 1.6
@@ -168,9 +167,7 @@ def verify_archive(path: Path) -> None:
 
 
 def _sums(engine: Engine, file: File, ranges: list[tuple[int, int]], checksum: str) -> list[int]:
-    """The checksums of *ranges* of *file*. The next range is read while one is summed. Raises:
-    IOFailure, TruncatedError.
-    """
+    """The checksums of *ranges* of *file*. The next range is read while one is summed."""
     buffers = [allocate(max((nbytes for _, nbytes in ranges), default=1)) for _ in range(2)]
     reading: deque[tuple[memoryview, Ticket]] = deque()
     found: list[int] = []

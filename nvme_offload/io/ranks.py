@@ -20,9 +20,8 @@ class Ranks:
     gather: Callable[[Any], list[Any]]
 
     def agree(self, failure: BaseException | None, refusal: str) -> None:
-        """Raise on every rank if one has failed: a collective call. Raises: the *failure* of this
-        rank; on a rank without one, an OffloadError with the *refusal*, and with the number and the
-        error of a rank that has failed.
+        """Raise on every rank if one has failed: the *failure* of this rank, or an OffloadError
+        with the *refusal* and the error of a rank that has failed. A collective call.
         """
         texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:

@@ -11,8 +11,8 @@ class Section:
     """A context for code that changes tables, under the lock of the tables.
 
     Code in the context raises an `OffloadError` only where the tables are consistent. Any other
-    exception can come between two lines, as Ctrl-C and MemoryError do. The tables are unknown then,
-    and every later context is refused, as after the *owner* was closed.
+    exception can come between two lines, as Ctrl-C does. Every later context is refused then, as
+    after the *owner* was closed.
     """
 
     def __init__(self, owner: str) -> None:

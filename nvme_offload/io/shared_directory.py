@@ -28,16 +28,14 @@ _POLL_SECONDS = 0.1
 
 
 class SharedDirectory:
-    """The directory *place*, which *ranks* write together with an *engine*.
+    """The directory *place*, which *ranks* write together with an *engine*; a link is followed.
+    Every method but `write` and `discard` is a collective call, and raises on every rank what went
+    wrong on one.
 
-    It need not exist. A link is followed: its target is replaced. Every method but `write` and
-    `discard` is a collective call.
-
-    *is_ours* says whether a file of a name may be removed with an old or an unfinished directory;
-    other files, such as a user's notes, are kept. *title* is the subject of errors ("the checkpoint
-    step100"), and *hint* says what to do if the ranks do not share a filesystem. Each node may have
-    a separate directory at *place*: *first_of_node* says whether this rank makes the directory of
-    its node. None: all ranks share one directory.
+    *is_ours*: whether a file of a name may be removed with an old or an unfinished directory; other
+    files are kept. *title* is the subject of errors, *hint* says what to do if the ranks do not
+    share a filesystem. *first_of_node*: whether this rank makes the directory of its node; None:
+    all ranks share one directory.
     """
 
     def __init__(
@@ -66,9 +64,7 @@ class SharedDirectory:
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Make the temporary directory, and see that every rank finds it. Raises: what went wrong,
-        on every rank.
-        """
+        """Make the temporary directory, and see that every rank finds it."""
         self.generation = str(self._ranks.gather(os.urandom(16).hex())[0])
         self._on(self._ranks.rank == 0, self._make)
         shared = self._ranks.gather(self._is_there(wait=self._first_of_node is None))
@@ -85,9 +81,7 @@ class SharedDirectory:
             )
 
     def write(self, name: str, write: Callable[[str], list[archive.Piece]]) -> None:
-        """Let *write* make the file *name*, and note its checksums; it returns those that it has.
-        Raises: what goes wrong.
-        """
+        """Let *write* make the file *name*, and note its checksums, of which it returns some."""
         path = self.partial / name
         try:
             known = write(str(path))
@@ -99,7 +93,7 @@ class SharedDirectory:
 
     def publish(self, failure: Exception | None, step: int) -> None:
         """Show the directory if every rank has written all of its files, and this one has no
-        *failure*. Raises: what went wrong, on every rank.
+        *failure*.
         """
         self._ranks.agree(failure, self._refusal)
         files = tuple(entry for entries in self._ranks.gather(self._entries) for entry in entries)
@@ -127,7 +121,7 @@ class SharedDirectory:
         return self.partial / f"generation-{self.generation}"
 
     def _on(self, here: bool, action: Callable[[], None]) -> None:
-        """Run *action* on the ranks with *here*. Raises: what went wrong, on every rank."""
+        """Run *action* on the ranks with *here*."""
 
         def act() -> None:
             try:

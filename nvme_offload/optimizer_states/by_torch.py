@@ -1,5 +1,5 @@
-"""The formats' kernels by torch's operations, on any device. `eight_bit` and `split` explain the
-arithmetic, and have the shapes. Names and bits are the same as in `by_triton`.
+"""The formats' kernels by torch's operations, on any device, with the names and the bits of
+`by_triton`.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def mark_far(
 
 
 def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The fp32 exponent field of each block's largest magnitude, rounded up, as int32. `NOT_FINITE`
-    for a block that is not finite, or is unsigned and has a negative value.
+    """The fp32 exponent field of each block's largest magnitude, rounded up; `NOT_FINITE` for a
+    block that is not finite, or is unsigned and has a negative value.
     """
     # This propagates NaN, and is five times as fast as aminmax.
     least, most = blocks.amin(dim=1), blocks.amax(dim=1)

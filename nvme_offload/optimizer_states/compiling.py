@@ -1,5 +1,4 @@
-"""The effect of torch.compile on updates in another thread: while torch compiles, its optimizers
-compute in a different way, in all threads.
+"""While torch compiles, its optimizers compute in a different way, in all threads.
 
 Source: `_compile_session_context` of torch.compiler, torch.optim.adam.
 """
@@ -17,8 +16,8 @@ _used = False  # whether torch.compile has begun to compile
 
 
 def was_used(wait: Callable[[], None]) -> bool:
-    """Whether torch.compile has compiled anything in this process, or could without calling *wait*,
-    a function of a module, before.
+    """Whether torch.compile has compiled anything in this process, or could without calling *wait*
+    before.
     """
     global _used
     dynamo: Any = sys.modules.get("torch._dynamo")

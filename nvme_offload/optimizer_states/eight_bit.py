@@ -4,27 +4,24 @@ rounded stochastically.
 A code is a part of an IEEE half: value = (code << 7 read as float16) * the block's power of two.
 
 - Unsigned states (the second moment) have 5 exponent and 3 mantissa bits: 30 octaves down from the
-  block's maximum. A smaller nonzero value gets the least code: a second moment must not become
-  zero, because the step is divided by its root. A weight whose gradients are 30,000 times smaller
-  than others in its block therefore takes smaller steps than it should. Only zero becomes zero.
+  block's maximum. A smaller nonzero value gets the least code, because the step is divided by its
+  root: a weight whose gradients are 30,000 times smaller than others in its block takes smaller
+  steps than it should.
 - Signed states (the first moment) have 4 exponent bits: 14 octaves, and below them uniform steps of
   2**-17 of the maximum's octave, down to zero.
 
-The scale is the octave of the maximum, not the maximum, so the values that have a code do not
-depend on the scale. A value that was rounded once is not rounded again when the block's maximum
-changes, or when states are saved in fp32 and loaded.
+The scale is the octave of the maximum, not the maximum, so a value that was rounded once is not
+rounded again when the block's maximum changes, or when states are saved in fp32 and loaded.
 
-This also bounds the update. In Adam with the usual betas, |exp_avg| <= 7.3 sqrt(exp_avg_sq) for any
-gradients. Both states have the same blocks, and the least step of the first is at most that bound
-times the root of the least code of the second: one rounding exceeds the bound by at most a fifth.
+In Adam with the usual betas, |exp_avg| <= 7.3 sqrt(exp_avg_sq) for any gradients. The least step of
+the first moment is at most that bound times the root of the least code of the second: one rounding
+exceeds the bound by at most a fifth.
 
-Rounding is stochastic and unbiased. Rounding to nearest would not work: with beta2 = 0.999 a second
-moment changes by a thousandth in a step, and codes are a sixteenth to an eighth apart, so it would
-never change. Equal seeds and names of blocks give equal codes, regardless of the place of the block
-and of the device (`rounding`).
+Rounding to nearest would not work: with beta2 = 0.999 a second moment changes by a thousandth in a
+step, and codes are a sixteenth to an eighth apart. Equal seeds and names of blocks give equal
+codes, regardless of the place of the block and of the device (`rounding`).
 
-A block with an infinity, a NaN or a magnitude of 1.6e38 or more is decoded as NaN throughout: an
-overflow must not become a number.
+A block with an infinity, a NaN or a magnitude of 1.6e38 or more is decoded as NaN throughout.
 
 On the CPU the extension computes this in one pass over memory (aio/codec.h), elsewhere `on_gpu`.
 """
@@ -51,10 +48,7 @@ _SIGNED = {
 
 
 def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
-    """Whether values of the state *key* are signed.
-
-    Raises: UnsupportedError for a state that is not in the table.
-    """
+    """Whether values of the state *key* are signed. Raises: UnsupportedError for an unknown state."""
     if key not in _SIGNED:
         raise UnsupportedError(
             f'state_format="{state_format}" does not know the state {key!r} of {optimizer}, so it does not know how to round it; '
@@ -72,11 +66,11 @@ def encode(
     seed: tuple[int, ...],
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Round *values* into *codes*, with an exponent for each block.
+    """Round *values* into *codes*, with an exponent for each block. *blocks* has the names of the
+    blocks, for the rounding; by default blocks are numbered.
 
-    *blocks* has the names of the blocks, for the rounding; by default blocks are numbered. Shapes,
-    all flat and contiguous: *values* float32; *codes* uint8 of the same size; exponents uint8, one
-    for each whole or partial `BLOCK`; names int64.
+    Shapes, all flat and contiguous: *values* float32; *codes* uint8 of the same size; exponents
+    uint8, one for each whole or partial `BLOCK`; names int64.
     """
     if not values.is_cpu:
         encode_there = kernels(values.device).encode
@@ -103,10 +97,7 @@ def round_to_16(
     seed: tuple[int, ...],
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Round *values* to bfloat16 *codes*, stochastically as `encode` does.
-
-    Shapes, all flat and contiguous: float32; bfloat16 of the same size; int64 names of blocks.
-    """
+    """Round *values* to bfloat16 *codes*, stochastically as `encode` does. Shapes: as for `encode`."""
     factors, summands = random_keys(values.numel(), seed, values.device, blocks)
     size = min(1 << 16 if values.is_cpu else CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     random = torch.empty(size, dtype=torch.int32, device=values.device)
@@ -126,9 +117,8 @@ def round_to_16(
 def round_to_24(
     values: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None
 ) -> None:
-    """Round *values* in place to the upper 24 bits of fp32, stochastically as `encode` does.
-
-    Shapes: flat, contiguous, float32; int64 names of blocks.
+    """Round *values* in place to the upper 24 bits of fp32, stochastically. Shapes: as for
+    `encode`.
     """
     if not values.is_cpu:
         kernels(values.device).round_to_24(values, seed=seed, blocks=blocks)

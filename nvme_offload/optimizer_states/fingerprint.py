@@ -14,12 +14,11 @@ _MOST_CHUNKS = 1 << 16
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers of 64 bits, on the device of *tensor*, that change if any bit of it changes. On
-    the CPU they are computed by XXH3, elsewhere as sums of its words with random factors, modulo
-    2**64.
+    """Two numbers of 64 bits, on the device of *tensor*, that change if any bit of it changes: XXH3
+    on the CPU, elsewhere sums of its words with random factors, modulo 2**64.
 
-    Two different tensors of one shape have the same sums with a probability below 2**-50, for any
-    difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
+    Two different tensors of one shape have the same sums with a probability below 2**-50. Source:
+    Carter and Wegman, Universal classes of hash functions, 1979.
     """
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = flat.reshape(-1).view(torch.uint8)
@@ -48,8 +47,8 @@ def _sums(flat: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of the words of a chunk, and of the chunks; two rows each. They differ between
-    processes.
+    """The factors of the words of a chunk, and of the chunks; two rows each, different in each
+    process.
     """
     generator = torch.Generator()  # the default generator belongs to the user
     generator.seed()

@@ -9,15 +9,14 @@ Bytes for each parameter of a 16-bit model with Adam's two moments, read and wri
 | compact   | 2      | 1 + 1/256      | 4 + 2/256              |
 | compact24 | 1      | 1 + 1/256      | 3 + 2/256              |
 
-A 32-bit working weight is its own master, and the drive holds no master: 8, 8, 2 + 2/256 and
-2 + 2/256. Every slot starts at a multiple of 64 bytes, which adds at most 63 bytes to each slot.
+A 32-bit working weight is its own master, and the drive holds no master. Every slot starts at a
+multiple of 64 bytes.
 
-"exact" restores everything bit for bit, and rounds working weights as `Tensor.copy_` does. "split"
-also restores everything bit for bit. It rounds working weights half away from zero (`split.py`), so
-they differ from the weights of "exact" in ties: one master in 65536. "compact" keeps states in 8
-bits (`eight_bit.py`), or in 16 if 8 are too few (`widening.py`). "compact24" also rounds the master
-stochastically to 24 bits, of which the bfloat16 weight has the upper 16: a master then changes in
-steps of 2**-16 to 2**-15 of itself.
+"exact" and "split" restore everything bit for bit. "split" rounds working weights half away from
+zero (`split.py`), so they differ from the weights of "exact" in ties: one master in 65536.
+"compact" keeps states in 8 bits (`eight_bit.py`), or in 16 if 8 are too few (`widening.py`).
+"compact24" also rounds the master stochastically to 24 bits, of which the bfloat16 weight has the
+upper 16.
 """
 
 from __future__ import annotations
@@ -85,19 +84,10 @@ class StateFormat:
     """How master weights and optimizer states are packed: one of `FORMATS`, or made from one by
     `dataclasses.replace`. It computes on tensors and transfers no data.
 
-    Attributes
-    ----------
-    name
-        "exact", "split", "compact" or "compact24".
-    master_bytes
-        Packed bytes of a 16-bit weight's fp32 master: 4 for the whole master, 2 for the bits that
-        the weight lacks, or 1 if the master is rounded to 24 bits.
-    eight_bit
-        Whether states are packed in 8 bits; in 16 if *wide* is set, too.
-    keeps_masters
-        Whether 16-bit weights have fp32 masters. Otherwise the weights themselves are updated.
-    wide
-        Whether states get 16 bits instead of 8: see `widening`.
+    *master_bytes*: of a 16-bit weight's fp32 master; 4 for the whole master, 2 for the bits that
+    the weight lacks, 1 if the master is rounded to 24 bits. *eight_bit*: states are packed in 8
+    bits, or in 16 if *wide*. *keeps_masters*: 16-bit weights have fp32 masters; otherwise the
+    weights themselves are updated.
     """
 
     name: str
@@ -131,24 +121,9 @@ class StateFormat:
         working_dtype: torch.dtype,
         optimizer: str = "the optimizer",
     ) -> Layout:
-        """Plan the buffer of a bucket.
-
-        Parameters
-        ----------
-        numel
-            Number of parameters in the bucket.
-        states
-            The dtype of each elementwise state, by key. Scalars and other states stay with the
-            caller.
-        working_dtype
-            Dtype of the working weights.
-        optimizer
-            Name of the optimizer, for messages.
-
-        Raises
-        ------
-        UnsupportedError
-            This format cannot hold such weights or states.
+        """Plan the buffer of a bucket of *numel* parameters with elementwise *states* of these
+        dtypes. Raises: UnsupportedError, which names the *optimizer*, if this format cannot hold
+        them.
         """
         if self.splits_master and self.keeps_masters and working_dtype == torch.float16:
             raise UnsupportedError(
@@ -188,9 +163,7 @@ class StateFormat:
         working_dtype: torch.dtype,
         optimizer: str = "the optimizer",
     ) -> float:
-        """Bytes of the buffer for each parameter of a large bucket. Parameters and Raises: see
-        `layout`.
-        """
+        """Bytes of the buffer for each parameter of a large bucket; see `layout`."""
         return self.layout(_MANY, states, working_dtype, optimizer).nbytes / _MANY
 
     def unpacked_elements(self, layout: Layout) -> int:
@@ -207,39 +180,15 @@ class StateFormat:
         working: Sequence[torch.Tensor],
         memory: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """The fp32 master and the states in *buffer*.
+        """The fp32 master, None if the working weight is its own, and the states in *buffer*, by
+        key: flat, with ``layout.numel`` elements. Raises: UsageError for a wrong shape, dtype or
+        device.
 
-        Parameters
-        ----------
-        layout
-            The layout of *buffer*.
-        buffer
-            Flat, uint8, at least ``layout.nbytes``.
-        working
-            The bucket's weights as `pack` left them: contiguous, in order, on *buffer*'s device.
-        memory
-            Flat, contiguous, float32, at least `unpacked_elements`: for results that are not views
-            of *buffer*. Reuse it on the CPU, where fresh pages cost more than the rest of this
-            call. None allocates.
-
-        Returns
-        -------
-        master
-            Flat, ``layout.numel`` elements, on *buffer*'s device; None if the working weight is its
-            own master.
-        states
-            The states, by key, each flat with ``layout.numel`` elements.
-
-        Raises
-        ------
-        UsageError
-            A shape, dtype or device is wrong.
-
-        Notes
-        -----
-        "exact" returns only views of *buffer*. "split" returns views for the states, and a master
-        in *memory*. "compact" returns everything in *memory*. The results are valid as long as the
-        buffer and the memory are.
+        Shapes: *buffer* flat, uint8, at least ``layout.nbytes``; *working*: the bucket's weights as
+        `pack` left them, contiguous, in order; *memory* flat, float32, at least
+        `unpacked_elements`, for results that are not views of *buffer*. Reuse it on the CPU, where
+        fresh pages cost more than the rest of this call; None allocates. The results are valid as
+        long as the buffer and the memory are.
 
         A buffer of zeros holds states of zero, and masters equal to the working weights (except in
         "exact"). A working weight that was changed since `pack` gets the low bits of its old
@@ -301,30 +250,13 @@ class StateFormat:
         blocks: torch.Tensor | None = None,
     ) -> None:
         """Write *master* and *states* into *buffer*, and the rounded master into the *working*
-        weights: the inverse of `unpack`.
+        weights: the inverse of `unpack`. Raises: UsageError for a wrong shape, dtype, device or
+        key.
 
-        Parameters
-        ----------
-        layout, buffer, working
-            As for `unpack`.
-        master
-            float32; None if the working weight is its own master, which then does not change.
-            "compact24" rounds it in place.
-        states
-            The states, by key, with the layout's dtypes. Each state, like *master*, is contiguous
-            and has ``layout.numel`` elements on *buffer*'s device. It may be a view of *buffer*,
-            even of another state's slot. A state in its own slot needs no copy.
-        seed
-            For the stochastic rounding of "compact" and "compact24": a different seed for each
-            step, and the same seeds to repeat a run bit for bit. Other formats ignore it and
-            *blocks*.
-        blocks
-            int64, a distinct name for each `BLOCK` of values; by default blocks are numbered.
-
-        Raises
-        ------
-        UsageError
-            A shape, dtype, device or key is wrong.
+        *master* is None if the working weight is its own, which then does not change; "compact24"
+        rounds it in place. A state may be a view of *buffer*, even of another state's slot. *seed*,
+        for stochastic rounding, differs for each step, and is the same to repeat a run bit for bit.
+        *blocks*: int64, a distinct name for each `BLOCK` of values; by default blocks are numbered.
         """
         _check(layout, buffer)
         _check_values(layout, buffer.device, master, states)
@@ -396,9 +328,8 @@ def state_format(name: str) -> StateFormat:
 def put_in_place(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], buffers: Iterable[torch.Tensor]
 ) -> None:
-    """For each pair (place, tensor), copy the tensor to its place unless it is there already.
-
-    A tensor in the storage of one of *buffers* is cloned first: another tensor's place may overlap
+    """For each pair (place, tensor), copy the tensor to its place unless it is there already. A
+    tensor in the storage of one of *buffers* is cloned first: another tensor's place may overlap
     it.
     """
     moves = [(place, tensor) for place, tensor in pairs if place.data_ptr() != tensor.data_ptr()]
@@ -451,8 +382,8 @@ def _check_values(
 
 
 def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """All *working* weights as one copy on a GPU, where the number of kernel launches determines
-    the time; on the CPU, unchanged.
+    """All *working* weights as one copy on a GPU, where kernel launches take the time; elsewhere
+    unchanged.
     """
     if len(working) < 2 or working[0].device.type == "cpu":
         return working

@@ -1,16 +1,12 @@
-"""A single state in the form that a format keeps: its place in a bucket's buffer, and its
-conversion to numbers without a buffer.
-
-A state that a format keeps whole is a tensor, as in the optimizer. A state that it rounds or keeps
-in part is a dictionary of tensors, with `MARK`:
+"""A single state in the form that a format keeps. A state that it keeps whole is a tensor. A state
+that it rounds or keeps in part is a dictionary of tensors, with `MARK`:
 
 | fields                           | of                                                          |
 | "codes", "exponents", "signed"   | a state in 8 bits: "exponents" has one for each `BLOCK`     |
 | "halves"                         | a state in 16 bits                                          |
 | "low"                            | a master: the bits that the bfloat16 weight lacks           |
 
-Fields have the shape and the strides of the state, except exponents, which are in the order of
-memory.
+Fields have the shape and the strides of the state, except exponents, in the order of memory.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ _OURS = "nvme_offload"
 
 
 class Field(NamedTuple):
-    """The place of one field of a state in a bucket's buffer: numbers of *dtype*, one for every
-    *elements* elements.
+    """The place of one field of a state in a bucket's buffer: a number of *dtype* for every
+    *elements*.
     """
 
     slot: Slot
@@ -40,16 +36,16 @@ class Field(NamedTuple):
     elements: int = 1
 
     def of(self, buffer: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-        """The numbers of *numel* elements from *start* on, as a view of *buffer*. *start* is a
-        multiple of *elements*.
+        """The numbers of *numel* elements from *start*, a multiple of *elements*, as a view of
+        *buffer*.
         """
         first = start // self.elements
         return self.slot.of(buffer).view(self.dtype)[first : first - (-numel // self.elements)]
 
 
 def fields(layout: Layout, key: Any) -> dict[str, Field]:
-    """The places of the state *key* in *layout*, or of the masters if *key* is None: by the names
-    of the fields, or by "" if the state is whole.
+    """The places of the state *key* in *layout*, or of the masters if *key* is None, by the names
+    of the fields: "" for a whole state.
     """
     if key is None:
         name = "" if layout.master_dtype == torch.float32 else "low"
@@ -79,8 +75,8 @@ def is_kept(value: Any) -> bool:
 
 
 def whole_of(kept: Mapping[str, Any]) -> torch.Tensor:
-    """The field of *kept* that has the shape of the state. Raises: UsageError if `state_of` has not
-    made *kept*.
+    """The field of *kept* that has the shape of the state. Raises: UsageError for other
+    dictionaries.
     """
     for name, dtypes in (
         ("codes", (torch.uint8,)),

@@ -1,6 +1,4 @@
-"""`kernels` chooses the kernels that pack states on a GPU. `packs_in_one_pass` says whether they
-are Triton's, and `fault` why they are not.
-"""
+"""`kernels` chooses the kernels that pack states on a GPU; `fault` says why they are not Triton's."""
 
 from __future__ import annotations
 
@@ -37,18 +35,14 @@ def kernels(device: torch.device) -> Any:
 
 
 def packs_in_one_pass(device: torch.device) -> bool:
-    """Whether `kernels` of *device* allocate no memory in addition to their arguments: Triton's do
-    not.
-    """
+    """Whether `kernels` of *device* are Triton's, which allocate no memory."""
     return device.type == "cuda" and fault(device) is None
 
 
 @functools.cache
 def fault(device: torch.device) -> str | None:
-    """Why `by_triton` cannot be used on *device*; None if it can. This is tried once: Triton must
-    be installed, compile for the device, and give the same bits as torch's operations.
-
-    Raises: torch.cuda.OutOfMemoryError, which does not show that Triton cannot be used.
+    """Why `by_triton` cannot be used on *device*; None if it can: it must be installed, compile for
+    the device, and give the same bits as torch's operations. Raises: torch.cuda.OutOfMemoryError.
     """
     try:
         from . import by_triton
@@ -74,8 +68,8 @@ def _differing(by: Any, device: torch.device) -> list[str]:
 
 
 def _of_all_kinds() -> torch.Tensor:
-    """Numbers of 40 octaves in every other block, and random bits, including infinities and NaN, in
-    the rest. The last block is not whole.
+    """Numbers of 40 octaves in every other block, random bits in the rest. The last block is not
+    whole.
     """
     generator = torch.Generator().manual_seed(0)
     bits, octaves = (

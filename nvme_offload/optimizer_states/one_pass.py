@@ -1,12 +1,11 @@
 """`step_in_one_pass` makes a step of Adam or AdamW on the CPU over packed states, in one pass over
-memory (aio/adam.h). It gives the same bits as `StateFormat.unpack`, the optimizer's step and
-`StateFormat.pack` one after another.
+memory (aio/adam.h), with the bits of `StateFormat.unpack`, the optimizer's step and
+`StateFormat.pack`.
 
-The bits depend on two properties of torch on this machine. The fused kernel rounds the elements
-after the last whole vector differently, and the other kernels may take square roots from MKL, which
-does not round them correctly. Before the first step, the extension and the optimizer therefore
-update the same sample with several options (`_arithmetic`). If any bit differs, the optimizer makes
-the steps.
+The bits depend on torch on this machine: the fused kernel rounds the elements after the last whole
+vector differently, and the other kernels may take square roots from MKL, which does not round them
+correctly. So the extension and the optimizer first update the same sample with several options
+(`_arithmetic`). If any bit differs, the optimizer makes the steps.
 """
 
 from __future__ import annotations
@@ -69,26 +68,12 @@ def step_in_one_pass(
     begin: Callable[[], None] = lambda: None,
 ) -> bool:
     """Make a step of *optimizer* over the packed states in *buffer*, and advance its step counts.
+    False, with nothing changed, if the extension does not know this optimizer, its options or the
+    layout.
 
-    Parameters
-    ----------
-    optimizer
-        The optimizer; the groups of *parts* have its options.
-    state_format, layout, buffer
-        As for `StateFormat.unpack`; on the CPU.
-    parts
-        The parameters that have gradients. The rest of the bucket does not change.
-    seed
-        As for `StateFormat.pack`. Do not call this for a step at which `widening.looks_at` is true:
-        the extension does not check the states.
-    begin
-        A function that is called before anything is changed.
-
-    Returns
-    -------
-    bool
-        False, with nothing changed, if the extension does not know this optimizer, its options or
-        the layout.
+    *parts*: the parameters that have gradients; the rest of the bucket does not change. *seed*: as
+    for `StateFormat.pack`. *begin* is called before anything is changed. Do not call this for a
+    step at which `widening.looks_at` is true: the extension does not check the states.
     """
     if not is_packed_adam(optimizer, layout):
         return False
@@ -190,9 +175,7 @@ def update(
     step: Any,
     seed: int,
 ) -> None:
-    """Update *part* by the constants of *step*, an `_aio.AdamStep`. Other parameters: see
-    `step_in_one_pass`.
-    """
+    """Update *part* by the constants of *step*, an `_aio.AdamStep`; see `step_in_one_pass`."""
     weight, numel, start = part.weight, part.weight.numel(), part.start
     if not numel:
         return

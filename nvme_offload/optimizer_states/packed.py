@@ -1,5 +1,5 @@
-"""`Packed` and `Unpacked`: consecutive elements of a bucket that one parameter has, as the state
-formats keep them and as Adam updates them.
+"""Consecutive elements of a bucket that one parameter has: `Packed` by a format, and `Unpacked` for
+Adam.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
 
 
 class Packed(NamedTuple):
-    """What a format packs. ``unpack(packed, unpacked, gradient)`` of `by_triton` and `by_torch` fills
-    what *unpacked* has, the wide gradient from *gradient*. ``pack(unpacked, packed, first_block,
-    seed)`` does the reverse, as `StateFormat.pack` does.
+    """What a format packs. ``unpack(packed, unpacked, gradient)`` of `by_triton` and `by_torch`
+    fills *unpacked*; ``pack(unpacked, packed, first_block, seed)`` does the reverse, as
+    `StateFormat.pack` does.
     """
 
     working: torch.Tensor  # the weight, flat

@@ -1,5 +1,5 @@
-"""The random numbers of stochastic rounding: a small table, multiplied and shifted by a hash of the
-seed and the block's name. They are the same on every device, and need no separate memory.
+"""The random numbers of stochastic rounding, the same on every device: a small table, multiplied
+and shifted by a hash of the seed and the block's name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MULTIPLIERS = (0x6A5D39EAE12657A9, 0x2C1B3C6D9E3779BB)
 
 
 def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Names of the blocks of *numel* elements from element *start* of all trained elements. Names
-    are positions, so they do not depend on buckets or sub-groups.
+    """Names of the blocks of *numel* elements from element *start* of all trained elements:
+    positions, which do not depend on buckets or sub-groups.
     """
     first = start // BLOCK
     return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
@@ -71,7 +71,7 @@ def _mixed(number: int) -> int:
 
 
 def randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
-    """Fill *out*, int32 of whole blocks, with random bits. *factors* and *summands* are from
+    """Fill *out*, int32 of whole blocks, with random bits by *factors* and *summands* of
     `random_keys`.
     """
     count = out.numel() // BLOCK

@@ -1,20 +1,16 @@
 """Splits an fp32 master into a bfloat16 working weight and the 16 bits that the weight lacks.
-Lossless.
 
-A bfloat16 is the upper half of an fp32 bit pattern. Rounding to nearest gives the working weight
-W = (bits + 0x8000) >> 16: one more than the upper half if the lower half L is 0x8000 or more. So
-the upper half is W - (L >= 0x8000), and with L read as a signed number
+Rounding to nearest gives the working weight W = (bits + 0x8000) >> 16: one more than the upper half
+if the lower half L is 0x8000 or more. So with L read as a signed number
 
     bits = (W << 16) + L
 
-Ties round away from zero, because patterns are sign and magnitude. torch rounds ties to even. An
-even W with L = 0x8000 could then come from either side, and 16 bits cannot distinguish them. The
-largest finite values overflow to infinity, as in torch, and `join` restores them from infinity.
+Ties round away from zero. torch rounds ties to even; an even W with L = 0x8000 could then come from
+either side. The largest finite values overflow to infinity, as in torch, and `join` restores them.
 
 Infinities and NaN are not rounded: 0x7fff8000 would become minus zero. A NaN keeps its upper half.
-There are 2 * (2**23 - 1) NaN patterns, but only 2 * 127 * 2**16 pairs whose W is NaN. The 2 * 65535
-patterns without a pair have the upper half of an infinity; they become quiet NaN. Arithmetic does
-not produce them.
+The 2 * 65535 NaN patterns with the upper half of an infinity become quiet NaN; arithmetic does not
+produce them.
 
 On the CPU the extension computes this in one pass over memory (aio/codec.h), elsewhere `on_gpu`.
 """
@@ -30,8 +26,8 @@ from .on_gpu import kernels
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
     """Round *master* into *working*, and write the bits that *working* lacks into *low*.
 
-    Shapes: flat, contiguous, of one size. Dtypes: *master* float32, *working* bfloat16, *low*
-    int16, or int8 for a master whose low 8 bits are zero.
+    Shapes: flat, contiguous, of one size. Dtypes: float32, bfloat16, and int16, or int8 for a
+    master whose low 8 bits are zero.
     """
     if not master.is_cpu:
         kernels(master.device).split(master, working, low)
@@ -42,9 +38,7 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
-    """Restore into *master* the values that were split into *working* and *low*. Shapes: as for
-    `split`.
-    """
+    """Restore into *master* what was split into *working* and *low*. Shapes: as for `split`."""
     if not master.is_cpu:
         kernels(master.device).join(working, low, master)
         return

@@ -1,14 +1,13 @@
 """`examine` finds out which states an optimizer keeps for a parameter, and whether parameters, and
 elements of one parameter, can be updated separately.
 
-`NVMeOptimizer` and ZeRO-3 both call it. The classes of torch and DeepSpeed are known. Any other
-class is tried: the same steps are made with all parameters together, one by one, and in parts like
-the buckets of `NVMeOptimizer`. Only divisions with equal bits at every step are used.
+The classes of torch and DeepSpeed are known. Any other class is tried: the same steps are made with
+all parameters together, one by one, and in parts like the buckets of `NVMeOptimizer`. Only
+divisions with equal bits at every step are used.
 
-The trial uses the user's own arguments and a varying learning rate. Its gradients descend a slope,
-are random, orthogonal to the weights and along them, of several scales, and sometimes missing. It
-runs longer than the usual warm-ups, and its samples are larger than the usual minimum sizes. Random
-numbers are the same each time, so optimizers that draw random numbers are judged like any other.
+The trial uses the user's own arguments, a varying learning rate, and the same random numbers each
+time. It runs longer than the usual warm-ups, and its samples are larger than the usual minimum
+sizes.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ _Part = tuple[int, int, int]  # sample, start, stop
 
 class Form(NamedTuple):
     """The form of a state. *sizes*: for each of its dimensions, the dimensions of the parameter
-    that may determine its size, and the least size that it can have. *sizes* is None if the sizes
-    follow no known rule: then the state has a *share* of the parameter's elements.
+    that may determine its size, and the least size; None if the sizes follow no known rule: then
+    the state has a *share* of the parameter's elements.
     """
 
     dtype: torch.dtype
@@ -97,25 +96,12 @@ class Form(NamedTuple):
 class Traits(NamedTuple):
     """The results of `examine`.
 
-    Attributes
-    ----------
-    states
-        The dtypes of the elementwise states, by key.
-    eager
-        Whether there are states before the first step.
-    separable
-        Whether no parameter's update depends on another parameter.
-    elementwise
-        Whether, in addition, no element's update depends on another element.
-    why
-        How these results were obtained, for messages: "known", "declared" or "tried".
-    rest
-        Bytes for each element of the states that are not elementwise: a lower bound, 0.0 for none.
-    undoable
-        Whether, as far as the trial has shown, a step changes only parameters, states and options,
-        so that restoring these undoes the step.
-    forms
-        The forms of all states, by key, for each number of dimensions that a parameter may have.
+    *states*: the dtypes of the elementwise states, by key. *eager*: there are states before the
+    first step. *separable*: no parameter's update depends on another parameter; *elementwise*: and
+    no element's on another element. *why*: "known", "declared" or "tried". *rest*: least bytes for
+    each element of the states that are not elementwise. *undoable*: as far as the trial has shown,
+    restoring parameters, states and options undoes a step. *forms*: of all states, by key, for each
+    number of dimensions.
     """
 
     states: Mapping[Key, torch.dtype]
@@ -128,9 +114,7 @@ class Traits(NamedTuple):
     forms: Mapping[int, Mapping[Key, Form]] = MappingProxyType({})
 
     def foreseen(self, shape: torch.Size) -> dict[Key, torch.Tensor]:
-        """The states that a parameter of this *shape* will have and that are offloaded with it,
-        without their contents.
-        """
+        """The offloaded states that a parameter of this *shape* will have, without their contents."""
         sizes = shape or torch.Size([1])
         # The form for a part of a parameter, which the trial does not cover.
         unknown = {"rest": Form(torch.uint8, None, self.rest)}
@@ -139,8 +123,8 @@ class Traits(NamedTuple):
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether the class of *optimizer* is known to be elementwise; None for an unknown class.
-    Subclasses are unknown: they may do anything.
+    """Whether the class of *optimizer* is known to be elementwise; None for an unknown class, as a
+    subclass.
     """
     kind = type(optimizer)
     return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -156,25 +140,10 @@ def examine(
     *,
     declared: bool = False,
 ) -> Traits:
-    """Find out how the optimizers that *make* makes treat parameters.
-
-    Parameters
-    ----------
-    name
-        The name of the optimizer, for messages.
-    make
-        A function that makes an optimizer over given parameters.
-    dimensions
-        The numbers of dimensions that the user's parameters have.
-    dtype, device
-        The dtype and the device of the samples.
-    declared
-        Whether the caller asserts that the optimizer is elementwise.
-
-    Raises
-    ------
-    UnsupportedError
-        The optimizer cannot step from gradients alone, or keeps states that cannot be offloaded.
+    """Find out how the optimizers that *make* makes treat parameters with these numbers of
+    *dimensions*. *declared*: the caller asserts that they are elementwise. Raises:
+    UnsupportedError, which has the *name*, if they cannot step from gradients alone, or keep states
+    that cannot be offloaded.
     """
     large = [shape for count in dimensions for shape in _shapes(count, moderate=False)]
     moderate = [shape for count in dimensions for shape in _shapes(count, moderate=True)]
@@ -252,10 +221,8 @@ def lasting_keys(
 
 
 def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
-    """A factory of optimizers like *optimizer*, which has made no step: with its attributes, and
-    the options of *group*.
-
-    If *optimizer* already has states, or has parameters or large tensors among its attributes, its
+    """A factory of optimizers like *optimizer*, without its states: with its attributes, and the
+    options of *group*. If it has states, or parameters or large tensors among its attributes, its
     class is called with the options that its constructor accepts.
     """
     kind: Any = type(optimizer)
@@ -287,9 +254,7 @@ def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """`step` of *optimizer* without the hooks that torch adds to every optimizer: they are for the
-    user's steps.
-    """
+    """`step` of *optimizer* without torch's hooks, which are for the user's steps."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
@@ -313,9 +278,7 @@ def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int
 
 class _Trial:
     """*steps* steps over *samples*: recorded with one optimizer for all samples, then repeated with
-    several optimizers and compared.
-
-    *with_missing*: in some steps a sample has no gradient.
+    several and compared. *with_missing*: in some steps a sample has no gradient.
     """
 
     def __init__(
@@ -570,7 +533,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
     """The shapes of two samples, above and below the sizes from which optimizers factor matrices or
-    pack states, and no multiples of `UNIT`. *moderate*: small enough to compute the root of a matrix
+    pack states, and no multiples of `UNIT`; if *moderate*, small enough for the root of a matrix
     for each side.
     """
     if dimensions == 1:

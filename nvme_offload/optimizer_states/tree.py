@@ -1,6 +1,4 @@
-"""The tensors in an optimizer's state of one parameter, at any depth of lists, dictionaries and
-objects.
-"""
+"""The tensors in an optimizer's state of one parameter, at any depth of containers and objects."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def content(state: Mapping[Any, Any]) -> list[tuple[tuple[Any, ...], Any]]:
 def travelling(
     state: Mapping[Any, Any], shape: torch.Size, parameter: torch.Tensor
 ) -> dict[Key, torch.Tensor]:
-    """The tensors that are offloaded with *parameter*, whose shape in memory is *shape*: all
-    tensors except single numbers.
-    """
+    """The tensors that are offloaded with *parameter*, whose shape in memory is *shape*."""
     return {
         key: value
         for key, value in tensors(state).items()
@@ -50,8 +46,8 @@ def travelling(
 
 
 def travels(key: Key, value: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether *value*, with the key *key*, is offloaded with a parameter of *shape*: a plain
-    tensor.
+    """Whether *value*, with the key *key*, is offloaded with a parameter of *shape*: a plain tensor
+    of more than a single number.
     """
     plain = (
         type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -67,9 +63,7 @@ def is_for_each(value: Any, shape: torch.Size) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `torch.empty_like` gives: the strides of *tensor* if its elements have no
-    gaps and do not overlap.
-    """
+    """The strides that `torch.empty_like` gives: those of *tensor* if its elements have no gaps."""
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()
@@ -91,8 +85,8 @@ def top(key: Key) -> Any:
 
 
 def replaced(state: Mapping[Any, Any], others: Mapping[int, Any]) -> dict[Any, Any]:
-    """A deep copy of *state* in which *others*, by id, replace tensors. Tensors without a
-    replacement are the same objects.
+    """A deep copy of *state* in which *others*, by id, replace tensors; all other tensors stay the
+    same objects.
     """
     memo: dict[int, Any] = {}
     made = {}

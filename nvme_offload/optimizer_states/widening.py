@@ -1,7 +1,5 @@
-"""Decides when 8 bits are too few for a state: "compact" then keeps the state in 16 ("wide").
-
-Either the optimizer's options show it before the first step (`wide_enough`), or the states show it
-later (`far_blocks`). The thresholds were measured: reports/compact-quality-cpu.md.
+"""Decides when 8 bits are too few for a state: "compact" then keeps the state in 16 ("wide"). The
+thresholds were measured: reports/compact-quality-cpu.md.
 """
 
 from __future__ import annotations
@@ -69,14 +67,12 @@ def widened(
 
 
 def looks_at(format: StateFormat, step: int) -> bool:
-    """Whether to look for `far_blocks` at *step*, counted from 1: at the first step, before any
-    value is rounded, at powers of two, and at every 64th step.
-    """
+    """Whether to look for `far_blocks` at *step*, from 1: at powers of two and every 64th step."""
     return format.eight_bit and (step & (step - 1) == 0 or step % _CHECK_INTERVAL == 0)
 
 
 def least_eps(groups: Iterable[Mapping[str, Any]]) -> float:
-    """The smallest eps of *groups*, 0.0 if no group has one: `far_blocks` depends on it."""
+    """The smallest eps of *groups*, 0.0 if no group has one."""
     return min(
         (eps for group in groups if isinstance(eps := group.get("eps"), int | float)), default=0.0
     )
@@ -85,13 +81,13 @@ def least_eps(groups: Iterable[Mapping[str, Any]]) -> float:
 def far_blocks(
     layout: Layout, states: Mapping[str, torch.Tensor], eps: float
 ) -> torch.Tensor | None:
-    """A bool for each block: whether 8 bits are too few for its second moments. None if 8 bits are
-    enough for all blocks.
+    """A bool for each block: whether 8 bits are too few for its second moments. None if they never
+    are.
 
     They are too few if more than a sixteenth of the block's values are nonzero, below the least
     code, and matter. A value does not matter if *eps* exceeds the root of the least code, or if
-    exp_avg is far below the denominator, so that the weight hardly moves. Examples are weights that
-    no longer get gradients, or get only noise, such as the key biases of attention.
+    exp_avg is far below the denominator, so that the weight hardly moves, as with weights that no
+    longer get gradients.
     """
     first = states.get("exp_avg")
     far = torch.zeros(
@@ -121,10 +117,9 @@ def round_near(
     seed: int,
     blocks: torch.Tensor | None,
 ) -> None:
-    """Round *states* to 8 bits in place, as `StateFormat.pack` does, except the *far* blocks.
-
-    Buckets that were packed before a far block was found in another bucket are already rounded.
-    With this function, the bits do not depend on the order of the buckets.
+    """Round *states* to 8 bits in place, as `StateFormat.pack` does, except the *far* blocks:
+    buckets that were packed before a far block was found are rounded already, and bits do not
+    depend on their order.
     """
     for index, (key, slot) in enumerate(layout.states.items()):
         if not slot.rounded:

@@ -1,10 +1,8 @@
 """`Plan`: the bytes of a way to train on a machine, whether it fits, and the seconds of a step, predicted
 from the measured profile of its drives.
 
-docs/planning.md has the formulas ("How it is computed"). All ranks of a machine share its drives and
-its memory bandwidth, which bounds the CPUs. The constants below are from measured steps, each with
-its report; tests/unit/test_plan_reports.py compares every measured step of reports/ with its
-prediction. Only `this_machine` and `drive_at` examine the machine.
+docs/planning.md has the formulas ("How it is computed"). The constants are from measured steps, which
+tests/unit/test_plan_reports.py compares with their predictions.
 """
 
 from __future__ import annotations
@@ -66,11 +64,9 @@ DRIVE_SHARE = {"zero": 0.96, "zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
 # second of CPU time costs it 0.4 s. DeepSpeed's own swapper overlaps less: the value is fitted to
 # reports/training-vda.md and optimizer-vda.md.
 SLOWED_SHARE = {"zero3": 0.4, "plain": 0.4, "deepspeed": 0.7}
-# of the link to the GPU, that DeepSpeed's copies of gradients or parameters reach
-LINK_SHARE = 0.4
-# of the link to the GPU, that this package's copies reach while others run in the opposite direction: 47
-# to 51 of 54.8 GB/s in an H200's steps of 7B, 13B and 33B with weights and states in host memory
-BOTH_WAYS_SHARE = 0.91
+# of the link to the GPU: DeepSpeed's copies of gradients or parameters; and this package's while others
+# run in the opposite direction, 47 to 51 of 54.8 GB/s in an H200's steps of 7B, 13B and 33B
+LINK_SHARE, BOTH_WAYS_SHARE = 0.4, 0.91
 # to the GPU after the step, rounding included: DeepSpeed copies them through unregistered memory
 NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9
 # host memory of CUDA, torch and DeepSpeed in a rank; and without DeepSpeed
@@ -105,12 +101,12 @@ class Drive:
     ----------
     path, free_bytes : str, int
         The directory, and the bytes that are free on its filesystem.
-    speeds : mapping of str to float
-        GB/s by phase from its profile; {} without one.
+    speeds, profile : mapping of str to float, Profile or None
+        GB/s by phase, and the profile that has them; {} without one.
     identity : str
-        `nvme_offload.hardware.drive.Drive.identity`; "" for a drive that is given by its speeds.
-    profile, rating : Profile or None, int or None
-        Of the drive; and the bytes that its data sheet allows to write in its life.
+        As of `nvme_offload.hardware.drive.Drive`; "" for a drive that is given by its speeds.
+    rating : int or None
+        The bytes that its data sheet allows to write in its life.
     """
 
     path: str
@@ -147,11 +143,8 @@ class Machine:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """GB/s of all drives together by phase, measured together if possible; {} if one has no
-        profile.
-        """
-        together = measured_together(self.drives)
-        if together:
+        """GB/s by phase of all drives, measured together if possible; {} if one has no profile."""
+        if together := measured_together(self.drives):
             return stripe_speeds(together)
         # two directories of one drive count once
         alone = {drive.identity or drive.path: drive.speeds for drive in self.drives}
@@ -187,7 +180,7 @@ class Term(NamedTuple):
     Attributes
     ----------
     name, seconds, how : str, float, str
-        How is the formula for the seconds.
+        *how* is the formula for the seconds.
     """
 
     name: str
@@ -213,8 +206,8 @@ class Phase(NamedTuple):
     @property
     def seconds(self) -> float:
         """Total seconds in a step."""
-        longest = max((sum(term.seconds for term in terms) for terms in self.beside), default=0.0)
-        return self.times * longest
+        sums = (sum(term.seconds for term in terms) for terms in self.beside)
+        return self.times * max(sums, default=0.0)
 
     @property
     def formula(self) -> str:
@@ -224,9 +217,8 @@ class Phase(NamedTuple):
             for terms in self.beside
         ]
         times = f"{self.times} x " if self.times > 1 else ""
-        return f"{self.name}: {times}" + (
-            texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
-        )
+        longest = texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
+        return f"{self.name}: {times}{longest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,10 +235,9 @@ class Plan:
         "host_memory" of this package's swappers, contained in *host_bytes*.
     problems, shortage : tuple of str, float
         Why it does not fit, and how many times more it needs of a resource than there is.
-    phases, seconds : tuple of Phase, float or None
-        Of a step; *seconds* is None if a drive's speed is unknown.
-    written_bytes : float
-        Of a step, of all ranks of a machine to all of its drives.
+    phases, seconds, written_bytes : tuple of Phase, float or None, float
+        Of a step; *seconds* is None if a drive's speed is unknown, and all ranks of a machine write the
+        bytes to all of its drives.
     tokens_per_second : float or None
         Of all ranks; None if the tokens or the GPU's speed are unknown.
     free_tokens : float or None
@@ -311,15 +302,13 @@ def plans(
         The machine is one of ``world.nodes`` alike; the work is the work of a rank in a step.
     budget : int, optional
         "host_memory" of this package's swappers in bytes, instead of the machine's available memory.
-
     """
     return [_plan(strategy, model, machine, world, work, budget) for strategy in strategies]
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """Choose the plan to recommend: of those that fit with the least concession, the fastest, or the
-    first within a tenth of it. A plan whose drive has no known speed is chosen only if there is no
-    other.
+    """Choose the plan to recommend: of those that fit with the least concession, the first within a
+    tenth of the fastest, or the first of all if no drive has a known speed.
 
     Parameters
     ----------
@@ -329,24 +318,22 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     every = [plan for plan in found if plan.fits]
     least = min((plan.concession for plan in every), default=(0, 0))
     fitting = [plan for plan in every if plan.concession == least]
-    fewest = min((plan.seconds for plan in fitting if plan.seconds is not None), default=None)
-    if fewest is None:
+    timed = [(plan.seconds, plan) for plan in fitting if plan.seconds is not None]
+    if not timed:
         return next(iter(fitting), None)
-    known = ((plan, plan.seconds) for plan in fitting if plan.seconds is not None)
-    return next(plan for plan, seconds in known if seconds <= fewest * AS_FAST)
+    fewest = min(seconds for seconds, _ in timed)
+    return next(plan for seconds, plan in timed if seconds <= fewest * AS_FAST)
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
-    """Describe this machine, with its smallest GPU and the available host memory; and the number of
-    ranks, one for each GPU, or one.
+    """Describe this machine, with its smallest GPU, and its number of ranks: one for each GPU, or one.
 
     Parameters
     ----------
     paths : sequence of str
         Directories to offload to.
     probe_seconds : float
-        Length of a measurement of the memory bandwidth; 0 assumes
-        `DEFAULT_HOST_BYTES_PER_SECOND`.
+        For a measurement of the memory bandwidth; 0 assumes `DEFAULT_HOST_BYTES_PER_SECOND`.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -381,11 +368,9 @@ def drive_described(
 
     Parameters
     ----------
-    read, write : float
-        GB/s.
-    mixed : float, optional
-        GB/s of concurrent reads and writes of as many bytes, by default the harmonic mean of *read*
-        and *write*, which agrees with the drives of reports/ within a tenth.
+    read, write, mixed : float
+        GB/s; *mixed* of concurrent reads and writes of as many bytes, by default the harmonic mean of
+        *read* and *write*, which agrees with the drives of reports/ within a tenth.
     free_bytes : int, optional
         Unlimited unless given.
     """
@@ -397,9 +382,9 @@ def drive_described(
 def _plan(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, budget: int | None
 ) -> Plan:
-    saved = saved_bytes(model, work) if strategy.optimizer else 0.0
-    activations = activation_bytes(model, work) if strategy.optimizer else 0
-    plain = strategy.door == "plain"
+    trains, plain = strategy.optimizer is not None, strategy.door == "plain"
+    saved = saved_bytes(model, work) if trains else 0.0
+    activations = activation_bytes(model, work) if trains else 0
     problems: dict[str, float] = {}  # with the times that a resource is too small
 
     def require(needed: int, available: int, said: str) -> None:
@@ -408,8 +393,7 @@ def _plan(
             problems[text] = needed / max(available, 1)
 
     # DeepSpeed's estimates do not contain it, so it is not shown
-    reduced = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.trained)
-    reduced = reduced if strategy.optimizer else 0
+    reduced = WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.trained) if trains and not plain else 0
     strategy = _placed(strategy, model, machine.gpu, world, activations, reduced)
     gpu_bytes, host_bytes, space = needs(strategy, model, world, activations, work.accumulation)
     if (strategy.updates == "host gradients" or strategy.streams) and world.size > 1:
@@ -430,8 +414,9 @@ def _plan(
         require(least, kept, said)
         host_bytes += min(kept, whole)
     moved = _moved(strategy, model, world, kept)
+    spilled = max(saved - work.activation_host_bytes, 0.0)
     drive_bytes = space if kept is None else beside_budget(strategy, model, world, kept)
-    drive_bytes += int(max(saved - work.activation_host_bytes, 0))
+    drive_bytes += int(spilled)
     if strategy.provisional:  # old states and the new ones, and old weights
         drive_bytes += int(moved.written)
         replaced = int(WEIGHT_BYTES * moved.written / strategy.state_bytes)
@@ -448,11 +433,10 @@ def _plan(
         problems["a drive: no drive given, pass --path"] = 1.0
     else:
         require(drive_bytes * world.ranks, machine.free_bytes, "{} on the drive, and {} are free")
-    phases, known = _phases(strategy, model, machine, world, work, moved)
+    step = _Step(strategy, model, machine, world, work, moved, spilled)
+    phases = step.phases()
+    known = bool(machine.speeds) or not (moved.total or spilled)
     seconds = sum(phase.seconds for phase in phases) if known else None
-    spilled = work.accumulation * max(saved - work.activation_host_bytes, 0)
-    written = moved.written + moved.passes_written + spilled
-    flops, _ = _gpu_speeds(machine.gpu)
     tokens = work.tokens * work.accumulation * world.size
     return Plan(
         strategy,
@@ -464,9 +448,9 @@ def _plan(
         max(problems.values(), default=0.0),
         phases,
         seconds,
-        written * world.ranks,
-        tokens / seconds if tokens and flops and seconds else None,
-        _free_tokens(strategy, model, machine, world, work, moved),
+        (moved.written + moved.passes_written + work.accumulation * spilled) * world.ranks,
+        tokens / seconds if tokens and step.flops and seconds else None,
+        step.free_tokens(),
     )
 
 
@@ -492,71 +476,171 @@ def _moved(strategy: Strategy, model: Model, world: World, kept: int | None) -> 
         return streamed(strategy, model, world, kept)
     if not strategy.uses_drive:
         return _NOTHING
-    trained, frozen = model.trained / world.size, (model.parameters - model.trained) / world.size
+    trained = model.trained / world.size
     load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
-    read = load.passes_read * (trained + frozen)
+    read = load.passes_read * model.parameters / world.size
     return Streamed(read, 0.0, load.step_read * trained, load.step_write * trained)
 
 
-def _free_tokens(
-    strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
-) -> float | None:
-    """Tokens from which compute in the passes with updates takes as long as the drive."""
-    flops, _ = _gpu_speeds(machine.gpu)
-    if not (strategy.windows and flops and machine.speeds and work.tokens):
-        return None
-    counts = dict(zip(("forward", "backward"), operations(model, work), strict=True))
-    compute = sum(counts[window] for window in strategy.windows) / (flops * UTILISATION)
-    speed = machine.speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"]
-    return work.tokens * moved.total * world.ranks / speed / compute
-
-
-def _phases(
-    strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
-) -> tuple[tuple[Phase, ...], bool]:
-    """The phases of a step, and whether they are known: not if a drive of unknown speed is used."""
-    forward, backward = _passes(strategy, model, machine, world, work, moved)
-    uses_drive = moved.total > 0 or saved_bytes(model, work) > work.activation_host_bytes
-    known = bool(machine.speeds) or not uses_drive
-    if strategy.optimizer is None:
-        return (Phase("forward", work.accumulation, forward),), known
-    hidden = _hidden(strategy, model, world, moved)
-    phases = []
-    # the gradients of the first backward pass displace states, and stay
-    displacing = work.accumulation > 1 and moved.passes_written > 0
-    for name, beside in (("forward", forward), ("backward", backward)):
-        if name == "backward" and displacing:
-            staying = moved._replace(passes_written=0.0)
-            _, later = _passes(strategy, model, machine, world, work, staying)
-            phases += [Phase(name, 1, beside), Phase(name, work.accumulation - 1, later)]
-            continue
-        phases.append(Phase(name, work.accumulation - (name in hidden), beside))
-        if name in hidden:
-            share, part = hidden[name]
-            streams = Streamed(*(part * each for each in moved))
-            update = _update(strategy, model, machine, world, streams, share)
-            phases.append(Phase(f"{name} and update", 1, _together(beside, update)))
-    left = 1 - sum(share for share, _ in hidden.values())
-    if left > 0:
-        update = _update(strategy, model, machine, world, _NOTHING if hidden else moved, left)
-        phases.append(Phase("update", 1, update))
-    return tuple(phase for phase in phases if phase.times), known
-
-
-def _hidden(
-    strategy: Strategy, model: Model, world: World, moved: Streamed
-) -> dict[str, tuple[float, float]]:
-    """By pass, the shares of the parameters and of the bytes that are updated during it."""
-    if strategy.updates == "in both":
-        rest = 1 - FORWARD_SHARE
-        return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
-    whole = 1.0
-    if strategy.provisional:  # states in host memory are updated in the step
-        whole = moved.written * world.size / (strategy.state_bytes * model.trained)
-    return {name: (whole, 1.0) for name in strategy.windows if whole}
-
-
 _Concurrent = tuple[tuple[Term, ...], ...]
+
+
+class _Step(NamedTuple):
+    """A step with *strategy*. *moved*: bytes that a rank transfers; *spilled*: bytes of activations
+    that a forward pass writes to the drive.
+    """
+
+    strategy: Strategy
+    model: Model
+    machine: Machine
+    world: World
+    work: Work
+    moved: Streamed
+    spilled: float
+
+    @property
+    def flops(self) -> float | None:
+        """Of the GPU; None if unknown."""
+        known = gpu_models.find(self.machine.gpu.name) if self.machine.gpu else None
+        return known.flops if known else None
+
+    @property
+    def link(self) -> float:
+        """Bytes a second between host memory and the GPU."""
+        gpu = self.machine.gpu
+        return (gpu and gpu.link_bytes_per_second) or DEFAULT_LINK_BYTES_PER_SECOND
+
+    def free_tokens(self) -> float | None:
+        """Tokens from which compute in the passes with updates takes as long as the drive."""
+        speeds, tokens = self.machine.speeds, self.work.tokens
+        if not (self.strategy.windows and self.flops and speeds and tokens):
+            return None
+        counts = operations(self.model, self.work)._asdict()
+        compute = sum(counts[window] for window in self.strategy.windows)
+        speed = speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"]
+        transfers = self.moved.total * self.world.ranks / speed
+        return tokens * transfers / (compute / (self.flops * UTILISATION))
+
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of the step."""
+        count, hidden, phases = self.work.accumulation, self._hidden(), []
+        for name, beside in zip(("forward", "backward"), self._passes(self.moved), strict=True):
+            if self.strategy.optimizer is None:
+                return (Phase(name, count, beside),)
+            if name == "backward" and count > 1 and self.moved.passes_written:
+                # the gradients of the first backward pass displace states, and stay
+                _, later = self._passes(self.moved._replace(passes_written=0.0))
+                phases += [Phase(name, 1, beside), Phase(name, count - 1, later)]
+                continue
+            phases.append(Phase(name, count - (name in hidden), beside))
+            if name in hidden:
+                share, part = hidden[name]
+                update = self._update(Streamed(*(part * each for each in self.moved)), share)
+                phases.append(Phase(f"{name} and update", 1, _together(beside, update)))
+        left = 1 - sum(share for share, _ in hidden.values())
+        if left > 0:
+            phases.append(
+                Phase("update", 1, self._update(_NOTHING if hidden else self.moved, left))
+            )
+        return tuple(phase for phase in phases if phase.times)
+
+    def _hidden(self) -> dict[str, tuple[float, float]]:
+        """By pass, the shares of the parameters and of the bytes that are updated during it."""
+        strategy, whole = self.strategy, 1.0
+        if strategy.updates == "in both":
+            rest = 1 - FORWARD_SHARE
+            return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
+        if strategy.provisional:  # states in host memory are updated in the step
+            states = strategy.state_bytes * self.model.trained
+            whole = self.moved.written * self.world.size / states
+        return {name: (whole, 1.0) for name in strategy.windows if whole}
+
+    def _passes(self, moved: Streamed) -> tuple[_Concurrent, _Concurrent]:
+        """The concurrent terms of a forward and of a backward pass."""
+        strategy, model, ranks = self.strategy, self.model, self.world.ranks
+        plain, trains = strategy.door == "plain", strategy.optimizer is not None
+        found: tuple[list[Term], list[Term]] = ([], [])
+        if self.work.tokens and self.flops:
+            for terms, count in zip(found, operations(model, self.work), strict=True):
+                terms.append(_term("compute", count, self.flops, UTILISATION, "T", 1e12))
+        if self.machine.gpu:
+            link, share = self.link, LINK_SHARE
+            if strategy.door == "deepspeed":
+                link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
+            elif plain:  # pinned, and both ways at the same time
+                share = BOTH_WAYS_SHARE
+            inward = 0 if strategy.parameters == "gpu" else WEIGHT_BYTES * model.parameters
+            offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
+            offloaded &= not plain or strategy.updates == "host gradients"
+            outward = WEIGHT_BYTES * model.trained if offloaded else 0
+            both = max(inward, outward) if plain else inward + outward
+            for terms, amount in zip(found, (inward, both), strict=True):
+                if amount:
+                    terms.append(_term("copies", amount / self.world.size, link, share))
+        if self.machine.speeds:
+            read, saved = moved.passes_read / (2 if trains else 1), self.spilled
+            transfers = (read, saved), (read + saved, moved.passes_written)
+            for terms, amounts in zip(found, transfers, strict=True):
+                if any(amounts):
+                    terms.append(self._drive(*(amount * ranks for amount in amounts)))
+        forward, backward = (tuple((term,) for term in terms) for terms in found)
+        return forward, backward
+
+    def _update(self, moved: Streamed, share: float) -> _Concurrent:
+        """The concurrent terms of the update of this *share* of the parameters."""
+        strategy, machine, world = self.strategy, self.machine, self.world
+        each = share * self.model.trained / world.size
+        drive: tuple[Term, ...] = ()
+        if machine.speeds and (moved.read or moved.written):
+            drive = (self._drive(moved.read * world.ranks, moved.written * world.ranks),)
+        if machine.gpu and strategy.update_device == "gpu":
+            beside = [self._update_on_gpu(each, machine.gpu)]
+            if strategy.ours:
+                copied = strategy.state_bytes
+                if not (strategy.streams and strategy.windows):  # there since the pass
+                    copied += strategy.parameter_bytes
+                copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
+                beside.append((_term("copies", copied * each, self.link, BOTH_WAYS_SHARE),))
+            return (*beside, drive) if drive else tuple(beside)
+        update = self._update_on_cpu(each)
+        if not drive:
+            return (update,)
+        share = SLOWED_SHARE[strategy.door]
+        busy = sum(term.seconds for term in update)
+        slowed = Term("slowed by the processors", share * busy, f"{share:g} x {busy:.3g} s")
+        return update, (*drive, slowed)
+
+    def _update_on_gpu(self, each: float, gpu: Gpu) -> tuple[Term, ...]:
+        known = gpu_models.find(gpu.name)
+        memory = known.bytes_per_second if known else _OTHER_GPU_BYTES_PER_SECOND
+        adam = _term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), memory)
+        packed = PACKED_PER_SECOND.get(self.strategy.state_format)
+        if packed is None:
+            return (adam,)
+        packed = min(packed, memory / PACK_TRAFFIC[self.strategy.state_format])
+        return adam, _term("packing", each, packed, 1.0, "billion")
+
+    def _update_on_cpu(self, each: float) -> tuple[Term, ...]:
+        strategy, host = self.strategy, self.machine.host_bytes_per_second
+        here = each * self.world.ranks
+
+        def passing(name: str, traffic: int) -> Term:
+            return _term(name, here * traffic, host, OPTIMIZER_SHARE)
+
+        adam = ADAM_TRAFFIC + PACK_TRAFFIC[strategy.state_format]
+        if strategy.optimizer == "gpu" or strategy.door == "plain":  # gradients are there
+            return (passing("Adam", adam + ROUND_TRAFFIC),)
+        new = passing("new parameters", ROUND_TRAFFIC)
+        if self.machine.gpu and strategy.parameters == "gpu":
+            new = _term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND)
+        return passing("gradients widened", WIDEN_TRAFFIC), passing("Adam", adam), new
+
+    def _drive(self, read: float, written: float) -> Term:
+        share, speeds = DRIVE_SHARE[self.strategy.door], self.machine.speeds
+        seconds, bound = transfer(read, written, speeds)
+        speed = f"{bound} {share:g} x {speeds[bound]:.3g} GB/s"
+        how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {speed})"
+        return Term("drive", seconds / share, how)
 
 
 def _together(a_pass: _Concurrent, update: _Concurrent) -> _Concurrent:
@@ -566,102 +650,6 @@ def _together(a_pass: _Concurrent, update: _Concurrent) -> _Concurrent:
         by = {"Adam": "compute"}.get(terms[0].name, terms[0].name)
         found[by] = (*found.get(by, ()), *terms)
     return tuple(found.values())
-
-
-def _passes(
-    strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
-) -> tuple[_Concurrent, _Concurrent]:
-    """The concurrent terms of a forward and of a backward pass."""
-    weights, gradients = WEIGHT_BYTES * model.parameters, WEIGHT_BYTES * model.trained
-    flops, _ = _gpu_speeds(machine.gpu)
-    found: tuple[list[Term], list[Term]] = ([], [])
-    if work.tokens and flops:
-        for terms, count in zip(found, operations(model, work), strict=True):
-            terms.append(_term("compute", count, flops, UTILISATION, "T", 1e12))
-    if gpu := machine.gpu:
-        link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
-        share = LINK_SHARE
-        if strategy.door == "deepspeed":
-            link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
-        elif strategy.door == "plain":  # pinned, and both ways at the same time
-            share = BOTH_WAYS_SHARE
-        inward = 0 if strategy.parameters == "gpu" else weights
-        offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
-        offloaded &= strategy.door != "plain" or strategy.updates == "host gradients"
-        outward = gradients if offloaded else 0
-        both = max(inward, outward) if strategy.door == "plain" else inward + outward
-        for terms, amount in zip(found, (inward, both), strict=True):
-            if amount:
-                terms.append(_term("copies", amount / world.size, link, share))
-    if machine.speeds:
-        saved = saved_bytes(model, work) if strategy.optimizer else 0.0
-        saved = max(saved - work.activation_host_bytes, 0.0)
-        passes = 2 if strategy.optimizer else 1
-        read = moved.passes_read / passes
-        for terms, amounts in zip(
-            found, ((read, saved), (read + saved, moved.passes_written)), strict=True
-        ):
-            if any(amounts):
-                read_bytes, written_bytes = (amount * world.ranks for amount in amounts)
-                terms.append(_drive(strategy, machine, read_bytes, written_bytes))
-    forward, backward = (tuple((term,) for term in terms) for terms in found)
-    return forward, backward
-
-
-def _update(
-    strategy: Strategy, model: Model, machine: Machine, world: World, moved: Streamed, share: float
-) -> _Concurrent:
-    """The concurrent terms of the update of this *share* of the parameters."""
-    here, each = share * model.trained / world.nodes, share * model.trained / world.size
-    gpu = machine.gpu
-    _, gpu_memory = _gpu_speeds(gpu)
-    host = machine.host_bytes_per_second
-    drive: tuple[Term, ...] = ()
-    if machine.speeds and (moved.read or moved.written):
-        drive = (_drive(strategy, machine, moved.read * world.ranks, moved.written * world.ranks),)
-    if gpu and strategy.update_device == "gpu":
-        update = [_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), gpu_memory)]
-        if packed := PACKED_PER_SECOND.get(strategy.state_format):
-            packed = min(packed, gpu_memory / PACK_TRAFFIC[strategy.state_format])
-            update.append(_term("packing", each, packed, 1.0, "billion"))
-        beside: list[tuple[Term, ...]] = [tuple(update)]
-        if strategy.ours:
-            link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
-            copied = strategy.state_bytes + strategy.parameter_bytes
-            if strategy.streams and strategy.windows:  # there since the pass, and back with states
-                copied = strategy.state_bytes
-            copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
-            beside.append((_term("copies", copied * each, link, BOTH_WAYS_SHARE),))
-        return (*beside, drive) if drive else tuple(beside)
-    packing = PACK_TRAFFIC[strategy.state_format]
-    if strategy.optimizer == "gpu" or strategy.door == "plain":  # gradients are there
-        traffic = ADAM_TRAFFIC + ROUND_TRAFFIC + packing
-        update = [_term("Adam", here * traffic, host, OPTIMIZER_SHARE)]
-    else:
-        update = [
-            _term("gradients widened", here * WIDEN_TRAFFIC, host, OPTIMIZER_SHARE),
-            _term("Adam", here * (ADAM_TRAFFIC + packing), host, OPTIMIZER_SHARE),
-        ]
-        if gpu and strategy.parameters == "gpu":
-            update.append(
-                _term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND)
-            )
-        else:
-            update.append(_term("new parameters", here * ROUND_TRAFFIC, host, OPTIMIZER_SHARE))
-    if drive:
-        share = SLOWED_SHARE[strategy.door]
-        busy = sum(term.seconds for term in update)
-        slowed = Term("slowed by the processors", share * busy, f"{share:g} x {busy:.3g} s")
-        return tuple(update), (*drive, slowed)
-    return (tuple(update),)
-
-
-def _drive(strategy: Strategy, machine: Machine, read: float, written: float) -> Term:
-    share = DRIVE_SHARE[strategy.door]
-    seconds, bound = transfer(read, written, machine.speeds)
-    speed = f"{bound} {share:g} x {machine.speeds[bound]:.3g} GB/s"
-    how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {speed})"
-    return Term("drive", seconds / share, how)
 
 
 def _term(
@@ -677,10 +665,3 @@ def _term(
     if share != 1:
         speed = f"({share:g} x {speed})"
     return Term(name, amount / per_second / share, f"{amount / scale:.3g} {unit} / {speed}")
-
-
-def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:
-    if gpu is None:
-        return None, DEFAULT_HOST_BYTES_PER_SECOND
-    known = gpu_models.find(gpu.name)
-    return (known.flops, known.bytes_per_second) if known else (None, _OTHER_GPU_BYTES_PER_SECOND)
