@@ -39,8 +39,8 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "warning", "problem": "
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of a check: "ok"; "note", for information; "warning", it works but could be better;
-    "problem", it does not work. remedy: "" if none is needed.
+    """The result of a check: "ok"; "note", for information; "warning", it works but could be
+    better; "problem", it does not work.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Finding:
 
 
 class Precisions(NamedTuple):
-    """The 16-bit precisions for which the CPU has instructions; *vectors* are the widest that torch uses,
-    such as "AVX2".
+    """The 16-bit precisions for which the CPU has instructions; *vectors* are the widest, such as
+    "AVX2".
     """
 
     vectors: str
@@ -60,7 +60,7 @@ class Precisions(NamedTuple):
 
 
 def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding]:
-    """Every check, and then the checks of *paths*; *config* is the DeepSpeed configuration to train
+    """Every check, then the checks of *paths*; *config* is the DeepSpeed configuration to train
     with.
     """
     versions = f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}"
@@ -134,8 +134,8 @@ def backend(name: str) -> Finding:
 
 
 def aio_requests(most: int | None, in_use: int | None) -> Finding:
-    """Whether the kernel's limit fs.aio-max-nr, of the whole machine, suffices for the queues of the
-    ranks.
+    """Whether the kernel's limit fs.aio-max-nr, of the whole machine, suffices for the queues of
+    the ranks.
     """
     if most is None or in_use is None:
         return Finding("aio-max-nr", "note", "the kernel does not report it")
@@ -224,10 +224,8 @@ def torch_version(version: str | None) -> Finding:
 
 
 def precisions() -> Precisions | None:
-    """The precisions that torch reports to DeepSpeed; None without torch.
-
-    Source: deepspeed/accelerator/cpu_accelerator.py (`is_fp16_supported`). ATEN_CPU_CAPABILITY and
-    ONEDNN_MAX_CPU_ISA lower the answer.
+    """The precisions that torch reports to DeepSpeed; None without torch. ATEN_CPU_CAPABILITY and
+    ONEDNN_MAX_CPU_ISA lower the answer. Source: deepspeed/accelerator/cpu_accelerator.py.
     """
     try:
         import torch
@@ -242,8 +240,8 @@ def precisions() -> Precisions | None:
 
 
 def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
-    """Whether the CPU suits training without a GPU; *wanted* is the precision of a configuration, or
-    "".
+    """Whether the CPU suits training without a GPU; *wanted* is the precision of a configuration,
+    or "".
     """
     if native is None:
         return Finding("processor", "note", "not checked: torch is not installed")
@@ -261,9 +259,7 @@ def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """The precision of a DeepSpeed configuration: "bf16", "fp16", or "fp32" if neither is enabled; "" for
-    "auto".
-    """
+    """The precision of a DeepSpeed configuration: "bf16", "fp16", or "fp32"; "" for "auto"."""
     enabled = {
         name: section.get("enabled", True)
         for name in ("bf16", "fp16")

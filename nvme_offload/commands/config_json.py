@@ -1,5 +1,5 @@
-"""The size of the model that a Hugging Face config.json describes. transformers builds the model on
-the meta device: nothing is downloaded, and no weights are read.
+"""The size of the model of a Hugging Face config.json, which transformers builds on the meta
+device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,9 @@ from nvme_offload.planning.model import Model, of_module
 
 
 def model_of(path: Path) -> Model:
-    """Size the model of the file *path*, or of the directory with it.
-
-    The class is the first that "architectures" names. Without that it is the family's causal
-    language model, its sequence-to-sequence model, or else its bare model.
-
-    Raises
-    ------
-    UsageError
-        The file does not exist or is not a model config; or transformers is not installed, does not
-        have the family, or cannot build the model.
-    OSError
-        The file cannot be read.
+    """Size the model of the file *path*, or of the directory with it: of the first of its
+    "architectures", or without that its family's causal, sequence-to-sequence or bare model.
+    Raises: UsageError; OSError.
     """
     path = path / "config.json" if path.is_dir() else path
     return dataclasses.replace(of_module(_built(path, _described(path))), source=str(path))

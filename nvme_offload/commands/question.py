@@ -29,13 +29,9 @@ PROBE_SECONDS = 0.2  # to measure copies in host memory
 
 
 def asked(given: Mapping[str, Any]) -> Question:
-    """The question of the options *given*, by name.
-
-    If options describe a machine, the defaults of the others are constant (this machine's whole
-    memory, one GPU), so that the answer is the same in every run.
-
-    Raises: click.UsageError when options contradict each other or are missing; UsageError when the
-    size of the model is unknown.
+    """The question of the options *given*, by name. If options describe a machine, the defaults of
+    the others are constant, so that the answer is the same in every run. Raises: click.UsageError;
+    UsageError.
     """
     for path in given["paths"]:
         if not Path(path).is_dir():

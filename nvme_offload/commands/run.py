@@ -1,4 +1,4 @@
-"""`nvme-offload run`: starts a command in whose Python processes DeepSpeed offloads through this
+"""`nvme-offload run` starts a command whose Python processes offload DeepSpeed through this
 package.
 """
 
@@ -17,13 +17,8 @@ STARTUP = Path(__file__).parent / "startup"  # its sitecustomize.py enables
 
 def replace_process(command: Sequence[str]) -> int:
     """Replace this process by *command*, which keeps its process id and standard streams.
-
-    PYTHONPATH of the command, and of all processes that it starts, begins with `STARTUP`.
-
-    Returns
-    -------
-    int
-        Only if nothing was started: 127 if there is no such command, 126 if it cannot be executed.
+    PYTHONPATH of all its processes begins with `STARTUP`. Returns 127 if there is no such command,
+    126 if it cannot be executed.
     """
     environment = {
         **os.environ,
@@ -46,8 +41,6 @@ def replace_process(command: Sequence[str]) -> int:
 
 
 def _path() -> str:
-    """PATH, beginning with the directory of this Python unless it contains it: `python` is then this
-    interpreter even if its environment is not activated.
-    """
+    """PATH, beginning with this Python's directory, so that `python` is this interpreter."""
     own, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     return path if own in path.split(os.pathsep) else os.pathsep.join((own, path))

@@ -50,9 +50,7 @@ def text(
     width: int = 100,
     every: bool = False,
 ) -> str:
-    """The output, in lines of at most *width* columns unless a word is longer. *every*: with all rows of
-    the table.
-    """
+    """The output, wrapped at *width* columns. *every*: with all rows of the table."""
     blocks = [_lines([_answer(question, found, chosen, change)], width)]
     if chosen is not None:
         blocks.append(list(_to_paste(question, chosen)))
@@ -155,8 +153,8 @@ def _answer(
 def _conceded(
     question: Question, found: Sequence[Plan], plan: Plan, roomy: Plan | None = None
 ) -> str:
-    """The concessions of the plan that the options did not ask for, and the features that it excludes.
-    *roomy*: a plan that concedes less and needs more space on the drive.
+    """The unasked concessions of *plan*, and the features that it excludes. *roomy*: a plan that
+    concedes less and needs more space on the drive.
     """
     said = _ROUNDS[plan.strategy.state_format][0]
     text = ""

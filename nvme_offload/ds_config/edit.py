@@ -1,9 +1,8 @@
 """Sets the `aio` section of a DeepSpeed config file. Every other byte stays.
 
 DeepSpeed parses the file with hjson and refuses duplicate keys. This module reads the part of hjson
-that people write: JSON with comments and trailing commas. It blanks these out, which moves no other
-character, so that `json` finds the values and their positions. Source: `DeepSpeedConfig.__init__` in
-deepspeed/runtime/config.py.
+that people write: JSON with comments and trailing commas, which it blanks out, so that `json` finds
+the values and their positions. Source: `DeepSpeedConfig.__init__` in deepspeed/runtime/config.py.
 """
 
 from __future__ import annotations
@@ -62,13 +61,10 @@ class Applied:
     ----------
     changed : bool
         False when the file had these settings already and was not written.
-    settings : dict
-        The keys that were set, with their values.
-    before : dict
-        The old values of those that the section had.
+    settings, before : dict
+        The keys that were set, with their values, and with the old values of those that were there.
     ignored : tuple of str
-        Keys of the section that DeepSpeed does not read, such as `thread_count`. They are
-        unchanged.
+        Unchanged keys that DeepSpeed does not read, such as `thread_count`.
     """
 
     changed: bool
@@ -121,6 +117,7 @@ def zero_infinity(
     aio: Profile | Setting | AioConfig | Mapping[str, Any], nvme_path: str | Path
 ) -> str:
     """Write a minimal config for ZeRO-Infinity with parameters and optimizer states on a drive.
+    Batch size, optimizer and learning rate are for the user to edit. Raises: as `aio_section`.
 
     Parameters
     ----------
@@ -129,14 +126,8 @@ def zero_infinity(
     nvme_path : str or Path
         The directory, written as given: give an absolute path.
 
-    Raises
-    ------
-    UsageError
-        As `aio_section`.
-
     Notes
     -----
-    Batch size, optimizer and learning rate (DeepSpeed's default) are for the user to edit.
     `max_in_cpu` (in elements) is 0: otherwise DeepSpeed keeps the first billion parameters in host
     memory. `pipeline_read` and `pipeline_write` are off: with them `zero_to_fp32` collates wrong
     weights. Lightning refuses `gradient_accumulation_steps`, so it is not set; Lightning's `test`
@@ -179,12 +170,11 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
 
     Notes
     -----
-    After an error the file is unchanged. A file that has the settings already is not written.
-    Otherwise the new text is written to a temporary file, synced and renamed, which keeps mode,
-    owner and symlinks: a crash leaves the old file or the new one. The file is written in place
-    where a new file would lose something (an ACL, extended attributes, a hard link, another user's
-    ownership) or cannot be renamed (a bind mount); `.NAME.before` then has the old text until the
-    new one is synced. Source: rename(2), fsync(2).
+    After an error the file is unchanged. The new text is written to a temporary file, synced and
+    renamed, which keeps mode, owner and symlinks: a crash leaves the old file or the new one. The file
+    is written in place where a new file would lose something (an ACL, extended attributes, a hard link,
+    another user's ownership) or cannot be renamed (a bind mount); `.NAME.before` then has the old text
+    until the new one is synced. Source: rename(2), fsync(2).
     """
     path = Path(path)
     wanted = aio_section(settings)
@@ -224,10 +214,8 @@ def read(path: str | Path) -> dict[str, Any]:
 
     Raises
     ------
-    UsageError
-        The file is not JSON with comments and trailing commas.
-    OSError
-        The file cannot be read.
+    UsageError, OSError
+        The file is not JSON with comments and trailing commas, or cannot be read.
     """
     path = Path(path)
     text = _read_text(path)
@@ -236,18 +224,13 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def locate(path: str | Path) -> Path:
-    """Find the DeepSpeed config that a path leads to.
+    """Find the DeepSpeed config that a path leads to. Raises: UsageError.
 
     Parameters
     ----------
     path : str or Path
         A DeepSpeed config, or a YAML file of `accelerate config` that names one, relative to the
         working directory. Source: accelerate/utils/dataclasses.py (`deepspeed_config_file`).
-
-    Raises
-    ------
-    UsageError
-        The YAML names no config, or the config does not exist.
     """
     path = Path(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
@@ -268,8 +251,7 @@ def locate(path: str | Path) -> Path:
 
 
 def is_writable(path: str | Path) -> bool:
-    """Whether `apply` may replace the file: a read-only file, or one in a read-only directory, is
-    not meant to change.
+    """Whether `apply` may replace the file: it and its directory are not read-only.
 
     Parameters
     ----------
@@ -283,17 +265,12 @@ def is_writable(path: str | Path) -> bool:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse a config.
+    """Parse a config. Raises: UsageError, also if a key is there twice, which DeepSpeed refuses.
 
     Parameters
     ----------
     text : str
         JSON, possibly with comments (`//`, `#`, `/* */`) and trailing commas.
-
-    Raises
-    ------
-    UsageError
-        It is something else, or a key is there twice, which DeepSpeed refuses.
     """
     try:
         config = json.loads(
@@ -315,7 +292,8 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def edit(text: str, aio: Mapping[str, Any]) -> str:
-    """Set keys in the `aio` section of a config, and return the new text.
+    """Set keys in the `aio` section of a config, and return the new text. Raises: as `parse` and
+    `aio_section`.
 
     Parameters
     ----------
@@ -324,16 +302,11 @@ def edit(text: str, aio: Mapping[str, Any]) -> str:
     aio : Mapping
         Values by DeepSpeed's keys.
 
-    Raises
-    ------
-    UsageError
-        As `parse` and `aio_section`.
-
     Notes
     -----
-    A value is replaced unless it is written as JSON would: `"8"` and `8.0` become `8`, because
-    readers such as Hugging Face's expect an integer. Missing keys, or a missing section, are
-    appended, with the indentation of the file.
+    A value is replaced unless it is written as JSON would: `"8"` and `8.0` become `8`, because readers
+    such as Hugging Face's expect an integer. Missing keys, or a missing section, are appended, with the
+    indentation of the file.
     """
     aio = aio_section(aio)
     config = parse(text)
@@ -356,10 +329,9 @@ def edit(text: str, aio: Mapping[str, Any]) -> str:
 
 
 class _Object:
-    """The object that starts at *begin* of *text*.
-
-    values: start and end of the value of each key. lines: whether it has several. unit: the
-    indentation of a level. outer, indentation: of the object's first line, and of its members.
+    """The object that starts at *begin* of *text*. *values*: start and end of the value of each
+    key. *lines*: whether it has several. *unit*: the indentation of a level; *outer*,
+    *indentation*: of the object's first line, and of its members.
     """
 
     def __init__(self, text: str, begin: int, unit: str | None = None) -> None:
@@ -384,8 +356,8 @@ class _Object:
             self.unit = self.indentation.removeprefix(self.outer)
 
     def set(self, wanted: Mapping[str, str], lines: bool) -> Iterator[tuple[int, int, str]]:
-        """The edits (start, end, new) that set *wanted* keys to these texts; added keys are on
-        separate lines, or on the line of the others.
+        """The edits (start, end, new) that set *wanted* keys to these texts, with added keys on
+        separate *lines*.
         """
         for key, new in wanted.items():
             if key in self.values:

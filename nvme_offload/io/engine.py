@@ -55,8 +55,8 @@ def allocate(nbytes: int) -> memoryview:
     Returns
     -------
     memoryview
-        One dimension of *nbytes* unsigned bytes; `numpy.frombuffer` and `torch.frombuffer` make
-        arrays of it. The memory is freed with the last view, array or request on it.
+        Unsigned bytes, of which `numpy.frombuffer` and `torch.frombuffer` make arrays. The memory is
+        freed with the last view, array or request on it.
     """
     return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
@@ -101,14 +101,14 @@ class File(Closing):
 
     @property
     def offset_alignment(self) -> int:
-        """Alignment of offsets and sizes, in bytes, for transfers that bypass the page cache
-        entirely; 1 without O_DIRECT.
+        """Alignment of offsets and sizes, in bytes, for transfers that bypass the page cache; 1
+        without O_DIRECT.
         """
         return self._live().offset_alignment
 
     def sync(self) -> None:
-        """Make everything that finished requests wrote durable. Raises: IOFailure if the kernel
-        reports a write error; UsageError after `close`. Source: fdatasync(2).
+        """Make everything that finished requests wrote durable. Raises: IOFailure for a write
+        error; UsageError after `close`. Source: fdatasync(2).
         """
         self._live().sync()
 
@@ -126,10 +126,8 @@ class File(Closing):
 
 
 class Ticket:
-    """A handle on one read or write; made by `Engine.read` and `Engine.write`.
-
-    The request does not depend on it: dropping a ticket neither cancels the transfer nor releases
-    its buffer.
+    """A handle on one read or write; made by `Engine.read` and `Engine.write`. Dropping it neither
+    cancels the transfer nor releases its buffer.
 
     Parameters
     ----------
@@ -150,10 +148,7 @@ class Ticket:
     @property
     def checksum(self) -> int | None:
         """The 64-bit checksum of the bytes moved; None unless the request asked for one and has
-        succeeded.
-
-        It depends on the bytes and on the offset modulo 4096, not on the engine's settings. Source:
-        XXH3.
+        succeeded. It depends on the bytes and on the offset modulo 4096. Source: XXH3.
         """
         return self._request.checksum
 
@@ -162,17 +157,13 @@ class Ticket:
         return self._request.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until every byte has been moved. A second call has the same outcome.
+        """Wait until every byte has been moved; return the size of the request in bytes. A second
+        call has the same outcome.
 
         Parameters
         ----------
         timeout : float, optional
             Seconds; None waits without a limit.
-
-        Returns
-        -------
-        int
-            Size of the request in bytes.
 
         Raises
         ------
@@ -195,29 +186,20 @@ class Ticket:
 
     def cancel(self) -> bool:
         """Cancel the request before it starts. It and the requests that wait for it (*after*) fail
-        with `CancelledError`, which `Engine.close` does not report.
-
-        Returns
-        -------
-        bool
-            False where the request has finished, or a part of it has been submitted to the drive:
-            it then continues.
+        with `CancelledError`, which `Engine.close` does not report. Returns False where the request
+        has finished, or a part of it has been submitted to the drive: it then continues.
         """
         return _aio.cancel([self._request])
 
 
 def cancel_all(tickets: Sequence[Ticket]) -> bool:
-    """Cancel several requests before they start: all or none, see `Ticket.cancel`.
+    """Cancel several requests before they start: all, or none where one has finished or started.
+    See `Ticket.cancel`.
 
     Parameters
     ----------
     tickets : sequence of Ticket
-        Of one engine.
-
-    Returns
-    -------
-    bool
-        False where one of the requests has finished or started, and where *tickets* is empty.
+        Of one engine. The result is False where there is none.
     """
     return _aio.cancel([ticket._request for ticket in tickets])
 
@@ -228,10 +210,8 @@ class DirectionStats:
 
     Attributes
     ----------
-    requests : int
-        Requests submitted.
-    bytes : int
-        Bytes moved, counted block by block.
+    requests, bytes : int
+        Requests submitted; bytes moved, counted block by block.
     in_flight : int
         Requests started and not finished.
     retries : int
@@ -253,15 +233,12 @@ class PendingRequest:
 
     Attributes
     ----------
-    operation : str
-        "read" or "write".
-    path : str
-        The file.
+    operation, path : str
+        "read" or "write", and the file.
     offset, nbytes : int
         Range in the file, in bytes.
     age_seconds : float
-        Time since it started: since it was submitted, or since the last request that it waited for
-        (*after*) finished.
+        Time since it was submitted, or since the last request that it waited for (*after*) finished.
     """
 
     operation: str
@@ -292,21 +269,15 @@ class Engine(Closing):
     """Worker threads that move requests between memory and files, block by block.
 
     Requests are independent: they finish in any order, and a read that overlaps an unfinished write
-    returns old or new bytes. To order them, pass the tickets of earlier requests as *after*: the
-    engine's threads start the request when every earlier request has succeeded, and fail it with
-    `CancelledError` when one fails.
+    returns old or new bytes. A request with the tickets of earlier ones as *after* starts when all
+    of these have succeeded, and fails with `CancelledError` when one fails.
 
     All methods are thread-safe. A forked child cannot use the engine, and makes its own.
 
     Parameters
     ----------
     config : AioConfig, optional
-        Settings; the defaults of `AioConfig` unless given.
-
-    Attributes
-    ----------
-    config : AioConfig
-        The settings in use.
+        Settings; the defaults of `AioConfig` unless given. The attribute has the settings in use.
 
     Raises
     ------
@@ -340,7 +311,8 @@ class Engine(Closing):
         _open_engines.add(self)
 
     def open(self, path: StrPath, mode: str = "r", size: int | None = None) -> File:
-        """Open a file for many requests. Source: open(2), statx(2) for the alignment, fallocate(2).
+        """Open a file for many requests, to be closed by the caller. Source: open(2), statx(2) for
+        the alignment, fallocate(2).
 
         Parameters
         ----------
@@ -351,11 +323,6 @@ class Engine(Closing):
             Access.
         size : int, optional
             Bytes to preallocate. Writes are faster then, and a full drive is reported here.
-
-        Returns
-        -------
-        File
-            To be closed by the caller.
 
         Raises
         ------
@@ -383,8 +350,9 @@ class Engine(Closing):
         )
 
     def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
-        """Open an unnamed temporary file for reading and writing. Source: open(2) for O_TMPFILE.
-        Raises: as `open`.
+        """Open an unnamed temporary file for reading and writing. Its space is freed when it is
+        closed or the process ends, also after kill -9. Source: open(2) for O_TMPFILE. Raises: as
+        `open`.
 
         Parameters
         ----------
@@ -395,11 +363,6 @@ class Engine(Closing):
         padded : bool
             Allow a write that starts at a multiple of 4096 bytes to fill the file with zeros from
             its end to the next multiple: the whole write then uses O_DIRECT.
-
-        Returns
-        -------
-        File
-            Its space is freed when it is closed or the process ends, also after kill -9.
         """
         self._core.require_live()
         return File(
@@ -417,14 +380,13 @@ class Engine(Closing):
         checksum: bool | int | Ticket = False,
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start reading from a file into a buffer.
+        """Start reading from a file into a buffer; return its ticket.
 
         Parameters
         ----------
         buffer : torch.Tensor or buffer
-            A contiguous CPU tensor, or a contiguous writable object with the buffer protocol. As
-            many bytes are read as it holds. Its memory is held until the request finishes; do not
-            use its contents before.
+            A contiguous CPU tensor, or a contiguous writable object with the buffer protocol. As many bytes are
+            read as it holds. Its memory is held until the request finishes; do not use its contents before.
         file : File or path
             The source; a path is opened for this request alone.
         offset : int
@@ -435,12 +397,6 @@ class Engine(Closing):
             that write; the read then starts after it.
         after : iterable of Ticket
             Requests of this engine that must succeed before this one starts.
-
-        Returns
-        -------
-        Ticket
-            `Ticket.wait` raises `IOFailure`, `TruncatedError`, `CorruptionError`, `CancelledError`
-            or `BufferChangedError`.
 
         Raises
         ------
@@ -471,13 +427,15 @@ class Engine(Closing):
         checksum: bool = False,
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start writing a buffer to a file. Other bytes of the file are unchanged.
+        """Start writing a buffer to a file; return its ticket. Other bytes of the file are
+        unchanged. After `Ticket.wait` every reader sees the bytes; they are durable after
+        `File.sync`. Raises: as `read`.
 
         Parameters
         ----------
         buffer : torch.Tensor or buffer
-            A contiguous CPU tensor, or a contiguous object with the buffer protocol. Its memory is
-            held until the request finishes, as by `read`; do not change its contents before.
+            As for `read`. Do not change its contents before the request finishes. Where the storage of a tensor is
+            given other memory meanwhile, the bytes are those of the memory that it had at the call.
         file : File or path
             The target; a path is opened for this request alone, and created where it is missing.
         offset : int
@@ -486,22 +444,6 @@ class Engine(Closing):
             Compute the checksum of the bytes written (`Ticket.checksum`).
         after : iterable of Ticket
             Requests of this engine that must succeed before this one starts.
-
-        Returns
-        -------
-        Ticket
-            `Ticket.wait` raises as for `read`, and `NoSpaceError`. After it, every reader sees the
-            bytes; they are durable after `File.sync`.
-
-        Raises
-        ------
-        UsageError, IOFailure, UnsupportedError
-            As `read`.
-
-        Notes
-        -----
-        Where the storage of the tensor is given other memory meanwhile, the bytes written are those
-        of the memory that it had at the call. Source: io_submit(2).
         """
         return self._submit(True, buffer, file, offset, bool(checksum), after)
 
@@ -516,12 +458,7 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Wait for every request and stop the threads. A second call does nothing, nor does one in
-        a forked child.
-
-        Raises
-        ------
-        IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
-            The first failure of an unawaited request.
+        a forked child. Raises: the first failure of an unawaited request.
         """
         _open_engines.discard(self)
         self._core.close()
@@ -586,8 +523,8 @@ def _path(path: StrPath) -> bytes:
 
 
 def checked_nbytes(buffer: Any, writable: bool) -> int:
-    """Bytes of a buffer that the engine can read into, where it is *writable*, or write from. Raises:
-    UsageError.
+    """Bytes of a buffer that the engine can read into, where it is *writable*, or write from.
+    Raises: UsageError.
     """
     torch = sys.modules.get("torch")  # imported already where there is a tensor
     if torch is None or not isinstance(buffer, torch.Tensor):
@@ -623,9 +560,7 @@ def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
 
 
 def _close_at_last(opened: Any) -> None:
-    """Close an object that the program left open. No caller can receive an exception: print a
-    failure, and make the process exit with status 1.
-    """
+    """Close what the program left open: print a failure, and make the process exit with status 1."""
     try:
         opened.close()
     except OffloadError as error:

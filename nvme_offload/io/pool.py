@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Arena(Memory):
-    """The memory of a pool. Views of the memory and tensors on them reference the arena, so it is
-    unregistered and unmapped after the last of them.
+    """The memory of a pool. Views and tensors reference the arena, which is unregistered and
+    unmapped after the last of them.
     """
 
     _unregister: Callable[[int], object] | None = None  # defined also where __init__ raised
@@ -36,8 +36,8 @@ class _Arena(Memory):
         self._process_id = os.getpid()
 
     def register_with_cuda(self, nbytes: int) -> str | None:
-        """Register the memory with CUDA, for direct copies from and to the GPU. Returns why that
-        failed, or None. Source: cudaHostRegister.
+        """Register the memory with CUDA, for direct copies. Returns why that failed, or None.
+        Source: cudaHostRegister.
         """
         import torch
 
@@ -94,12 +94,8 @@ class PinnedPool(Closing):
 
     Attributes
     ----------
-    nbytes : int
-        Size of the arena in bytes.
-    pinned : {"cuda", "mlock", "none"}
-        How the arena is pinned.
-    pinned_bytes : int
-        How much of the arena is pinned, in bytes.
+    pinned, pinned_bytes : {"cuda", "mlock", "none"}, int
+        How the arena is pinned, and how many bytes of it.
     is_pin_due : bool
         Whether the arena has grown without being pinned: see `pin`.
 
@@ -116,7 +112,7 @@ class PinnedPool(Closing):
     -----
     The memory is freed after `close`, or after the pool is dropped, with the last view of `memory`.
     It is not mapped in forked children, such as the workers of a DataLoader, which must not use it.
-    Source: mlock(2), madvise(2) for MADV_HUGEPAGE and MADV_DONTFORK, cudaHostRegister.
+    Source: mlock(2), madvise(2) for MADV_HUGEPAGE and MADV_DONTFORK.
     """
 
     def __init__(
@@ -142,7 +138,8 @@ class PinnedPool(Closing):
     @property
     def memory(self) -> memoryview:
         """The whole arena, as unsigned bytes; `torch.frombuffer` makes a tensor of it. The view
-        holds the memory. Raises `UsageError` when the pool is closed, and in a process forked since.
+        holds the memory. Raises `UsageError` when the pool is closed, and in a process forked
+        since.
         """
         return memoryview(self._live())
 
@@ -164,14 +161,13 @@ class PinnedPool(Closing):
         self._user = None
 
     def grow(self, nbytes: int, *, pin: bool = True) -> None:
-        """Grow the arena to *nbytes* in all, rounded up to 4 KiB; do nothing where it has as many.
-        Views and tensors stay where they are. An arena that is registered with CUDA is registered
-        anew, which waits for the GPU.
+        """Grow the arena in place; do nothing where it has as many bytes. An arena that is
+        registered with CUDA is registered anew, which waits for the GPU.
 
         Parameters
         ----------
         nbytes : int
-            The new size in bytes.
+            The new size in bytes, rounded up to 4 KiB.
         pin : bool
             False leaves pinning to `pin`, for an arena that soon grows again: CUDA takes seconds to
             register 10 GB. Until then an arena that was registered is not.
@@ -204,9 +200,7 @@ class PinnedPool(Closing):
             self.pinned, self.pinned_bytes, self.is_pin_due = "none", 0, True
 
     def pin(self) -> None:
-        """Pin the whole arena if a call of `grow` has left that out; otherwise do nothing. Raises: as
-        `grow`.
-        """
+        """Pin the whole arena if a call of `grow` has left that out. Raises: as `grow`."""
         with self._lock:
             if self.is_pin_due:
                 self._pin(self._live())
@@ -278,8 +272,8 @@ def _has_gpu() -> bool:
 
 
 def _synchronize_devices() -> None:
-    """Wait for every GPU that this process uses. Others are left alone: a wait would start CUDA on
-    them, which takes memory there. Source: cuDevicePrimaryCtxGetState.
+    """Wait for every GPU that this process uses; a wait would start CUDA on others. Source:
+    cuDevicePrimaryCtxGetState.
     """
     import torch
 
@@ -291,9 +285,7 @@ def _synchronize_devices() -> None:
 
 
 def _clear_cuda_error() -> None:
-    """Clear CUDA's last error, which torch would raise after the caller's next kernel. Source:
-    cudaGetLastError.
-    """
+    """Clear CUDA's last error, which torch would raise after the caller's next kernel."""
     import torch
 
     with contextlib.suppress(RuntimeError):

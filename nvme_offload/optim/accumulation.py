@@ -1,8 +1,5 @@
-"""`GradientSums`: gradients accumulated over the micro-batches of a step, in the host memory of a
-tier.
-
-The gradients of a bucket are one value of the swapper. They share its budget with the states, and
-spill to the drive where they do not fit.
+"""`GradientSums`: gradients accumulated over the micro-batches of a step. The gradients of a bucket
+are one value of the swapper, which shares the budget of the states, and may spill to the drive.
 """
 
 from __future__ import annotations
@@ -28,18 +25,16 @@ _UNTIGHT = 8  # values in use together, for buckets that are being copied to a G
 
 class GradientSums:
     """Moves each gradient that backward() produces to *tier*, and leaves a `HostGradient` in its
-    place; loads the gradients of a bucket for its update.
+    place; loads the gradients of a bucket for its update. Methods raise as `TensorSwapper.swap_in`.
 
     A sum is accumulated as autograd does it in `.grad`: the first gradient, then the others added
-    to it, in their dtype. On a GPU the addition runs there: the old sum is copied up while the
-    previous sum is copied down, so PCIe moves both ways concurrently. An addition on the CPU would
-    read and write the sum in host memory, at a fraction of that speed, and the thread of backward()
-    would wait for the copy before it.
+    to it, in their dtype, on the GPU if there is one: PCIe copies the old sum up while it copies
+    the previous sum down.
 
     *lock*: held by every user of the tier. *release_others*: releases the other values of the tier
     that are in use. *recover*: continues after a call that an exception ended; it calls `recover`.
-    Attributes: *tight*, whether the values of several buckets in use together may not fit;
-    *running*, whether a call has begun and not returned.
+    *tight*: the values of several buckets in use together may not fit. *running*: a call has begun
+    and not returned.
     """
 
     def __init__(
@@ -60,10 +55,9 @@ class GradientSums:
 
     @staticmethod
     def check(parameter: torch.Tensor) -> None:
-        """Check that gradients of *parameter* can be moved. Raises: UsageError.
-
-        Source: _set_fsdp_flattened of torch.distributed.fsdp, which marks flat parameters and the
-        original ones.
+        """Check that gradients of *parameter* can be moved. Raises: UsageError. Source:
+        _set_fsdp_flattened of torch.distributed.fsdp, which marks flat parameters and the original
+        ones.
         """
         if getattr(parameter, "_fsdp_flattened", False):
             raise UsageError(
@@ -84,7 +78,7 @@ class GradientSums:
 
     @fixed_modes()
     def move(self, weight: Weight) -> None:
-        """Move the gradient that backward() has produced for *weight*. Raises: as `add`."""
+        """Move the gradient that backward() has produced for *weight*."""
         gradient = weight.parameter.grad
         bucket = weight.fragments[0].bucket
         # Other gradients stay where they are: one with a graph, a sparse one, one of another dtype,
@@ -102,9 +96,7 @@ class GradientSums:
 
     @fixed_modes()
     def add(self, one: Sum, gradient: torch.Tensor) -> None:
-        """Add *gradient* to *one*. Raises: as `TensorSwapper.swap_in`, after which *one* is
-        lost.
-        """
+        """Add *gradient* to *one*, which is lost if this raises."""
         if one.is_zero:
             # torch adds to zeros, too: 0 + -0 is 0
             whole = torch.zeros_like(gradient)
@@ -119,7 +111,7 @@ class GradientSums:
 
     @fixed_modes()
     def store(self, one: Sum, gradient: torch.Tensor) -> None:
-        """Replace the contents of *one* by *gradient*. Raises: as `add`."""
+        """Replace the contents of *one* by *gradient*."""
         with self._changing(one):
             before = self._sums.get(_weight(one))
             if before is not None and before is not one:
@@ -134,7 +126,7 @@ class GradientSums:
 
     @fixed_modes()
     def load(self, one: Sum) -> torch.Tensor:
-        """Return a copy of *one* on its parameter's device. Raises: as `TensorSwapper.swap_in`."""
+        """Return a copy of *one* on its parameter's device."""
         weight = _weight(one)
         bucket = weight.fragments[0].bucket
         whole = torch.empty_strided(
@@ -160,8 +152,7 @@ class GradientSums:
     @fixed_modes()
     def take(self, bucket: Bucket) -> None:
         """Load the gradients of *bucket* onto the device of its parameters for an update, until
-        `done`, and discard them from host memory. Raises: as `TensorSwapper.swap_in`; nothing is
-        changed then.
+        `done`, and discard them from host memory. If it raises, nothing is changed.
         """
         stored = _flat(bucket)
         if bucket in self._taken:
@@ -239,9 +230,7 @@ class GradientSums:
             self.done(bucket)
 
     def release(self, weights: Sequence[Weight]) -> None:
-        """Move the gradients of *weights* back to `.grad` before their buckets are discarded.
-        Raises: as `TensorSwapper.swap_in`.
-        """
+        """Move the gradients of *weights* back to `.grad` before their buckets are discarded."""
         for weight in weights:
             one = self._sum_of(weight)
             if one is not None and not one.lost:
@@ -308,17 +297,15 @@ def _parts(one: Sum, row: torch.Tensor) -> Iterator[tuple[Flat, int, torch.Tenso
 
 
 def _strides(weight: Weight, gradient: torch.Tensor) -> tuple[int, ...]:
-    """The strides of *gradient*, without gaps. A parameter that is cut is contiguous: for it, the
-    strides in the order of its parts.
-    """
+    """The strides of *gradient*, without gaps; of a parameter that is cut, contiguous ones."""
     if len(weight.fragments) == 1:
         return dense_strides(gradient)
     return dense_strides(torch.empty(gradient.shape, device="meta"))
 
 
 def _row(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The elements of *tensor*, in the order that they have in memory with these *strides*: a view
-    if *tensor* has these strides, else a copy.
+    """The elements of *tensor*, in the order of memory with these *strides*, as a view if it has
+    them.
     """
     if tensor.stride() != strides:
         tensor = torch.empty_strided(

@@ -1,7 +1,6 @@
 """`Binding`: the parameters that an `NVMeOptimizer` is bound to, and their buckets.
 
-`torch.optim` reads `param_groups` at every step, so a model may be sharded, moved or cast after its
-optimizer was made. `Binding` works the same way: `differs` detects a change, `plan` finds the
+As `torch.optim` reads `param_groups` at every step, `differs` detects a change, `plan` finds the
 buckets that share a changed parameter, and `release`, `admit` and `commit` replace these buckets.
 """
 
@@ -29,7 +28,7 @@ Options = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a new binding replaces: *weights*, and the *buckets* that share parameters with them.
-    *places*: for the id of every parameter, the index of its group.
+    *places*: the index of the group by the id of each parameter.
     """
 
     places: Mapping[int, int]
@@ -56,9 +55,8 @@ class Plan:
 
 
 class Binding:
-    """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them.
-
-    Attributes: *weights*, in the order of the groups; *buckets*.
+    """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them; *weights* are in the
+    order of the groups.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ class Binding:
     ) -> tuple[list[Weight], list[Bucket]]:
         """Make buckets of the unbound parameters of *groups*, after `release` of *plan*, and room
         for them; `commit` binds them. Weights that were *updated* in this step do not share a
-        bucket with others. Raises: UsageError, UnsupportedError, NoSpaceError.
+        bucket with others.
         """
         before = {id(weight.parameter): weight for weight in plan.bound_again}
         weights: list[Weight] = []
@@ -219,8 +217,8 @@ def parameters_of(groups: Groups) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def may_be_replaced(groups: Groups) -> bool:
-    """Whether the parameters of *groups* are probably not the ones to be trained: parameters on the
-    meta device, or plain tensors on one of several ranks, which FSDP2 may replace by DTensors.
+    """Whether the parameters of *groups* will probably be replaced: they are on the meta device, or
+    plain tensors on one of several ranks, as before FSDP2.
     """
     dist = torch.distributed
     ranks = dist.is_available() and dist.is_initialized()

@@ -23,9 +23,9 @@ _PAGE = 4096
 def beside_bytes(
     state_format: StateFormat, traits: Traits, dtype: torch.dtype, *, in_one_pass: bool
 ) -> int:
-    """Bytes per element of a bucket that an update needs in addition to the bucket's value: widened
-    gradients, unpacked states that are no view, new states and, unless states are packed
-    *in_one_pass*, temporary tensors for packing.
+    """Bytes per element that an update needs next to the bucket's value: widened gradients,
+    unpacked and new states and, unless states are packed *in_one_pass*, temporary tensors for
+    packing.
     """
     states = sum(state.itemsize for state in traits.states.values())
     widened = 4 if state_format.update_dtype(dtype) != dtype else 0
@@ -37,8 +37,8 @@ def beside_bytes(
 
 
 def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
-    """The elements that a bucket should have at most. Each takes *value_bytes*, and *beside* bytes
-    of scratch memory during an update.
+    """The most elements of a bucket, each of which takes *value_bytes*, and *beside* bytes of
+    scratch memory.
     """
     wanted = bucket_elements(cap_bytes, value_bytes, beside)
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
@@ -62,9 +62,8 @@ class Budget:
 
     def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
         """Make room for *values* of these sizes, one of which may grow to *most* bytes, and for the
-        largest of *beside*, their scratch memory; return the bytes of all values.
-
-        Raises: UsageError, which names a cap that suffices; DividedOtherwiseError.
+        largest of *beside*, their scratch memory; return the bytes of all values. Raises:
+        UsageError; DividedOtherwiseError.
         """
         largest = max((_rounded(value) for value in [*values, most]), default=0) + _PAGE
         aside = max(beside, default=0)

@@ -36,11 +36,11 @@ _SCALES = {
 
 @dataclasses.dataclass(eq=False)
 class Sum:
-    """The accumulated gradient of *weight*. *owner* stores its bytes, with these *strides*. It
-    holds weak references to both, since the garbage collector does not see objects in `.grad`.
+    """The accumulated gradient of *weight*, whose bytes *owner* stores. The garbage collector does
+    not see objects in `.grad`, so both references are weak.
 
     *pending*: elementwise changes that still have to be applied to the bytes, in order. *is_zero*:
-    it consists of zeros, and has no bytes yet. *lost*: why the bytes are gone; "" if they are not.
+    it has no bytes yet. *lost*: why the bytes are gone; "" if they are not.
     """
 
     weight: weakref.ref[Weight]
@@ -82,11 +82,9 @@ class Sum:
 
 
 class HostGradient(WithoutMemory):
-    """Stands for a gradient. Autograd's additions go to its bytes in host memory, in-place
-    operators change these bytes, and any other use gets a copy.
-
-    So `clip_grad_norm_`, GradScaler, DistributedDataParallel and other code that reads one gradient
-    after another get the same values as from a plain `.grad`.
+    """Stands for a gradient: in-place operators, such as autograd's additions, change its bytes in
+    host memory, and any other use gets a copy. So clipping, GradScaler and DistributedDataParallel
+    see the same values.
     """
 
     held: Sum
@@ -114,8 +112,8 @@ class HostGradient(WithoutMemory):
         _refuse(use)
 
     def replace_data(self, values: torch.Tensor) -> None:
-        """See `WithoutMemory`. *values* become the parameter's gradient, since the program may
-        change them later.
+        """See `WithoutMemory`. *values* become the parameter's gradient, as the program may change
+        them later.
         """
         weight = self.held.weight()
         if weight is None or weight.parameter.grad is not self:
@@ -166,8 +164,8 @@ class HostGradient(WithoutMemory):
 
 
 def _later(tensor: torch.Tensor, change: Callable[[torch.Tensor, Any], Any], number: Any) -> None:
-    """Defer a *change* by a *number* to the next time that the bytes of the gradient are moved:
-    when it is used or added to. Change a plain gradient immediately.
+    """Defer a *change* by a *number* until the bytes of the gradient are moved; change a plain
+    gradient now.
     """
     if not isinstance(tensor, HostGradient):
         change(tensor, number)

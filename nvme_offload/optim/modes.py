@@ -1,5 +1,5 @@
-"""Modes of a thread, such as inference_mode: updates run under fixed modes, and the inner optimizer
-runs under the caller's modes.
+"""Updates run under fixed modes, such as inference_mode; the inner optimizer runs under the
+caller's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 class Modes(NamedTuple):
-    """The modes of a thread that change the result of an inner optimizer: the default *device*, if
-    it is not the CPU, and for each device type with autocast enabled, its dtype.
+    """The modes of a thread that change an inner optimizer's result: the default *device*, if it is
+    not the CPU, and the dtype of *autocast* by device type.
     """
 
     device: torch.device | None
@@ -56,8 +56,6 @@ def sure_stack() -> Iterator[contextlib.ExitStack]:
 def fixed_modes(callers: Modes | None = None) -> Iterator[None]:
     """Disable inference mode, gradients and autocast, and make the CPU the default device.
     *callers*: the modes for `callers_modes`; by default the present ones.
-
-    A tensor that is made under inference_mode cannot be changed outside it.
     """
     if getattr(_entered, "modes", None) is not None:
         yield

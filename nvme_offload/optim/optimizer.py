@@ -114,19 +114,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     Notes
     -----
-    As in torch, a model may be sharded, moved or cast after its optimizer was made, and
-    `param_groups` may get other parameters at any time. Lifetime: `close`, the end of a ``with`` or
-    the garbage collection of the optimizer frees memory and space on the drives.
+    As in torch, a model may be sharded, moved or cast after its optimizer was made, and `param_groups`
+    may get other parameters at any time. Lifetime: `close`, the end of a ``with`` or the garbage
+    collection of the optimizer frees memory and space on the drives.
 
-    `state` has small values, and placeholders for all others. Reading a placeholder copies its
-    values; writing to it, replacing it or removing it takes effect immediately or before the next
-    step. Changing a 16-bit parameter in place between steps changes its master, too.
+    `state` has small values, and placeholders for all others. Reading a placeholder copies its values;
+    writing to it, replacing it or removing it takes effect immediately or before the next step.
+    Changing a 16-bit parameter in place between steps changes its master, too.
 
-    After a step that raised, as with an error of the drive or Ctrl-C, some parameters are updated
-    and others are not. `step` with the same gradients updates only the remaining parameters;
-    `zero_grad` drops the rest of that step. After an exception in the middle of a change, `step`
-    raises UsageError until weights and states are loaded from a checkpoint; the same object can
-    load them.
+    After a step that raised, as with an error of the drive or Ctrl-C, some parameters are updated and
+    others are not. `step` with the same gradients updates only the remaining parameters; `zero_grad`
+    drops the rest of that step. After an exception in the middle of a change, `step` raises UsageError
+    until weights and states are loaded from a checkpoint; the same object can load them.
     """
 
     @fixed_modes()
@@ -191,7 +190,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters by their gradients.
+        """Update the parameters by their gradients; return the result of *closure*.
 
         With `overlap_step` it queues the updates, and raises the error of earlier ones that have
         failed. A repeated call tries these again, and makes a new step only if there are other
@@ -201,11 +200,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ----------
         closure : callable, optional
             Computes the loss again, with gradients, before the update.
-
-        Returns
-        -------
-        object
-            The result of *closure*; None without one.
 
         Raises
         ------
@@ -224,18 +218,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """With `overlap_step`: return when all updates are made; on a GPU, when later work of the
         current stream is ordered after them. Otherwise, and if no update is pending, do nothing.
+        Raises: OffloadError if the drive failed; call it again to continue with the remaining
+        updates.
 
         Call it before parameters, their gradients or states are used in a way that does not wait:
         through other tensors that share their memory and were made before the step, in C++
         extensions and functions of TorchScript that receive a parameter, by
         `torch.as_tensor(parameter)` and the like, and in CUDA graphs. Call it also before
-        process-wide settings, such as the default dtype, change: pending updates would run with the
-        new settings.
-
-        Raises
-        ------
-        OffloadError
-            The drive failed. It may be called again, and continues with the remaining updates.
+        process-wide settings, such as the default dtype, change.
         """
         steps: Steps | None = self.__dict__.get("_steps")
         if steps is not None:
@@ -266,12 +256,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         Raises
         ------
-        UsageError
-            A parameter is in another group already, or *host_memory* is too small for it.
-        UnsupportedError
-            A parameter is of a kind that cannot be offloaded.
-        NoSpaceError
-            The drives have no room for its states.
+        UsageError, UnsupportedError, NoSpaceError
+            A parameter is in another group already, or as when the optimizer is made.
         """
         if "_steps" not in self.__dict__:
             super().add_param_group(param_group)
@@ -303,14 +289,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         States of 16-bit parameters have a "master" in addition. "nvme_offload", next to "state" and
         "param_groups", says how states are kept. The parameters may have moved to another device
-        since the last step.
-
-        Returns
-        -------
-        dict
-            Tensors are copies on the CPU, mapped from a file on the first drive: they take memory
-            as they are read, and the kernel can reclaim it. Unlike torch's, they do not share
-            memory with the states: change `state`, or load the changed dictionary.
+        since the last step. Tensors are copies on the CPU, mapped from a file on the first drive:
+        they take memory as they are read, and the kernel can reclaim it. To change states, change
+        `state`, or load the changed dictionary.
 
         Raises
         ------
@@ -353,10 +334,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             filesystem of *path*; or another rank saves other parameters there.
         UnsupportedError
             *aio* asks for O_DIRECT, which the filesystem of *path* does not have.
-        NoSpaceError
-            The filesystem of *path* has no room for the file.
-        IOFailure
-            A directory cannot be created, or a drive failed.
+        NoSpaceError, IOFailure
+            There is no room for the file, a directory cannot be created, or a drive failed.
         OffloadError
             Another rank failed; the message gives its error.
         """
@@ -401,15 +380,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Raises
         ------
         UsageError, ValueError
-            The states belong to other parameters, or to another rank's part of them. Nothing is
-            changed.
+            The states belong to other parameters, or to another rank's part. Nothing is changed.
         UnsupportedError
             Another number of ranks saved them, and their parameters are plain tensors.
         CorruptionError
             A file differs from the file that was written. Nothing is changed.
         OffloadError
-            The drive failed, or another rank did; the message gives its error. Load again before
-            the next step.
+            The drive failed, or another rank did. Load again before the next step.
         """
         steps = self._steps
         steps.health.check_open()
@@ -588,16 +565,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def stats(self) -> UpdateStats:
         """Transfers and waits of the last step. With `overlap_step` it waits for the updates.
 
-        Returns
-        -------
-        UpdateStats
-
         Raises
         ------
-        UsageError
-            There was no step yet.
-        OffloadError
-            As `synchronize`.
+        UsageError, OffloadError
+            There was no step yet; as `synchronize`.
         """
         self.synchronize()
         if self.last_stats is None:
@@ -606,8 +577,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @property
     def last_stats(self) -> UpdateStats | None:
-        """`stats` of the last step whose updates have all been made, without waiting for others;
-        None before the first.
+        """`stats` of the last step whose updates have all been made, without waiting; None before
+        the first.
         """
         return self._steps.last_stats
 
@@ -626,8 +597,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, for all gradients of the optimizer's parameters. In
-        host memory they are scaled at their next use.
+        """As `torch.nn.utils.clip_grad_norm_`, for all gradients of the optimizer's parameters;
+        return their norm before clipping. In host memory they are scaled at their next use.
 
         Parameters
         ----------
@@ -637,11 +608,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
             Order of the norm; ``inf`` for the largest element.
         error_if_nonfinite : bool
             Raise RuntimeError if the norm is infinite or not a number.
-
-        Returns
-        -------
-        torch.Tensor
-            The norm before clipping, of one element.
         """
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
             [parameter for _, parameter in parameters_of(self.param_groups)],

@@ -44,8 +44,8 @@ class When:
 
 class StepOptions:
     """The options of groups when a step began, and after its updates. Each update starts from the
-    same options, and the ones after the last update are kept: an optimizer that changes its group
-    does so once a step, however many buckets there are.
+    same options, and the last ones are kept: an optimizer that changes its group does so once a
+    step.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,7 @@ def _warn_of_clipping() -> None:
 
 class SpentGradient(WithoutMemory):
     """The placeholder of a gradient that `step_in_backward` has consumed. It has the gradient's
-    norm, and refuses every other use, except a product with 1, as in clipping by a norm that is not
-    exceeded.
+    norm, and refuses every other use, except a product with 1, as by clipping that changes nothing.
     """
 
     kept_norm: torch.Tensor
@@ -91,11 +90,9 @@ def _is_one(factor: Any) -> bool:
 
 
 class StateOnDrive(WithoutMemory):
-    """The state *key* of *weight*. Every use gets a copy of the values. An in-place operator
-    changes the values on the drive, also through views.
-
-    A tensor that results from a move to another device or dtype stays on the drive until it is
-    used. It cannot be used after the next update: `clone` loads the values.
+    """The state *key* of *weight*. Every use gets a copy; an in-place operator changes the values
+    on the drive, also through views. A tensor moved to another device or dtype stays on the drive
+    until it is used, and cannot be used after the next update.
     """
 
     weight: Weight

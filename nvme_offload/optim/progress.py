@@ -27,11 +27,9 @@ class Progress:
 
 @dataclasses.dataclass
 class Health:
-    """The traces of exceptions, for the next call.
-
-    *calls* and *jobs*: the progress of the program's calls and of the queue's thread. *broken*: why
-    parameters and states are out of sync; "" if they are not. *cause*: the exception that ended the
-    last call. *closed*: the optimizer is closed.
+    """The traces of exceptions, for the next call. *calls* and *jobs*: of the program and of the
+    queue's thread. *broken*: why parameters and states are out of sync. *cause*: the exception that
+    ended the last call.
     """
 
     calls: Progress = dataclasses.field(default_factory=Progress)

@@ -1,9 +1,6 @@
 """`reshard`: the states of this rank's parts of the parameters, assembled from the parts that other
-ranks saved.
-
-A part is a box of its parameter: FSDP2 and tensor parallelism cut dimensions into chunks. A state
-that lies within one saved part is a view of it. Other states are tensors without memory, and
-`buckets.rows_of` assembles some of their rows.
+ranks saved. A part is a box of its parameter. A state within one saved part is a view of it. Other
+states have no memory, and `buckets.rows_of` assembles some of their rows.
 """
 
 from __future__ import annotations
@@ -27,9 +24,7 @@ Rows = Callable[[int, int], torch.Tensor]  # the values of rows of a box, from t
 
 def reshard(trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight]) -> dict[str, Any]:
     """A state dict of *weights* on this rank, assembled from *trees*, the state dicts of all saved
-    ranks. `buckets.rows_of` returns the values of its tensors.
-
-    States of 8 bits become float32: their blocks may be cut differently. Raises: UsageError,
+    ranks. States of 8 bits become float32: their blocks may be cut differently. Raises: UsageError,
     UnsupportedError.
     """
     cuts = [_cuts_of(tree, weights) for tree in trees]

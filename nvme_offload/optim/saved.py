@@ -1,5 +1,5 @@
-"""Checkpoints of buckets, with one bucket in memory at a time: `collect` returns states as the
-plain optimizer's `state_dict` has them, `as_kept` as they are stored, and `restore` loads them.
+"""States of buckets, one bucket in memory at a time: `collect` returns them as in the plain
+optimizer's `state_dict`, `as_kept` as they are stored, and `restore` loads them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def collect(
     updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str
 ) -> list[State]:
     """The state of each of *weights* as the plain optimizer has it, with its master, if it has one.
-
-    Large tensors are mapped from a file without a name in *directory*: they use page cache, which
-    the kernel can reclaim. Raises: IOFailure if the drive has no room for the file; as
+    Large tensors are mapped from an unnamed file in *directory*. Raises: IOFailure; as
     `Updater.reading`.
     """
     offsets: dict[tuple[Weight, Key], int] = {}
@@ -96,8 +94,8 @@ def collect(
 
 
 def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight]) -> list[State]:
-    """The state of each of *weights* in the form of `optimizer_states.kept`. Its tensors have no
-    memory: `archive.write` reads their contents from the buckets.
+    """The state of each of *weights* as `optimizer_states.kept` describes it, its tensors without
+    memory.
     """
     made = [bucket for bucket in buckets if bucket.layout is not None]
     names = [bucket.name for bucket in made]
@@ -185,8 +183,8 @@ def read_together(
     """The results of *read* for the files in *directory* that this rank needs for *weights*: its
     own file, if it has the same parts of them; otherwise all files that `write_together` wrote.
 
-    Each file is first compared with the manifest. If the number of ranks has changed, every rank
-    compares some of the files. Raises: UsageError, UnsupportedError, CorruptionError, IOFailure.
+    Each file is first compared with the manifest; if the number of ranks has changed, by one of the
+    ranks.
     """
     found = Manifest.read(directory)
     files = sorted(
@@ -275,10 +273,8 @@ def restore(
     keep_dtypes: bool = False,
 ) -> None:
     """Store the states *given* in *bucket*, in the dtypes in which the optimizer makes them, or
-    unchanged with *keep_dtypes*. Their tensors may be mapped from a file.
-
-    A weight that is not in *given* keeps its states. Placeholders in *given* stand for the states
-    that the drive has already.
+    unchanged with *keep_dtypes*. A weight that is not in *given* keeps its states; placeholders
+    stand for present states.
     """
     kept: dict[Fragment, State] = {fragment: {} for fragment in bucket.fragments}
     keeping = [
@@ -471,8 +467,8 @@ def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
 
 
 def _offloaded(buckets: Sequence[Bucket]) -> Iterator[tuple[Fragment, Key, torch.Tensor]]:
-    """The parts of states in the values of *buckets*: the key, and the form of the whole state.
-    States in the rest are the same for all fragments of a parameter.
+    """For each part of a state in *buckets*: the key, and the form of the whole state. The rest
+    counts once.
     """
     for bucket in buckets:
         for fragment in bucket.fragments:

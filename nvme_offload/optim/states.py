@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class States:
     """Small states, and placeholders for all others, by parameter. *owner* is not kept alive.
 
-    Attributes: *shown*, `optimizer.state`. This class uses it by the methods of `dict`, which do
-    not wait for pending updates. *were_used*: the program may have changed it since `take_up`.
-    *files*: the files that a load has mapped.
+    *shown*: `optimizer.state`, used here by the methods of `dict`, which do not wait for pending
+    updates. *were_used*: the program may have changed it since `take_up`. *files*: mapped by a
+    load.
     """
 
     def __init__(self, owner: Steps) -> None:
@@ -114,8 +114,8 @@ class States:
         return copies
 
     def restore(self, given: Mapping[Weight, dict[str, Any]], *, bound_again: bool = False) -> None:
-        """Store the states *given*. If they are states of parameters that are *bound again*, dtypes
-        stay as torch has them, and masters follow the parameters.
+        """Store the states *given*. If their parameters are *bound again*, dtypes stay as torch has
+        them, and masters follow the parameters.
         """
         owner = self._owner
         owner.drain()
@@ -138,8 +138,8 @@ class States:
                     weight.changes += 1
 
     def bring(self, plan: Plan) -> None:
-        """Replace the placeholders of states in the buckets of *plan* by tensors, which are mapped
-        from a file without a name on the first drive.
+        """Replace placeholders of states in the buckets of *plan* by tensors, mapped from an
+        unnamed file.
         """
         weights = [weight for weight in plan.weights if weight.fragments]
         collected = saved.collect(

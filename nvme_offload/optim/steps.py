@@ -38,14 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class Steps:
-    """The steps of *optimizer*, which is not kept alive: it holds the groups.
-
-    Every bucket is updated once a step: in `make`, in `gradient_came` during backward(), or in
-    `run_job` by the thread of *overlap*. A call that an exception ends leaves its traces in
-    *health*, and `recover` continues.
-
-    Attributes: *count*, the number of steps made; *updated*, the buckets that the present
-    step has updated.
+    """The steps of *optimizer*, which is not kept alive. Every bucket is updated once a step: in
+    `make`, in `gradient_came` during backward(), or in `run_job` by the thread of *overlap*. A call
+    that an exception ends leaves its traces in *health*, and `recover` continues. *updated*: the
+    buckets that the present step has updated.
     """
 
     def __init__(
@@ -119,8 +115,8 @@ class Steps:
     # Binding parameters.
 
     def bind_or_wait(self) -> None:
-        """Bind the parameters, unless the program will probably replace them first; then check only
-        that the optimizer can be offloaded.
+        """Bind the parameters; only check that they can be offloaded if they will probably be
+        replaced first.
         """
         if self.binding.weights or not may_be_replaced(self.groups):
             self.bind()
@@ -131,12 +127,10 @@ class Steps:
         self._watch_gradients()
 
     def bind(self, *, lazily: bool = False) -> None:
-        """Follow changes of the parameters since the last call. Parameters that are new in the
-        groups get buckets; parameters that were moved, cast or unfrozen get other buckets, with
-        their states. As in torch, `state` keeps states of parameters that are in no group.
-
-        *lazily*: ignore moves, casts and unfreezing. Raises: UsageError, UnsupportedError and
-        NoSpaceError for parameters that cannot be bound; their states stay in `state`.
+        """Follow changes of the parameters since the last call: new ones get buckets; moved, cast
+        or unfrozen ones get other buckets, with their states. *lazily*: ignore moves, casts and
+        unfreezing. Raises: UsageError, UnsupportedError and NoSpaceError; states of unbound
+        parameters stay in `state`.
         """
         groups, binding = self.groups, self.binding
         if not binding.differs(groups, forms=not lazily):
@@ -207,8 +201,8 @@ class Steps:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Context in which no update is pending; no value is in use when it begins. `recover` ends
-        it after an exception. Raises: UsageError.
+        """Context without pending updates; no value is in use when it begins. `recover` ends it
+        after an exception.
         """
         self.settle()
         self.recover()

@@ -14,8 +14,8 @@ Kind = TypeVar("Kind")
 
 class WithoutMemory(torch.Tensor):
     """A placeholder for a tensor. Operators reach `__torch_dispatch__` of the subclass, which finds
-    the values. Methods that bypass the dispatcher and use the memory are passed to `refuse`: they
-    would read and write address 0.
+    the values. `refuse` gets methods that bypass it and use the memory: they would read and write
+    address 0.
     """
 
     @classmethod

@@ -18,10 +18,8 @@ from .plan import AS_FAST, UNLIMITED_BYTES, Drive, Machine, Plan, drive_describe
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The options of `plan`.
-
-    model, machine, world, work, budget: as for `plans`. state_format, way: the required format of states
-    on the drive, and the required door or title; None for any. inference: forward passes only.
+    """The options of `plan`, and as for `plans`. *state_format*, *way*: the required format of
+    states on the drive, and the required door or title. *inference*: forward passes only.
     """
 
     model: Model
@@ -65,8 +63,8 @@ def faster(found: Sequence[Plan], chosen: Plan) -> list[Plan]:
 
 
 def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
-    """At most *count* of the plans, in their order: the way of *chosen*, the best of each other `door`, and
-    the plans that are faster. The best of a door fits, or lacks the least.
+    """At most *count* of the plans, in their order: the way of *chosen*, the best of each other
+    `door`, which fits or lacks the least, and the plans that are faster.
     """
     ranked = sorted(found, key=_rank)
     doors = {plan.strategy.door: plan.strategy.name for plan in reversed(ranked)}
@@ -85,8 +83,8 @@ def _rank(plan: Plan) -> tuple[object, ...]:
 
 
 def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None:
-    """The plan that hides the drive under the passes with the smallest micro-batch that fits, with the
-    least rounding; and that micro-batch. None if no such batch fits.
+    """The plan with the least rounding whose drive the smallest fitting micro-batch hides, and that
+    batch.
     """
     tries = [plan for plan in found if plan.fits and plan.free_tokens]
     for plan in sorted(tries, key=lambda plan: (plan.rounding, plan.free_tokens)):
@@ -99,8 +97,8 @@ def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None
 
 
 class Change(NamedTuple):
-    """A change that helps. words: the change in words; plan: the plan that then fits; found: all plans
-    with that change; finer: a plan that concedes less and fits with more space on the drive.
+    """A change that helps. *found*: all plans with it. *finer*: a plan that concedes less and fits
+    with more space on the drive.
     """
 
     words: str
@@ -115,8 +113,8 @@ class _Lever(NamedTuple):
 
 
 def cheapest_change(question: Question) -> Change | None:
-    """The cheapest change of *question* with which training fits, with the least amount of memory or drive
-    space that suffices; None if no four changes suffice. docs/planning.md has the order.
+    """The cheapest of at most four changes with which training fits, in the order of
+    docs/planning.md, with the least amount of memory or drive space that suffices.
     """
     levers = _levers(question)
     numbers = range(len(levers))

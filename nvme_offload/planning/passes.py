@@ -1,5 +1,5 @@
-"""Operations and saved activations of the forward and backward pass: the formulas of docs/planning.md.
-Source: Korthikanti et al., 2022.
+"""Operations and saved activations of the forward and backward pass: the formulas of
+docs/planning.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ _TRAILING_SHARE = 0.5
 
 
 class Work(NamedTuple):
-    """The work of a rank in a step.
-
-    sequence: tokens; 0 if unknown, and then neither compute nor activations are predicted. micro_batch:
-    sequences of a forward pass. accumulation: passes of a step. offloaded_share: of the layers with
-    activations on the "drive". activation_host_bytes: "host_memory" of `save_on_nvme`.
+    """The work of a rank in a step. *sequence*: tokens; 0 if unknown. *micro_batch*: sequences of a
+    forward pass. *accumulation*: passes of a step. *offloaded_share*: of the layers with
+    activations on the "drive". *activation_host_bytes*: "host_memory" of `save_on_nvme`.
     """
 
     sequence: int = 0
@@ -70,10 +68,8 @@ def operations(model: Model, work: Work) -> Operations:
 
 
 def activation_bytes(model: Model, work: Work) -> int:
-    """Bytes of GPU memory for activations; 0 if the shape is unknown.
-
-    The attention keeps no matrix of scores. The logits, and the temporaries of one layer's backward pass,
-    are included; they do not exist at the same time.
+    """Bytes of GPU memory for activations, without a matrix of scores; 0 if the shape is unknown.
+    The logits, and the temporaries of one layer's backward pass, do not exist at the same time.
     """
     if not (work.tokens and model.hidden and model.layers):
         return 0

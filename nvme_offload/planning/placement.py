@@ -1,7 +1,7 @@
 """The place of parameters, gradients and optimizer states under each way to train, and their bytes.
 
 DeepSpeed's own estimates are used where they exist, with their factor of 1.5 for buffers in host
-memory; the other numbers follow from this package's code, or were measured.
+memory.
 
 Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` of
 DeepSpeed 0.19.8; `sizes.py` for the buckets of `NVMeOptimizer`.
@@ -55,12 +55,11 @@ UPDATES: tuple[Updates, ...] = get_args(Updates)
 class Strategy(NamedTuple):
     """A way to train, or with *optimizer* None to run a model forward only.
 
-    name, title: in JSON and in the table. stage: of ZeRO; 3 also for `NVMeOptimizer`, whose ranks share as
-    with FSDP2. optimizer, parameters: their place between steps. door: ZeRO without a drive, DeepSpeed's
-    own NVMe offload, `nvme_offload.zero3`, or `NVMeOptimizer`, with `Offload.parameters` where parameters
-    are on the drive. updates: "in backward" excludes clipping by a norm; with "provisional" and "in both"
-    a step that is clipped takes longer. update_device, gradients: `plan._placed` chooses them by the GPU's
-    memory.
+    *name*, *title*: in JSON and in the table. *stage*: of ZeRO; 3 also for `NVMeOptimizer`, whose
+    ranks share as with FSDP2. *optimizer*, *parameters*: their place between steps. *door*: ZeRO
+    without a drive, DeepSpeed's own NVMe offload, `nvme_offload.zero3`, or `NVMeOptimizer`, with
+    `Offload.parameters` where parameters are on the drive. *update_device*, *gradients*: chosen by
+    the GPU's memory.
     """
 
     name: str
@@ -97,8 +96,8 @@ class Strategy(NamedTuple):
 
     @property
     def beside_bytes(self) -> int:
-        """Scratch bytes of a parameter during its update: the fp32 gradient, and unpacked "compact"
-        states: master, moments and the 16-bit weight.
+        """Scratch bytes of a parameter during its update: the fp32 gradient, and unpacked states
+        and weights.
         """
         if self.optimizer is None:
             return 0
@@ -179,8 +178,8 @@ INFERENCE = (
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The processes: *ranks* on each of *nodes* identical machines. zero_init: whether the model is made in
-    parts from the start (zero.Init).
+    """The processes: *ranks* on each of *nodes* identical machines. *zero_init*: the model is made
+    in parts.
     """
 
     ranks: int = 1
@@ -194,9 +193,7 @@ class World:
 
 
 class Needs(NamedTuple):
-    """Bytes of a rank: on the GPU, in host memory without the budget of this package's swappers, and on the
-    drives.
-    """
+    """Bytes of a rank; in host memory without the budget of this package's swappers."""
 
     gpu_bytes: int
     host_bytes: int
@@ -206,8 +203,8 @@ class Needs(NamedTuple):
 def needs(
     strategy: Strategy, model: Model, world: World, activations: int = 0, accumulation: int = 1
 ) -> Needs:
-    """The bytes of *strategy* for the states of *model*, and on the GPU for *activations* bytes, which
-    are freed before an update. *accumulation*: passes before an update.
+    """The bytes of *strategy* for the states of *model*, and on the GPU for *activations* bytes,
+    which are freed before an update, after *accumulation* passes.
     """
     drive = 0.0
     if strategy.uses_drive:
@@ -330,9 +327,8 @@ def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """The smallest "host_memory" of a rank with which training works.
-
-    `NVMeOptimizer` splits parameters; ZeRO-3 holds its part of the largest parameter.
+    """The smallest "host_memory" of a rank with which training works: ZeRO-3 holds a part of the
+    largest parameter, which `NVMeOptimizer` splits.
     """
     if strategy.door == "plain":
         each = max(STREAMED_BUCKET_BYTES, WEIGHT_BYTES * model.largest_parameter)
@@ -343,10 +339,9 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 def beside_budget(strategy: Strategy, model: Model, world: World, budget: int) -> int:
-    """The drive space of a rank with *budget* bytes of "host_memory".
-
-    States that `NVMeOptimizer` keeps in memory need no drive space, unless it accumulates gradients
-    there. ZeRO-3 allocates space for everything.
+    """The drive space of a rank with *budget* bytes of "host_memory". ZeRO-3 allocates space for
+    everything, `NVMeOptimizer` for states that do not fit in memory, unless it accumulates
+    gradients there.
     """
     whole = needs(strategy, model, world).drive_bytes
     if strategy.door != "plain" or strategy.updates == "host gradients":
@@ -382,11 +377,10 @@ class Streamed(NamedTuple):
 
 
 def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Streamed:
-    """Bytes that a rank with *budget* bytes of "host_memory" transfers in a step of one micro-batch.
-
-    The part of the values live at the end of the backward pass that exceeds the budget, less the parts
-    in flight, is on the drive. Gradients displace as many bytes of states in the backward pass, and the
-    rest is written in the update. This agrees with `Schedule` within a tenth of the total.
+    """Bytes that a rank with *budget* bytes of "host_memory" transfers in a step of one
+    micro-batch: what exceeds the budget at the end of the backward pass, less the parts in flight.
+    Gradients displace as many bytes of states in the backward pass. This agrees with `Schedule`
+    within a tenth of the total.
     """
     trained, weights = model.trained / world.size, WEIGHT_BYTES * model.parameters / world.size
     if budget >= whole_bytes(strategy, model, world):

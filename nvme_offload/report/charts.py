@@ -23,8 +23,8 @@ _STRONGEST = 45  # per cent of colour: text stays readable on it, light and dark
 
 
 class Cell(NamedTuple):
-    """The best number of threads for a pair of block size and queue depth. ratio: to the defaults;
-    strength: of its colour, in per cent; kind: CSS classes.
+    """The best number of threads for a pair of block size and queue depth. *strength*: of its
+    colour, in per cent; *kind*: CSS classes.
     """
 
     ratio: float
@@ -35,9 +35,7 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """Mixed speed by block size (rows, the largest first) and queue depth (columns). None: not
-    measured.
-    """
+    """Mixed speed by block size (rows, the largest first) and queue depth; None: not measured."""
 
     depths: tuple[int, ...]
     rows: dict[int, list[Cell | None]]
@@ -53,8 +51,8 @@ class Plot:
 
 
 def mixed_ratios(profile: Profile) -> dict[Setting, float]:
-    """The ratio of each setting to the control under the mixed load: of finalists the sweep's
-    estimate, of others the median of their sound trials.
+    """The ratio of each setting to the control under the mixed load: the sweep's estimate, or the
+    median.
     """
     tried: dict[Setting, list[float]] = defaultdict(list)
     for trial in profile.trials:

@@ -100,9 +100,7 @@ def _lead(profile: Profile) -> str:
 
 
 def _judgement(best: Best) -> str:
-    """A setting compared with the control: "same", "faster", "slower" or "alike" if the interval
-    includes 1.
-    """
+    """A setting compared with the control: "same", "faster", "slower" or "alike"."""
     if dataclasses.replace(best.setting, backend="libaio") == DEEPSPEED_DEFAULTS:
         return "same"
     if best.relative_low > 1:

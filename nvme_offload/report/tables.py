@@ -20,10 +20,8 @@ NOT_REPORTED = "not reported by this drive"
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells, the first of each its name.
-
-    columns: a line break in a name is where it may be broken. strong: rows to stand out. words:
-    columns that hold text rather than numbers.
+    """Rows of cells, the first of each its name. *columns*: a name may be broken at a line break.
+    *strong*: rows to stand out. *words*: columns of text.
     """
 
     caption: str

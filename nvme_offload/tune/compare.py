@@ -20,8 +20,8 @@ LEAST_SCATTER = 0.02  # the least relative spread that is assumed for few runs
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The second's chosen setting over the first's under *phase*, with the 90 % interval by the scatter of
-    the final runs. *trusted*: neither profile has poor evidence.
+    """The second's chosen setting over the first's under *phase*, with the 90 % interval by the
+    scatter of the final runs. *trusted*: neither profile has poor evidence.
     """
 
     phase: str
@@ -34,8 +34,8 @@ class Change:
 
 
 def load(place: Path) -> Profile:
-    """The profile in the file *place*, of the report *place* (its directory or its page), or of the
-    drive of *place*. Raises: UsageError, UnsupportedError.
+    """The profile in the file *place*, of the report *place*, or of the drive of *place*. Raises:
+    UsageError.
     """
     place = place.parent if place.name == "report.html" else place
     try:

@@ -1,8 +1,8 @@
 """DeepSpeed's own op in a trial: `--engine deepspeed`.
 
-Its handle does not report single requests: `wait()` returns when all are done. So requests are
-submitted in batches, and a trial that reads and writes waits for both handles together, as
-DeepSpeed's pipelined optimizer swapper does. A batch is larger than the queues of the kernel.
+Its `wait()` returns when all requests of a handle are done. So requests are submitted in batches,
+larger than the queues of the kernel, and a trial that reads and writes waits for both handles
+together, as DeepSpeed's pipelined optimizer swapper does.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class DeepSpeedEngine:
                 self._moved[direction] += ticket.nbytes
 
     def settle(self) -> None:
-        """Wait for pending requests and ignore their errors: the op ends the process when a handle is
-        freed with work pending.
+        """Wait for pending requests and ignore their errors: freeing a handle with work pending
+        ends the process.
         """
         for _ in self._handles:  # an error ends the wait for one direction
             with contextlib.suppress(IOFailure):
@@ -148,9 +148,7 @@ class DeepSpeedTicket:
 
 @functools.cache
 def load() -> DeepSpeedOp:
-    """DeepSpeed's op, built when it was never used before, which takes a minute. Raises:
-    UnsupportedError where that cannot be done.
-    """
+    """DeepSpeed's op, which is built, in a minute, at its first use. Raises: UnsupportedError."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if os.geteuid() != 0 and soft != resource.RLIM_INFINITY and soft < _MEMORY_BYTES:
         raise UnsupportedError(

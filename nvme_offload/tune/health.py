@@ -1,5 +1,5 @@
-"""The health of a drive: from its SMART log, which only root can read, and its temperature from sysfs,
-which every user can read.
+"""The health of a drive: from its SMART log, which only root can read, and its temperature from
+sysfs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A comparison interleaved with the engine, A B A B A: each B is judged by the two As around it, because
-the drive drifts.
-"""
+"""A comparison interleaved with the engine, A B A B A: each B is judged by the two As around it."""
 
 from __future__ import annotations
 

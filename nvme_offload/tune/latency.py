@@ -1,5 +1,5 @@
-"""The latency of blocks: requests of one block each, timed from submission to completion, while the
-queues are as full as in a trial.
+"""The latency of blocks: requests of one block each, timed while the queues are as full as in a
+trial.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ LEAST_FOR_P999 = 1000  # blocks
 
 
 def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> list[float]:
-    """The latencies in seconds of the blocks that were submitted in a window of *seconds*, on *rig*'s
-    files. Their data are not verified.
-
-    Raises: as `Rig.run`.
+    """The latencies in seconds of the blocks that were submitted in a window of *seconds*, on
+    *rig*'s files. Their data are not verified. Raises: as `Rig.run`.
     """
     ways = ("read", "write") if phase == "mixed" else (phase,)
     depth = max(1, setting.queue_depth * setting.thread_count // len(ways))

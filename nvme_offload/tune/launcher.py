@@ -1,6 +1,5 @@
-"""Under `torchrun` or DeepSpeed's launcher the sweep is started once for each rank. One process of each
-node sweeps with as many processes as the node has ranks, which contend for the drive as in training;
-rank 0 gathers the profiles of the nodes, and reports.
+"""Under `torchrun` or DeepSpeed's launcher one process of each node sweeps with as many processes
+as the node has ranks; rank 0 gathers the profiles of the nodes, and reports.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Place(NamedTuple):
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that the launcher's variables describe; None without a launcher. Raises: UsageError
-    when they contradict each other.
+    """The place that the launcher's variables describe; None without a launcher. Raises:
+    UsageError.
 
     Source: torch/distributed/elastic/agent/server/local_elastic_agent.py,
     deepspeed/launcher/launch.py.
@@ -65,11 +64,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def gather(where: Place, profiles: list[Profile], seconds: float) -> list[Profile]:
-    """On rank 0 the profiles of all nodes, in the order of the nodes, each with the name of its host in
-    `engine`. Other ranks send their profiles and return [].
-
-    *seconds*: how long a node's sweep takes. Raises: UnsupportedError when a node does not answer,
-    or torch is not installed.
+    """On rank 0 the profiles of all nodes, in their order, each with the name of its host in
+    `engine`; on other ranks []. *seconds*: how long a node's sweep takes. Raises: UnsupportedError.
     """
     host = {"host": socket.gethostname()}
     profiles = [dataclasses.replace(one, engine={**one.engine, **host}) for one in profiles]

@@ -140,9 +140,7 @@ def file_bytes(size: int | None, found: Drive, ranks: int) -> int:
 
 @contextlib.contextmanager
 def locked(directory: Path, found: Drive) -> Iterator[None]:
-    """Keep a second sweep off the drive, by a lock on its mount point, which leaves no file. Raises:
-    OffloadError when another one runs.
-    """
+    """Keep a second sweep off the drive, by a lock on its mount point. Raises: OffloadError."""
     descriptor = -1
     for place in (found.mount_point, directory):
         with contextlib.suppress(OSError):

@@ -36,18 +36,19 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def request_bytes(count: int) -> int:
-    """The bytes of each request of *count* ranks: smaller for many ranks, so that all together use
-    less than 1 GB of memory. No block in `space.grid` for this number of ranks is larger.
+    """The bytes of each request of *count* ranks, so that all together use less than 1 GB of
+    memory, and not less than a block in `space.grid`.
     """
     return min(REQUEST_BYTES, 1 << ((MAX_BYTES_IN_FLIGHT // count // 2).bit_length() - 1))
 
 
 class Ranks(Closing):
-    """*count* processes, each with its own `Rig`, behind the interface of one `Rig`: sizes and speeds
-    are sums. They end with `close`, with this process, and with the thread that made this object.
+    """*count* processes, each with its own `Rig`, behind the interface of one `Rig`: sizes and
+    speeds are sums. They end with `close`, with this process, and with the thread that made this
+    object.
 
-    Raises: as `Rig`, from any rank; ChildProcessError when a rank died. After an exception only `close`
-    may be called.
+    Raises: as `Rig`; ChildProcessError when a rank died. After an exception only `close` may be
+    called.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The search: which setting to try next, when, and for how long.
 
-The speed of a shared drive can change threefold within minutes. So the control, DeepSpeed's defaults,
-runs again after every few trials, and every result is judged by its ratio to the speed of the control
+The speed of a shared drive can change threefold within minutes. So the control, DeepSpeed's
+defaults, runs again after every few trials, and every result is judged by its ratio to the control
 at that moment.
 """
 
@@ -36,11 +36,10 @@ _Entry = tuple[Setting, tuple[str, ...]]  # a setting, and the phases to try it 
 
 
 class Search:
-    """Tries a coarse grid in short trials; then twice replaces the worse half with neighbours of the
-    better half; then runs the finalists and the control, interleaved. Settings that `preference` puts
-    first are kept along with the fastest if noise may hide that they are as fast.
-
-    seconds: the time from the first trial on. ceiling_bytes_per_second: of each direction, if known.
+    """Tries a coarse grid in short trials; then twice replaces the worse half with neighbours of
+    the better half; then runs the finalists and the control, interleaved. Settings that
+    `preference` puts first are kept if noise may hide that they are as fast. *seconds*: from the
+    first trial on.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class Search:
         yield from self._finals()
 
     def _screen(self, end: float) -> _Trials:
-        """The coarse grid, or all settings if time allows; a third of it also under reads and writes
-        alone, which weigh less.
+        """The coarse grid, or all settings if time allows; a third of it also under reads and
+        writes alone.
         """
         plenty = self._affordable(end) >= 3 * len(self._settings)
         first = self._settings if plenty else coarse(self._settings)

@@ -46,8 +46,8 @@ def stripe(
     file_bytes: int,
     progress: Progress,
 ) -> tuple[StripePath, ...]:
-    """Measure all paths together, each at its own setting and with its own processes, interleaved with
-    each alone. Raises: as `Ranks`.
+    """Measure all paths together, each at its own setting and with its own processes, interleaved
+    with each alone. Raises: as `Ranks`.
     """
     seconds = max(0.2, SHARE * options.seconds / (ROUNDS * len(PHASES) * 2))
     alone: dict[tuple[int, str], list[float]] = {}

@@ -37,8 +37,8 @@ def grid(
     most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
     ranks: int = 1,
 ) -> list[Setting]:
-    """Every setting worth trying, the cheapest first, for a drive that moves about *bytes_per_second*.
-    *ranks* processes share the drive, the processors and the bytes in flight.
+    """Every setting worth trying, the cheapest first, for a drive that moves about
+    *bytes_per_second*. *ranks* processes share the drive, the processors and the bytes in flight.
     """
     cpu_count //= ranks
     least_bytes = max((16 << 20) // ranks, DEEPSPEED_DEFAULTS.bytes_in_flight)
@@ -81,8 +81,8 @@ def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
 
 
 def cost(setting: Setting) -> tuple[int, int, bool, int]:
-    """The sort key from cheap to dear: bytes in flight, then threads, then block sizes up to 1 MiB
-    before larger ones, and the nearest to 1 MiB first.
+    """The sort key from cheap to dear: bytes in flight, threads, block sizes up to 1 MiB, the
+    nearest first.
     """
     block_doublings = _doublings(setting.block_size, PREFERRED_BLOCK_SIZE)
     large = setting.block_size > PREFERRED_BLOCK_SIZE
@@ -90,8 +90,8 @@ def cost(setting: Setting) -> tuple[int, int, bool, int]:
 
 
 def preference(setting: Setting) -> tuple[int, int, int, tuple[int, int, bool, int]]:
-    """The sort key of settings that are equally fast: the block size nearest to 1 MiB, then the fewest
-    doublings away from 32 MiB in flight and one thread, then the nearest to 32 MiB.
+    """The sort key of settings that are equally fast: the block size nearest to 1 MiB, then the
+    fewest doublings away from 32 MiB in flight and one thread, then the nearest to 32 MiB.
     """
     block_doublings = _doublings(setting.block_size, PREFERRED_BLOCK_SIZE)
     away = _doublings(setting.bytes_in_flight, PREFERRED_BYTES_IN_FLIGHT)

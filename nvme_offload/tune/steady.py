@@ -22,9 +22,8 @@ class Steadiness(NamedTuple):
 
 
 def judge(speeds: Sequence[float]) -> Steadiness:
-    """Whether the last five of *speeds* lie within 20 % of their mean, and the line through them rises or
-    falls by 10 % of it at most. Fewer than five are not steady. Source: the steady state of SNIA's
-    Solid State Storage Performance Test Specification.
+    """Whether the last five of *speeds* lie within 20 % of their mean, with a slope of 10 % of it
+    at most. Source: the steady state of SNIA's Solid State Storage Performance Test Specification.
     """
     window = speeds[-ROUNDS:]
     if not window:
@@ -40,8 +39,8 @@ def judge(speeds: Sequence[float]) -> Steadiness:
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
-    """The control's speed at *seconds*, interpolated geometrically between the (seconds, speed) pairs of
-    *series*, and constant before and after them.
+    """The control's speed at *seconds*, interpolated geometrically in the (seconds, speed) pairs of
+    *series*.
     """
     after = bisect.bisect(series, (seconds, math.inf))
     if after == 0 or after == len(series):

@@ -35,10 +35,9 @@ def write_on(
     direct: bool | Literal["auto"],
     report: Callable[[int, float], None],
 ) -> Sustained:
-    """Write *total_bytes* to a file of *file_bytes* on the drive of *directory*, and more until it is
-    steady, but at most twice as much. *report* receives the bytes so far and the speed of the last round.
-
-    Raises: NoSpaceError, IOFailure.
+    """Write *total_bytes* to a file of *file_bytes* in *directory*, and until the drive is steady,
+    but at most twice as much. *report* receives the bytes so far and the speed of the last round.
+    Raises: IOFailure.
     """
     requests = max(1, file_bytes // REQUEST_BYTES)
     each = max(1, total_bytes // ROUNDS // REQUEST_BYTES)
@@ -94,10 +93,9 @@ def speeds(samples: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def cache_end(rounds: Sequence[float]) -> int | None:
-    """The number of rounds before the speed fell for good; None if it did not.
-
-    It is the cut with the least scatter on both sides, if the median after it is less than three
-    quarters of the median before it, and no later round is as fast as before.
+    """The number of rounds before the speed fell for good; None if it did not: the cut with the
+    least scatter on both sides, if the median then falls below three quarters, and no later round
+    is as fast as before.
     """
     cuts = range(2, len(rounds) - 1)
     if not cuts:

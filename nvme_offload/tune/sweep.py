@@ -64,8 +64,8 @@ class Options:
 
 
 def tune(found: Drive, options: Options, file_bytes: int, progress: Progress) -> Profile:
-    """Sweep the drive of *found* with files of *file_bytes* for each rank. Raises: UsageError when it
-    cannot be measured; the errors of `Rig.run`; ChildProcessError when a rank died.
+    """Sweep the drive of *found* with files of *file_bytes* for each rank. Raises: UsageError; as
+    `Rig.run`; ChildProcessError when a rank died.
     """
     from .ranks import request_bytes
     from .sustained import warnings as sustained_warnings

@@ -1,8 +1,6 @@
-"""A trial: one setting under one load on the drive, with verified data.
-
-Training streams tensors in large requests: optimizer states in both directions, parameters in. So a
-trial submits requests of 16 MiB, one after another through a preallocated file, and keeps the queues
-full while it measures.
+"""A trial: one setting under one load on the drive, with verified data. As training streams
+tensors, it submits requests of 16 MiB, one after another through a preallocated file, and keeps the
+queues full.
 """
 
 from __future__ import annotations
@@ -72,11 +70,12 @@ class Point(NamedTuple):
 
 class Rig(Closing):
     """Two unnamed files on the drive of *directory*, one to read and one to write, of *file_bytes*
-    each, and the buffers of trials, at most 0.4 GiB. The space is freed when the process ends.
+    each, and the buffers of trials, at most 0.4 GiB.
 
     Every page starts with a stamp: the number of the request that wrote it and the page's place in
-    the file; the rest is random. With *engine* "deepspeed" trials run DeepSpeed's op; this package's
-    engine fills the files and reads them back. Raises: UnsupportedError; NoSpaceError; IOFailure.
+    the file; the rest is random. With *engine* "deepspeed" trials run DeepSpeed's op; this
+    package's engine fills the files and reads them back. Raises: UnsupportedError; NoSpaceError;
+    IOFailure.
     """
 
     def __init__(
@@ -117,10 +116,8 @@ class Rig(Closing):
         return self.requests * self.request_bytes
 
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
-        """Write both files completely, or as much as possible in *seconds*; the rest of the files is
-        then not used.
-
-        *report* is called with the bytes written so far. Returns bytes per second. Raises:
+        """Write both files completely, or as much as possible in *seconds*: the rest is then not
+        used. *report* is called with the bytes written so far. Returns bytes per second. Raises:
         NoSpaceError, IOFailure.
         """
         ring = self.ring("read", FILLERS)
@@ -148,9 +145,8 @@ class Rig(Closing):
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
         """Run requests with *setting* for a window of *seconds*, or longer if none completes in it.
-
-        Raises: CorruptionError, IOFailure, TruncatedError; UnsupportedError when the kernel lacks space
-        for the queues.
+        Raises: CorruptionError, IOFailure, TruncatedError; UnsupportedError without space for the
+        queues.
         """
         with Load(self, setting, phase) as load:
             result = measure(lambda window: load.pump(None, window), phase, seconds)
@@ -220,9 +216,7 @@ class Rig(Closing):
         return buffer
 
     def _stamp(self, write: int, index: int) -> NDArray[np.uint64]:
-        """The stamps of request *index* in write number *write*. Page numbers of 32 bits suffice for
-        16 TiB.
-        """
+        """The stamps of request *index* in write number *write*, for files up to 16 TiB."""
         stamps: NDArray[np.uint64] = self._page_numbers + np.uint64(
             write << 32 | index * len(self._page_numbers)
         )
@@ -230,8 +224,8 @@ class Rig(Closing):
 
 
 class Load(Closing):
-    """Requests with one setting on a rig's files, from the first `pump` on; its user keeps them going
-    with `pump` and `turn`, and ends them with `finish`. All methods raise as `Rig.run`.
+    """Requests with one setting on a rig's files, from the first `pump` on; its user keeps them
+    going with `pump` and `turn`, and ends them with `finish`. All methods raise as `Rig.run`.
     """
 
     def __init__(self, rig: Rig, setting: Setting, phase: str) -> None:
@@ -247,8 +241,8 @@ class Load(Closing):
         self._turns = itertools.cycle(self._lanes)
 
     def pump(self, begin: float | None, seconds: float) -> tuple[Point, Point]:
-        """Keep requests pending until *seconds* after *begin*, by default now; returns the points at
-        *begin* and at the end.
+        """Keep requests pending until *seconds* after *begin*, by default now; returns the points
+        at both.
         """
         if begin is not None:
             self._turn_until(begin)
@@ -285,8 +279,8 @@ class Load(Closing):
 
 
 def measure(pump: Callable[[float], tuple[Point, Point]], phase: str, seconds: float) -> Result:
-    """Fill the queues, then count for a window of *seconds*, or until each direction of *phase* has
-    transferred data. *pump* keeps requests pending in its window and between its calls.
+    """Fill the queues, then count for *seconds*, or until each direction of *phase* has transferred
+    data. *pump* keeps requests pending in its window and between its calls.
     """
     ways = directions(phase)
 
@@ -358,7 +352,7 @@ class _Lane:
         self._under_way = []
 
     def verify(self) -> None:
-        """Compare the last requests completely: reads with the initial contents of the file, writes by
+        """Compare the last requests completely: reads with the file's first contents, writes by
         reading them back.
         """
         sample = list(self._last.values())[

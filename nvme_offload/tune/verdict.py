@@ -1,5 +1,5 @@
-"""The evaluation of trials: the gain of each setting over the control with its uncertainty, and the
-setting to recommend.
+"""The evaluation of trials: the gain of each setting over the control, and the setting to
+recommend.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Result:
 
 @dataclasses.dataclass
 class Observation:
-    """A trial that ran. *flaw* is "", "drifted" when the drive's speed jumped, or "impossible" when it
-    was faster than the drive can be.
+    """A trial that ran. *flaw*: "", "drifted" when the drive's speed jumped, "impossible" when it
+    was too fast.
     """
 
     planned: PlannedTrial
@@ -117,10 +117,9 @@ class Evidence:
         }
 
     def step_seconds(self) -> dict[Setting, float]:
-        """By setting, the control included: the drive's seconds in a training step for each parameter,
-        at the median speed of the control.
-
-        For a load that was not tried with a setting, its gain under the mixed load is used.
+        """By setting, the control included: the drive's seconds in a training step for each
+        parameter, at the median speed of the control. A load that was not tried with a setting has
+        its gain under the mixed load.
         """
         gains = {phase: self.gains(phase) for phase in PHASES}
         speeds = self.control_speeds()
@@ -172,10 +171,7 @@ class Verdict:
 
 
 def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
-    """Judge the finals, in which each of *ranks* ran the setting.
-
-    Raises: UnsupportedError when the results cannot come from the drive.
-    """
+    """Judge the finals, in which each of *ranks* ran the setting. Raises: UnsupportedError."""
     # all results of the finals refer to one level of the drive
     speeds = evidence.control_speeds() | evidence.control_speeds("final")
     gains = {phase: _final_gains(evidence, phase) for phase in PHASES}
@@ -223,8 +219,8 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class _Estimate:
-    """A logarithm, its standard error in comparisons between finalists, and the degrees of freedom of
-    that error.
+    """A logarithm, its standard error in comparisons between finalists, and that error's degrees of
+    freedom.
     """
 
     value: float
@@ -233,8 +229,8 @@ class _Estimate:
 
 
 def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
-    """The log of the ratio to the control for every finalist; for the control 0, with the error that all
-    ratios have in common.
+    """The log of each finalist's ratio to the control; for the control 0, with the error common to
+    all ratios.
     """
     logs = {
         setting: [value for value, _ in values]
@@ -301,9 +297,7 @@ def _choose(
     gains: dict[str, dict[Setting, _Estimate]],
     control: Setting,
 ) -> tuple[Setting, str]:
-    """The setting to recommend, by the rules of docs/tuning.md, and a sentence's end on why: "its
-    training step ...".
-    """
+    """The setting to recommend, by the rules of docs/tuning.md, and the end of a sentence on why."""
     fastest = min(settings, key=lambda setting: costs[setting].value)
     near = [setting for setting in settings if _alike(costs[setting], costs[fastest])]
     doubtful = [setting for setting in settings if _doubtful(costs[setting], costs[fastest])]
