@@ -153,8 +153,8 @@ def _answer(
 def _conceded(
     question: Question, found: Sequence[Plan], plan: Plan, roomy: Plan | None = None
 ) -> str:
-    """The unasked concessions of *plan*, and the features that it excludes. *roomy*: a plan that
-    concedes less and needs more space on the drive.
+    """The unasked concessions of *plan*, and the features that it excludes. *roomy*: a plan that concedes
+    less and needs more space on the drive.
     """
     said = _ROUNDS[plan.strategy.state_format][0]
     text = ""
@@ -252,31 +252,23 @@ def _days(days: float) -> str:
 
 
 def _table(found: Sequence[Plan], chosen: Plan | None, width: int) -> Iterator[str]:
+    """A line for each plan; in a narrow terminal one for its title, and one for its figures."""
     rows = [_HEAD, *(_row(plan, chosen) for plan in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = next((gap for gap in ("  ", " ") if len(gap.join("x" * w for w in widths)) <= width), "")
-    if not gap:
-        yield from _stacked(found, chosen, width)
-        return
     for row, plan in zip(rows, (None, *found), strict=True):
         cells = [
             cell.ljust(size) if column <= _TITLES else cell.rjust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ]
-        yield gap.join(cells).rstrip()
+        if gap:
+            yield gap.join(cells).rstrip()
+        elif plan is not None:
+            yield f"{row[0] or ' '} {row[_TITLES]}"
+            named = map(" ".join, zip(_HEAD[2:], row[2:], strict=True))
+            yield from _lines([f"    {', '.join(named)}"], width)
         if plan is not None and not plan.fits:
-            yield from _lines([f"     needs {'; '.join(plan.problems)}"], width)
-
-
-def _stacked(found: Sequence[Plan], chosen: Plan | None, width: int) -> Iterator[str]:
-    """A line for the title of each plan, and one for its figures."""
-    for plan in found:
-        mark, title, *figures = _row(plan, chosen)
-        yield f"{mark or ' '} {title}"
-        named = [f"{name} {figure}" for name, figure in zip(_HEAD[2:], figures, strict=True)]
-        yield from _lines([f"    {', '.join(named)}"], width)
-        if not plan.fits:
-            yield from _lines([f"    needs {'; '.join(plan.problems)}"], width)
+            yield from _lines([f"    {' ' * bool(gap)}needs {'; '.join(plan.problems)}"], width)
 
 
 def _row(plan: Plan, chosen: Plan | None) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..errors import known
 from .model import Model
 from .passes import Work
 from .placement import INFERENCE, STRATEGIES, Strategy, World
-from .plan import AS_FAST, UNLIMITED_BYTES, Drive, Machine, Plan, drive_described, fastest, plans
+from .plan import AS_FAST, DESCRIBED_PATH, UNLIMITED_BYTES, Drive, Machine, Plan, fastest, plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None
 
 
 class Change(NamedTuple):
-    """A change that helps. *found*: all plans with it. *finer*: a plan that concedes less and fits
-    with more space on the drive.
+    """A change that helps. *found*: all plans with it. *finer*: a plan that concedes less and fits with more
+    space on the drive.
     """
 
     words: str
@@ -107,38 +107,35 @@ class Change(NamedTuple):
     finer: Plan | None
 
 
-class _Lever(NamedTuple):
-    words: str
-    pull: Callable[[Question], Question]
+_Lever = tuple[str, Callable[[Question], Question]]  # in words, and the changed question
 
 
 def cheapest_change(question: Question) -> Change | None:
-    """The cheapest of at most four changes with which training fits, in the order of
-    docs/planning.md, with the least amount of memory or drive space that suffices.
+    """The cheapest of at most four changes with which training fits, in the order of docs/planning.md,
+    with the least amount of memory or drive space that suffices.
     """
     levers = _levers(question)
     numbers = range(len(levers))
     tries = [each for count in range(1, 5) for each in itertools.combinations(numbers, count)]
     # a lever costs more than all before it together
     for each in sorted(tries, key=lambda each: sum(1 << number for number in each)):
-        changed = question
-        for number in each:
-            changed = levers[number].pull(changed)
+        changed, words = question, []
+        for said, pull in (levers[number] for number in each):
+            changed = pull(changed)
+            words += [said] * bool(said)
         if fastest(changed.answers()) is None:
             continue
-        amounts = []
         if changed.machine.host_bytes > question.machine.host_bytes:
             changed, said = _least_host(question, changed)
-            amounts.append(said)
+            words.append(said)
         roomy = known(fastest(changed.answers()))
         if changed.machine.free_bytes > question.machine.free_bytes:
             changed, said = _least_drive(question, changed)
-            amounts.append(said)
+            words.append(said)
         found = changed.answers()
-        words = [levers[number].words for number in each if levers[number].words]
-        chosen = known(fastest(found))
-        finer = roomy if roomy.concession < chosen.concession else None
-        return Change(" and ".join([*words, *amounts]), chosen, found, finer)
+        plan = known(fastest(found))
+        finer = roomy if roomy.concession < plan.concession else None
+        return Change(" and ".join(words), plan, found, finer)
     return None
 
 
@@ -146,40 +143,33 @@ def _levers(question: Question) -> list[_Lever]:
     """The changes that apply, the cheapest first."""
     work = question.work
     count = work.accumulation * work.micro_batch
-    small = partial(_working, micro_batch=1, accumulation=count)
-    twice = 2 * question.machine.host_bytes
     saves = work.tokens and not question.inference
     levers: list[tuple[object, str, Callable[[Question], Question]]] = [
         (question.state_format, "another state format", partial(_with, state_format=None)),
         (question.way, "another way to train", partial(_with, way=None)),
-        *(
-            (
-                saves and _saves_more(work, name),
-                f"{words} (--activations {name})",
-                partial(_working, activations=name),
-            )
-            for name, words in (
-                ("checkpoint", "activation checkpointing"),
-                ("checkpoint-drive", "checkpointed activations on the drive"),
-            )
+    ]
+    for name, words, helps in (
+        ("checkpoint", "activation checkpointing", not work.recomputes),
+        (
+            "checkpoint-drive",
+            "checkpointed activations on the drive",
+            work.activations != "checkpoint-drive",
         ),
+    ):
+        pull = partial(_working, activations=name)
+        levers.append((saves and helps, f"{words} (--activations {name})", pull))
+    levers += [
         (question.budget is not None, "no --budget", partial(_with, budget=None)),
         (
             work.tokens and work.micro_batch > 1,
             f"--micro-batch 1 --accumulate {count}",
-            small,
+            partial(_working, micro_batch=1, accumulation=count),
         ),
-        (True, "", partial(_machine, host_bytes=twice)),
+        (True, "", partial(_machine, host_bytes=2 * question.machine.host_bytes)),
         (True, "", lambda asked: _machine(asked, drives=_roomy(asked.machine))),
         (True, "", partial(_machine, host_bytes=UNLIMITED_BYTES)),
     ]
-    return [_Lever(words, pull) for applies, words, pull in levers if applies]
-
-
-def _saves_more(work: Work, activations: str) -> bool:
-    """Whether *activations* would take less GPU memory than the way of *work*."""
-    lower = work.activations, activations
-    return not work.recomputes or lower == ("checkpoint", "checkpoint-drive")
+    return [(words, pull) for applies, words, pull in levers if applies]
 
 
 def _with(question: Question, **changes: Any) -> Question:
@@ -197,7 +187,7 @@ def _machine(question: Question, **changes: Any) -> Question:
 def _roomy(machine: Machine) -> tuple[Drive, ...]:
     """Its drives with unlimited space; without drives, one of unknown speed."""
     roomy = [dataclasses.replace(drive, free_bytes=UNLIMITED_BYTES) for drive in machine.drives]
-    return tuple(roomy) or (dataclasses.replace(drive_described(1, 1), speeds={}),)
+    return tuple(roomy) or (Drive(DESCRIBED_PATH, UNLIMITED_BYTES),)
 
 
 def _least_host(before: Question, question: Question) -> tuple[Question, str]:
@@ -212,8 +202,7 @@ def _least_host(before: Question, question: Question) -> tuple[Question, str]:
 
 def _least_drive(before: Question, question: Question) -> tuple[Question, str]:
     """*question* with the least drive space that suffices, in whole GB."""
-    fitting = [plan for plan in question.answers() if plan.fits]
-    least = min(plan.drive_bytes for plan in fitting) * question.world.ranks
+    least = min(plan.drive_bytes for plan in question.answers() if plan.fits) * question.world.ranks
     size = max(-(-least // 10**9), 1)
     count = len({drive.identity or drive.path for drive in question.machine.drives})
     each = -(-size * 10**9 // count)
