@@ -76,95 +76,108 @@ def script(plan: Plan, question: Question) -> str:
     return "\n".join(_script(plan, question)) + "\n"
 
 
+_LAYERS = """\
+lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
+layers = max(lists, key=len, default=())
+"""
+# the name is another one before transformers 5
+_CHECKPOINTING = """\
+enable = getattr(model, "activation_checkpointing_enable", None)
+enable = enable or getattr(model, "gradient_checkpointing_enable", None)
+if enable:  # a model of transformers
+    enable({"use_reentrant": False})
+else:
+    for layer in layers:
+        again = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = again
+"""
+_SHARDING = """\
+parts = list(layers)
+named = list(model.named_parameters(remove_duplicate=False))
+if len(named) == len(list(model.parameters())):  # no weight is used twice
+    inside = {each for layer in layers for each in layer.modules()}
+    kinds = torch.nn.Embedding, torch.nn.Linear
+    outside = [each for each in model.modules() if each not in inside]
+    parts += [each for each in outside if isinstance(each, kinds)]
+for part in parts:
+    fully_shard(part)
+fully_shard(model)
+"""
+_WITHOUT_ROOM = {  # by what brings the weights
+    "streams": f"""\
+# host memory cannot have it: make `model` on the meta device, and give {_WEIGHTS}
+# the directory of its files (docs/streaming.md, "From files of safetensors")
+""",
+    "shards": """\
+# all ranks together cannot have it in host memory: make `model` under torch.device('meta'),
+# and load its weights after fully_shard (torch.distributed.checkpoint.state_dict)
+""",
+    "": "# host memory cannot have it: make `model` on the GPU, under torch.device('cuda')",
+}
+_ZERO_INIT = """\
+# the memory of the plan is for a `model` that is made here, under
+# deepspeed.zero.Init(config_dict_or_path="ds_config.json")
+"""
+_SETTINGS = {  # of `NVMeOptimizer`, by `Strategy.updates`
+    "in forward": ("overlap_step=True",),
+    "host gradients": ('accumulate="host"',),
+    "provisional": ('step_in_backward="provisional"',),
+    "in both": ('step_in_backward="provisional"', "overlap_step=True"),
+    "in backward": ("step_in_backward=True",),
+}
+
+
 def _script(plan: Plan, question: Question) -> Iterator[str]:
     strategy, machine, world = plan.strategy, question.machine, question.world
-    work, plain = question.work, strategy.door == "plain"
+    work, plain, streams = question.work, strategy.door == "plain", strategy.streams
     trains = strategy.optimizer is not None
     shards = plain and world.size > 1
     paths = [drive.path for drive in machine.drives] or [DESCRIBED_PATH]
     where = json.dumps(paths[0] if len(paths) == 1 else paths)
-    windows = plain and strategy.updates in ("provisional", "in both", "in backward")
-    offloads = trains and work.offloads
+    recomputes, offloads = trains and work.recomputes, trains and work.offloads
+    in_backward = plain and strategy.updates in ("provisional", "in both", "in backward")
+    count = work.accumulation if plain else 1
+    several_nodes = world.nodes > 1
+
+    def lines(condition: object, *texts: str) -> Iterator[str]:
+        for text in texts if condition else ():
+            yield from text.splitlines() or [""]
 
     # imports
-    several_nodes = world.nodes > 1
-    if not plain:
-        hosts = f"--hostfile HOSTS --num_nodes {world.nodes} " if several_nodes else ""
-        yield f"# deepspeed {hosts}--num_gpus {world.ranks} train.py"
-    elif shards:
-        hosts = f"--nnodes {world.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-        yield f"# torchrun {hosts * several_nodes}--nproc-per-node {world.ranks} train.py"
-    if windows and work.accumulation > 1:
-        yield "import contextlib"
-    if trains and work.recomputes:
-        yield "import functools"
-    if shards and machine.gpu:
-        yield "import os"
-    yield ""
-    yield "import torch"
-    if shards:
-        yield "import torch.distributed as dist"
-        yield "from torch.distributed.fsdp import fully_shard"
-    if trains and work.recomputes:
-        yield "from torch.utils.checkpoint import checkpoint"
-    if not plain:
-        yield "import deepspeed"
-    if strategy.door == "zero3":
-        yield "import nvme_offload.zero3"
-    streams = strategy.streams
+    hosts = f"--hostfile HOSTS --num_nodes {world.nodes} " * several_nodes
+    yield from lines(not plain, f"# deepspeed {hosts}--num_gpus {world.ranks} train.py")
+    hosts = f"--nnodes {world.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    hosts *= several_nodes
+    yield from lines(shards, f"# torchrun {hosts}--nproc-per-node {world.ranks} train.py")
+    yield from lines(in_backward and count > 1, "import contextlib")
+    yield from lines(recomputes, "import functools")
+    yield from lines(shards and machine.gpu, "import os")
+    yield from ("", "import torch")
+    yield from lines(shards, "import torch.distributed as dist")
+    yield from lines(shards, "from torch.distributed.fsdp import fully_shard")
+    yield from lines(recomputes, "from torch.utils.checkpoint import checkpoint")
+    yield from lines(not plain, "import deepspeed")
+    yield from lines(strategy.door == "zero3", "import nvme_offload.zero3")
     ours = ["Offload"] * streams + ["NVMeOptimizer"] * (plain and not streams)
     ours += ["save_on_nvme"] * offloads
-    if ours:
-        yield f"from nvme_offload import {', '.join(ours)}"
+    yield from lines(ours, f"from nvme_offload import {', '.join(ours)}")
     yield ""
 
     # the model
-    if strategy.door == "zero3":
-        yield "nvme_offload.zero3.enable()"
-    if strategy.stage == 3 and not plain and world.zero_init:
-        yield "# the memory of the plan is for a `model` that is made here, under"
-        yield '# deepspeed.zero.Init(config_dict_or_path="ds_config.json")'
-    if shards:
-        if machine.gpu:
-            yield 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
-        yield f'dist.init_process_group("{"nccl" if machine.gpu else "gloo"}")'
+    yield from lines(strategy.door == "zero3", "nvme_offload.zero3.enable()")
+    yield from lines(strategy.stage == 3 and not plain and world.zero_init, _ZERO_INIT)
+    local = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+    yield from lines(shards and machine.gpu, local)
+    yield from lines(shards, f'dist.init_process_group("{"nccl" if machine.gpu else "gloo"}")')
     too_large = WEIGHT_BYTES * question.model.parameters * world.ranks > machine.host_bytes
-    if plain and too_large and streams:
-        yield f"# host memory cannot have it: make `model` on the meta device, and give {_WEIGHTS}"
-        yield '# the directory of its files (docs/streaming.md, "From files of safetensors")'
-    elif plain and too_large and shards:
-        yield "# all ranks together cannot have it in host memory: make `model` under torch.device('meta'),"
-        yield "# and load its weights after fully_shard (torch.distributed.checkpoint.state_dict)"
-    elif plain and too_large:
-        yield "# host memory cannot have it: make `model` on the GPU, under torch.device('cuda')"
-    if plain:
-        to_gpu = '"cuda", ' if machine.gpu and not shards and not streams else ""
-        yield f"model.to({to_gpu}torch.bfloat16)"
-    if trains:
-        yield "model.train()"
-    if shards or (trains and work.recomputes):
-        yield "lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]"
-        yield "layers = max(lists, key=len, default=())"
-    if trains and work.recomputes:
-        for name in ("activation", "gradient"):  # in transformers 5, and before
-            yield f'enable = {"enable or " * (name == "gradient")}getattr(model, "{name}_checkpointing_enable", None)'
-        yield "if enable:  # a model of transformers"
-        yield '    enable({"use_reentrant": False})'
-        yield "else:"
-        yield "    for layer in layers:"
-        yield "        again = functools.partial(checkpoint, layer.forward, use_reentrant=False)"
-        yield "        layer.forward = again"
-    if shards:
-        yield "parts = list(layers)"
-        yield "named = list(model.named_parameters(remove_duplicate=False))"
-        yield "if len(named) == len(list(model.parameters())):  # no weight is used twice"
-        yield "    inside = {each for layer in layers for each in layer.modules()}"
-        yield "    kinds = torch.nn.Embedding, torch.nn.Linear"
-        yield "    outside = [each for each in model.modules() if each not in inside]"
-        yield "    parts += [each for each in outside if isinstance(each, kinds)]"
-        yield "for part in parts:"
-        yield "    fully_shard(part)"
-        yield "fully_shard(model)"
+    brought = "streams" if streams else "shards" if shards else ""
+    yield from lines(plain and too_large, _WITHOUT_ROOM[brought])
+    to_gpu = '"cuda", ' if machine.gpu and not brought else ""
+    yield from lines(plain, f"model.to({to_gpu}torch.bfloat16)")
+    yield from lines(trains, "model.train()")
+    yield from lines(shards or recomputes, _LAYERS)
+    yield from lines(recomputes, _CHECKPOINTING)
+    yield from lines(shards, _SHARDING)
     yield ""
 
     # the optimizer, or the engine
@@ -172,74 +185,59 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     if streams:
         own = parameters_budget(question.model, budget)
         device = "cuda" if machine.gpu else "cpu"
-        yield f"memory = Offload({where}, host_memory={budget})"
         files = f", weights={_WEIGHTS}" if too_large else ""
+        yield f"memory = Offload({where}, host_memory={budget})"
         yield f'memory.parameters(model, "{device}", host_memory={own}{files})'
         budget -= own
     if plain:
+        arguments = ["model.parameters()", "torch.optim.AdamW"]
+        arguments += [f"paths={where}"] * (not streams)
+        arguments.append(f"host_memory={budget}")
+        arguments += [f'state_format="{strategy.state_format}"'] * (
+            strategy.state_format != "exact"
+        )
+        arguments += _SETTINGS.get(strategy.updates, ())
+        arguments.append(f"lr={_learning_rate(question):.0e}".replace("e-0", "e-"))
         yield f"optimizer = {'memory.optimizer' if streams else 'NVMeOptimizer'}("
-        yield "    model.parameters(),"
-        yield "    torch.optim.AdamW,"
-        if not streams:
-            yield f"    paths={where},"
-        yield f"    host_memory={budget},"
-        if strategy.state_format != "exact":
-            yield f'    state_format="{strategy.state_format}",'
-        yield from {
-            "in forward": ["    overlap_step=True,"],
-            "host gradients": ['    accumulate="host",'],
-            "provisional": ['    step_in_backward="provisional",'],
-            "in both": ['    step_in_backward="provisional",', "    overlap_step=True,"],
-            "in backward": ["    step_in_backward=True,"],
-        }.get(strategy.updates, [])
-        yield f"    lr={_learning_rate(question):.0e},".replace("e-0", "e-")
+        yield from (f"    {each}," for each in arguments)
         yield ")"
     else:
         yield 'engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")'
-    if offloads:
-        yield f"offload = save_on_nvme({where}, host_memory={work.activation_host_bytes})"
+    saving = f"offload = save_on_nvme({where}, host_memory={work.activation_host_bytes})"
+    yield from lines(offloads, saving)
     yield ""
 
     # the steps
+    moved = 'batch = {key: value.to("cuda") for key, value in batch.items()}'
     if not trains:
         yield from ("engine.eval()", "with torch.no_grad():", "    for batch in batches:")
-        if machine.gpu:
-            yield '        batch = {key: value.to("cuda") for key, value in batch.items()}'
+        yield from lines(machine.gpu, f"        {moved}")
         yield "        output = engine(**batch)"
         return
-    name, count = "model" if plain else "engine", work.accumulation if plain else 1
     several = count > 1
-    divided = f" / {count}" if several else ""
     yield f"for {'number, batch in enumerate(batches, 1)' if several else 'batch in batches'}:"
+    yield from lines(machine.gpu, f"    {moved}")
+    yield from lines(several, f"    last = number % {count} == 0")
     indent = "    "
-    if machine.gpu:
-        yield '    batch = {key: value.to("cuda") for key, value in batch.items()}'
-    if several:
-        yield f"    last = number % {count} == 0"
-    if several and windows:
+    if several and in_backward:
         yield "    with contextlib.nullcontext() if last else optimizer.no_sync():"
         indent *= 2
-    if offloads:
-        yield f"{indent}with offload:"
-        yield f"{indent}    loss = {name}(**batch).loss{divided}"
-    else:
-        yield f"{indent}loss = {name}(**batch).loss{divided}"
+    yield from lines(offloads, f"{indent}with offload:")
+    divided = f" / {count}" if several else ""
+    inner = indent + "    " * offloads
+    yield f"{inner}loss = {'model' if plain else 'engine'}(**batch).loss{divided}"
     if not plain:
         yield from ("    engine.backward(loss)", "    engine.step()")
         return
     yield f"{indent}loss.backward()"
-    if several:
-        yield "    if not last:"
-        yield "        continue"
+    yield from lines(several, "    if not last:", "        continue")
     if strategy.updates == "host gradients":
         yield f"    optimizer.clip_grad_norm_({_CLIP_NORM})"
     elif strategy.updates != "in backward":
         yield f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {_CLIP_NORM})"
-    yield "    optimizer.step()"
-    yield "    optimizer.zero_grad()"
+    yield from ("    optimizer.step()", "    optimizer.zero_grad()")
     yield "memory.close()" if streams else "optimizer.close()"
-    if offloads:
-        yield "offload.close()"
+    yield from lines(offloads, "offload.close()")
 
 
 def _learning_rate(question: Question) -> float:
