@@ -507,16 +507,16 @@ class _Step(NamedTuple):
     @property
     def link(self) -> float:
         """Bytes a second between host memory and the GPU."""
-        gpu = self.machine.gpu
-        return (gpu and gpu.link_bytes_per_second) or DEFAULT_LINK_BYTES_PER_SECOND
+        speed = self.machine.gpu.link_bytes_per_second if self.machine.gpu else None
+        return speed or DEFAULT_LINK_BYTES_PER_SECOND
 
     def free_tokens(self) -> float | None:
         """Tokens from which compute in the passes with updates takes as long as the drive."""
         speeds, tokens = self.machine.speeds, self.work.tokens
         if not (self.strategy.windows and self.flops and speeds and tokens):
             return None
-        counts = operations(self.model, self.work)._asdict()
-        compute = sum(counts[window] for window in self.strategy.windows)
+        counts = operations(self.model, self.work)
+        compute: float = sum(getattr(counts, window) for window in self.strategy.windows)
         speed = speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"]
         transfers = self.moved.total * self.world.ranks / speed
         return tokens * transfers / (compute / (self.flops * UTILISATION))
