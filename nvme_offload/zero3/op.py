@@ -21,6 +21,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import IOFailure, OffloadError, UsageError
@@ -30,6 +31,7 @@ from ..io.pool import PinnedPool
 from .locked_memory import forget, is_pinned, locked_memory, locked_tensor
 from .operation import (
     OUT_OF_DESCRIPTORS,
+    OpenFile,
     Operation,
     moves_as_it_is,
     open_descriptor,
@@ -54,42 +56,22 @@ _replaced = Replacements()
 class aio_handle:
     """A queue of file operations; `wait` finishes them together.
 
-    Parameters
-    ----------
-    block_size
-        Bytes handed to the kernel at a time.
-    queue_depth
-        Blocks in flight for each thread.
-    single_submit
-        Submit blocks one by one. This and *overlap_events* may also be the strings "true" and
-        "false", which ds_nvme_tune prints.
-    overlap_events
-        Refill the queue before it is empty.
-    intra_op_parallelism
-        Number of worker threads; the rest of this package calls it thread_count.
+    *block_size* bytes go to the kernel at a time, and *queue_depth* blocks are in flight in each of
+    *intra_op_parallelism* threads. With *single_submit* they are submitted one by one; with
+    *overlap_events* the queue is refilled before it is empty. These two may also be the strings
+    "true" and "false", which ds_nvme_tune prints. Handles with equal settings share an engine.
 
-    Raises
-    ------
-    UsageError
-        An argument is wrong.
-    UnsupportedError
-        The kernel has no room for the queues.
-
-    Notes
-    -----
     A *buffer* may be any dense tensor. A buffer that is on a GPU or not contiguous goes through a
     staging copy, which a read copies back in `wait`. A write creates a missing file with mode 0600;
     an existing file keeps its length and its other bytes. *validate* reads the bytes back and
-    compares them.
+    compares them. Files are opened with O_DIRECT if the filesystem supports it. Otherwise (tmpfs)
+    their data goes through the page cache, and a warning is logged once.
 
-    Methods that start an operation raise UsageError and IOFailure. Methods that wait raise the
-    first failure once all operations are finished: IOFailure, NoSpaceError, TruncatedError (the
+    Raises: UsageError and UnsupportedError if a setting is wrong, or the kernel has no room for the
+    queues. Methods that start an operation raise UsageError and IOFailure. Methods that wait raise
+    the first failure once all operations are finished: IOFailure, NoSpaceError, TruncatedError (the
     file ends before the requested bytes) or CorruptionError. The handle can be used after any of
     them.
-
-    Files are opened with O_DIRECT if the filesystem supports it. Otherwise (tmpfs) their data goes
-    through the page cache, and a warning is logged once. Handles with equal settings share an
-    engine.
 
     Lifetime: the operations of a dropped handle still finish, but staging copies are not copied
     back, and failures are only logged.
@@ -161,7 +143,7 @@ class aio_handle:
         """`pread(buffer, filename, validate, async, file_offset=0)`: start a read. Returns 0 with
         *async*, otherwise as `wait`.
         """
-        return self._queue(False, buffer, filename, validate, *_async_and_offset(rest, named))
+        return self._queue(False, buffer, filename, validate, *rest, **_renamed(named))
 
     def pwrite(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any
@@ -169,7 +151,7 @@ class aio_handle:
         """`pwrite(buffer, filename, validate, async, file_offset=0)`: start a write. Returns 0 with
         *async*, otherwise as `wait`.
         """
-        return self._queue(True, buffer, filename, validate, *_async_and_offset(rest, named))
+        return self._queue(True, buffer, filename, validate, *rest, **_renamed(named))
 
     def sync_pread(self, buffer: torch.Tensor, filename: StrPath, file_offset: int = 0) -> int:
         """Read. Returns as `wait`."""
@@ -236,9 +218,7 @@ class aio_handle:
         """
         return forget(tensor.data_ptr())
 
-    def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether all of *buffer* is pinned: by torch, or as a locked tensor or a view of one."""
-        return is_pinned(buffer)
+    is_pinned = staticmethod(is_pinned)
 
     def _queue(
         self,
@@ -247,7 +227,7 @@ class aio_handle:
         where: StrPath | int,
         validate: bool,
         asynchronous: bool,
-        file_offset: int,
+        file_offset: int = 0,
     ) -> int:
         asynchronous = _flag("async", asynchronous)
         with self._lock:
@@ -272,6 +252,8 @@ class aio_handle:
         validate: bool,
         file_offset: int,
     ) -> Operation:
+        import torch
+
         require_movable(buffer)
         validate = _flag("validate", validate)
         offset = _index("file_offset", file_offset)
@@ -279,30 +261,22 @@ class aio_handle:
             raise UsageError(f"file_offset must not be negative: {offset}")
         if self._shared.process_id != os.getpid():  # forked since
             self._shared = _share_engine(self._config)
-        # A separate tensor on the same memory: DeepSpeed assigns `tensor.data` while the tensor is
-        # in flight.
-        buffer = buffer.detach()
+        engine = self._shared.engine
+        open_file: Callable[..., OpenFile] = (
+            open_descriptor if isinstance(where, int) else open_path
+        )
         try:
-            return self._submit(writing, buffer, where, validate, offset)
+            place = open_file(engine, where, writing)
         except IOFailure as error:
             if error.errno not in OUT_OF_DESCRIPTORS or not self._pending:
                 raise
-        # Every operation holds a descriptor, and the process may have run out of descriptors.
-        for pending in self._pending:
-            pending.settle()
-        return self._submit(writing, buffer, where, validate, offset)
-
-    def _submit(
-        self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, offset: int
-    ) -> Operation:
-        import torch
-
-        engine = self._shared.engine
-        place = (
-            open_descriptor(engine, where, writing)
-            if isinstance(where, int)
-            else open_path(engine, where, writing)
-        )
+            # Every operation holds a descriptor, and the process may have run out of descriptors.
+            for pending in self._pending:
+                pending.settle()
+            place = open_file(engine, where, writing)
+        # A separate tensor on the same memory: DeepSpeed assigns `tensor.data` while the tensor is
+        # in flight.
+        buffer = buffer.detach()
         operation = Operation(engine, writing, buffer, place, offset, validate)
         for pending in self._pending:
             if pending.conflicts(operation):
@@ -339,15 +313,10 @@ class pin_handle:
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
         """As `aio_handle.free_cpu_locked_tensor`."""
-        return self.free_cpu_locked_tensor_by_ptr(locked_tensor.data_ptr())
+        return forget(locked_tensor.data_ptr())
 
-    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """As `free_cpu_locked_tensor`, for the tensor at *address*."""
-        return forget(address)
-
-    def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """As `aio_handle.is_pinned`."""
-        return is_pinned(buffer)
+    free_cpu_locked_tensor_by_ptr = staticmethod(forget)
+    is_pinned = staticmethod(is_pinned)
 
 
 def aio_read(
@@ -481,13 +450,6 @@ def _flag(name: str, value: bool | str) -> bool:
     raise UsageError(f"{name} must be true or false, not {value!r}")
 
 
-def _async_and_offset(rest: tuple[Any, ...], named: dict[str, Any]) -> tuple[bool, int]:
-    """The arguments `async, file_offset=0`: a signature cannot have a keyword of Python."""
-
-    def bind(asynchronous: bool, file_offset: int = 0) -> tuple[bool, int]:
-        return asynchronous, file_offset
-
-    return bind(
-        *rest,
-        **{"asynchronous" if name == "async" else name: value for name, value in named.items()},
-    )
+def _renamed(named: dict[str, Any]) -> dict[str, Any]:
+    """*named* without the name `async`, which is a keyword of Python."""
+    return {"asynchronous" if name == "async" else name: value for name, value in named.items()}
