@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import UsageError
 from . import contract
@@ -15,10 +15,7 @@ from .replacing import Replacements
 if TYPE_CHECKING:
     from .step_stats import StepStats
 
-OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = (
-    contract.OLDEST,
-    contract.NEWEST,
-)  # the releases that are tested
+OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = contract.OLDEST, contract.NEWEST  # that are tested
 is_too_old, is_too_new = contract.is_too_old, contract.is_too_new
 
 _log = logging.getLogger("nvme_offload")  # the whole package's logger: memory and drives log too
@@ -112,12 +109,12 @@ def stats(engine: Any) -> StepStats:
         The engine has neither parameters nor optimizer states on a drive behind this package, or
         has made no step yet.
     """
-    from .step_stats import clock_of
+    from .step_stats import last_step
 
-    last = clock_of(engine).last
+    last = last_step(engine)
     if last is None:
         raise UsageError("this engine has made no step yet")
-    return last
+    return cast("StepStats", last)
 
 
 def _is_first_rank() -> bool:

@@ -8,7 +8,9 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import UsageError
+import torch
+
+from ..errors import UsageError, known
 from ..swap.drive_use import DriveUse, Meter
 
 if TYPE_CHECKING:
@@ -105,26 +107,17 @@ class StepClock:
         return self.last
 
 
-def clock_of(engine: Any) -> StepClock:
-    """The clock of a DeepSpeed engine, or of a wrapper with its optimizer. Raises: UsageError if this
-    package keeps no data of the engine on a drive.
-    """
-    clock: StepClock | None = getattr(getattr(engine, "optimizer", None), "clock", None)
-    if clock is None:
-        raise UsageError(
-            "this engine has no parameters and no optimizer states on a drive behind nvme_offload"
-        )
-    return clock
-
-
 def last_step(trained: Any) -> DriveUse | None:
     """The transfers of the last step of an engine or an `NVMeOptimizer`, or of a wrapper with the
     optimizer of either; None before it ends. Raises: UsageError if nothing is offloaded.
     """
     for owner in (trained, getattr(trained, "optimizer", None)):
-        clock = getattr(owner, "clock", None)
-        if clock is not None:
+        if isinstance(owner, torch.nn.Module):
+            continue  # an engine has the attributes of its model, which may be named clock
+        if (clock := getattr(owner, "clock", None)) is not None:
             return cast("DriveUse | None", clock.last)
-        if owner is not None and type(owner).__name__ == "NVMeOptimizer":
-            return cast("DriveUse | None", owner.last_stats)
-    return clock_of(trained).last  # raises, since there is no clock
+        if type(owner).__name__ == "NVMeOptimizer":
+            return cast("DriveUse | None", known(owner).last_stats)
+    raise UsageError(
+        "this engine has no parameters and no optimizer states on a drive behind nvme_offload"
+    )

@@ -6,6 +6,7 @@ import logging
 import types
 
 import pytest
+import torch
 
 from nvme_offload.zero3.progress import Progress
 from nvme_offload.zero3.step_stats import StepStats
@@ -74,6 +75,16 @@ def test_metrics_are_of_the_steps_since_the_last():
     }
     assert progress.see(engine_after(4, busy=None))
     assert "nvme_offload/busy_share" not in progress.metrics()
+
+
+def test_an_attribute_of_the_model_is_not_taken_for_the_clock():
+    """DeepSpeed's engine is a module that has the attributes of its model."""
+    engine = torch.nn.Module()
+    engine.clock = "of the model"
+    engine.optimizer = engine_after(1).optimizer
+    assert Progress().see(engine)
+    del engine.optimizer
+    assert not Progress().see(engine)
 
 
 def test_the_summary_is_of_all_steps(caplog):
