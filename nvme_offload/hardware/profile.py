@@ -38,37 +38,20 @@ class Setting:
         """Bytes in flight with all queues full."""
         return self.block_size * self.queue_depth * self.thread_count
 
+    @property
+    def setting(self) -> Setting:
+        """The setting of a trial, without the rest."""
+        return Setting(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
+        )
+
 
 # DeepSpeed's defaults (deepspeed/runtime/swap_tensor/constants.py), the control of every sweep.
 DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfSetting:
-    """The fields of a setting, as in the files.
-
-    Attributes
-    ----------
-    block_size, queue_depth, thread_count, single_submit, overlap_events, backend
-        As of `Setting`.
-    """
-
-    block_size: int
-    queue_depth: int
-    thread_count: int
-    single_submit: bool
-    overlap_events: bool
-    backend: str
-
-    @property
-    def setting(self) -> Setting:
-        """The setting."""
-        names = (field.name for field in dataclasses.fields(Setting))
-        return Setting(**{name: getattr(self, name) for name in names})
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial(_OfSetting):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial(Setting):
     """One timed run of one setting under one load. GB is 10**9 bytes.
 
     Attributes
@@ -105,8 +88,8 @@ class Trial(_OfSetting):
     flaw: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Best(_OfSetting):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Best(Setting):
     """A setting and its speed in the finals.
 
     Attributes
