@@ -47,7 +47,7 @@ class Blocks:
         self.used_bytes = 0  # of all blocks of values
         self.peak_bytes = 0
         self.unused_prefetches = 0  # values that were read and evicted before use
-        self.operations = 0  # values, positions and blocks examined
+        self.operations = 0  # values, positions and blocks examined: tests bound the cost of a call
         self._granule = granule
 
     def rounded(self, nbytes: int) -> int:

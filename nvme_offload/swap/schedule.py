@@ -48,6 +48,8 @@ class Schedule:
     memory and drive together hold little more than one copy of each value.
 
     Blocks are whole granules. A use costs O(log n).
+
+    Attributes: *order*; *blocks*, which counts bytes and the cost of calls.
     """
 
     def __init__(
@@ -57,13 +59,13 @@ class Schedule:
         self._values: dict[str, Value] = {}
         self._uses = Uses()
         self._need = Need()
-        self._blocks = Blocks(nbytes, granule)
+        self.blocks = Blocks(nbytes, granule)
         self._residency = Residency()
-        self._victims = Victims(self._blocks, self.order, self._residency, self._uses, self._need)
+        self._victims = Victims(self.blocks, self.order, self._residency, self._uses, self._need)
         self._prefetcher = Prefetcher(
             self._values,
             self.order,
-            self._blocks,
+            self.blocks,
             self._victims,
             self._residency,
             self._uses,
@@ -84,27 +86,7 @@ class Schedule:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory."""
-        return self._blocks.arena.nbytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all blocks of values."""
-        return self._blocks.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The maximum of `used_bytes` so far."""
-        return self._blocks.peak_bytes
-
-    @property
-    def unused_prefetches(self) -> int:
-        """Values that were read and evicted before use."""
-        return self._blocks.unused_prefetches
-
-    @property
-    def operations(self) -> int:
-        """Values, positions and blocks examined; tests bound the cost of a call with it."""
-        return self._blocks.operations
+        return self.blocks.arena.nbytes
 
     def __contains__(self, name: object) -> bool:
         return name in self._values
@@ -132,7 +114,7 @@ class Schedule:
         if value is None:
             return None
         if value.write is not None and (
-            value.state <= State.READING or value.size != self._blocks.rounded(nbytes)
+            value.state <= State.READING or value.size != self.blocks.rounded(nbytes)
         ):
             return value.write
         return value.read
@@ -147,7 +129,7 @@ class Schedule:
         """
         if nbytes < 0:
             raise UsageError(f"{name!r} cannot have {nbytes} bytes")
-        size = self._blocks.rounded(nbytes)
+        size = self.blocks.rounded(nbytes)
         value = self._values.get(name)
         if value is not None:
             self._check_free(value)
@@ -160,9 +142,9 @@ class Schedule:
             self._check_fits(name, nbytes, size)
             if value is not None:
                 self.discard(name)
-            value = self._blocks.reservations.pop(name, None)
+            value = self.blocks.reservations.pop(name, None)
             if value is not None and value.size != size:
-                self._blocks.drop(value)
+                self.blocks.drop(value)
                 value = None
             if value is None:
                 value = Value(name, nbytes, nbytes, size)
@@ -172,7 +154,7 @@ class Schedule:
             value.lowest = lowest
             self._values[name] = value
             if value.block is not None:
-                self._blocks.count_placed(value)
+                self.blocks.count_placed(value)
         self._begin(value, created=True, recreated=not once)
 
     def need(self, name: str, in_order: bool = True) -> None:
@@ -206,15 +188,15 @@ class Schedule:
         block = known(value.block)
         check(value is need.value, "a value is taken that was not needed")
         if block.reclaimable:
-            self._blocks.arena.claim(block)
+            self.blocks.arena.claim(block)
         value.to(Event.CREATE if need.creates else Event.USE)
         if need.creates:
             value.value_bytes = value.nbytes
-            self._blocks.copies.setdefault(name, value)  # the drive may have the replaced value
+            self.blocks.copies.setdefault(name, value)  # the drive may have the replaced value
         was_read = value.prefetched_unused and not need.creates
         value.prefetched_unused = False
         value.stamp = 0
-        self._blocks.prefetched.remove(value)
+        self.blocks.prefetched.remove(value)
         need.value = None
         self._uses.begin(value, self._residency.has(value))
         return block.start, was_read
@@ -226,7 +208,7 @@ class Schedule:
         if creates and value.state <= State.RESERVED and value.write is None:
             self.discard(name)
         elif value.state == State.RESERVED:
-            self._blocks.drop(value)
+            self.blocks.drop(value)
         elif value.state in IDLE:
             self._prefetcher.on_idle(value)
 
@@ -258,7 +240,7 @@ class Schedule:
         check(value.read is None and value.write is None, "a transfer is in flight")
         if value.state >= State.USED:
             self._end_use(value)
-        self._blocks.free(value)
+        self.blocks.free(value)
         del self._values[name]
         self.order.dropped(name)
 
@@ -283,10 +265,10 @@ class Schedule:
         check(value.read is None and value.write is None, "a transfer is in flight")
         retained_bytes = known(value.retained_bytes)
         if value.state == State.RESERVED:
-            self._blocks.drop(value)
+            self.blocks.drop(value)
         else:
             value.to(Event.ROLL_BACK)
-            self._blocks.free(value)
+            self.blocks.free(value)
         value.read_failed = False
         value.value_bytes, value.retained_bytes = retained_bytes, None
         self.order.repeat(name)
@@ -328,7 +310,7 @@ class Schedule:
 
     def take_pending(self) -> list[Transfer]:
         """The transfers that are already decided, without planning more."""
-        transfers, self._blocks.to_start = self._blocks.to_start, []
+        transfers, self.blocks.to_start = self.blocks.to_start, []
         return transfers
 
     def waits_for(self, name: str) -> list[Transfer]:
@@ -374,29 +356,29 @@ class Schedule:
         self._residency.stays = True
         states = _STALE if stale else _SPARABLE
         spared: list[Value] = []
-        for value in self._blocks.copies.values():
+        for value in self.blocks.copies.values():
             if nbytes <= 0:
                 break
-            self._blocks.operations += 1
+            self.blocks.operations += 1
             # The contents of a reclaimable block may be overwritten at any time.
             lost = value.block is None or value.block.reclaimable
             if value.state in states and not (lost or value.keeps_copy or value.name in but):
                 spared.append(value)
                 nbytes -= value.value_bytes
         for value in spared:
-            del self._blocks.copies[value.name]
+            del self.blocks.copies[value.name]
             value.to(Event.SPARE)
         return [value.name for value in spared]
 
     def _write_back(self, value: Value) -> None:
         if value.state in (State.DIRTY, State.DIRTY_FAILED):
-            self._blocks.start_write(value)
+            self.blocks.start_write(value)
             self._victims.add(value)  # if its last write failed, it is evictable again
 
     def grow(self, nbytes: int) -> None:
         """Extend the memory to *nbytes* in total. Blocks stay where they are."""
         check(nbytes >= self.nbytes, "memory cannot shrink")
-        self._blocks.arena.grow(nbytes)
+        self.blocks.arena.grow(nbytes)
         self._set_lookahead()
         if self.order.learned:
             self._choose_residents()
@@ -426,7 +408,7 @@ class Schedule:
             value.read = None
             value.to(Event.READ_DONE if succeeded else Event.DROP)
             if succeeded:
-                self._blocks.copies[value.name] = value
+                self.blocks.copies[value.name] = value
                 if value is self._need.value or value.prefetched_for is not None:
                     self._victims.add(value)
                 else:
@@ -434,20 +416,20 @@ class Schedule:
             else:
                 value.prefetched_unused = False
                 value.read_failed = True
-                self._blocks.free(value)
+                self.blocks.free(value)
             return
         value.write = None
         if value.state >= State.CLEAN:
-            self._blocks.copies[value.name] = value
+            self.blocks.copies[value.name] = value
         if succeeded:
             value.to(Event.WRITE_DONE)
             if value.state == State.DIRTY:
                 self._victims.add(value)
             return
         if value.state <= State.READING:
-            self._blocks.restore_failed_write(value, transfer)
+            self.blocks.restore_failed_write(value, transfer)
         elif value.block is not None and value.block.reclaimable:
-            self._blocks.arena.claim(value.block)
+            self.blocks.arena.claim(value.block)
         value.to(Event.WRITE_FAILED)
         if value.state == State.DIRTY:
             self._victims.add(value)
@@ -482,14 +464,14 @@ class Schedule:
             start = self._victims.find_space(value, None)
             if start is None:
                 return
-            self._blocks.place(value, start)
+            self.blocks.place(value, start)
         if value.state == State.RESERVED and not creates:
-            self._blocks.start_read(value)
+            self.blocks.start_read(value)
 
     def _choose_residents(self) -> None:
         """Choose the residents of the expected order. If all values fit, they stay where they are."""
         period, residency = self.order.period, self._residency
-        sizes = {use.name: self._blocks.rounded(use.nbytes) for use in period.uses}
+        sizes = {use.name: self.blocks.rounded(use.nbytes) for use in period.uses}
         lowest = max(
             (
                 value.block.end
@@ -510,9 +492,9 @@ class Schedule:
             changed = residency.choose(chooser, sizes, lowest, self.nbytes, present)
         if not changed:
             return
-        self._blocks.arena.set_boundary(residency.boundary)
+        self.blocks.arena.set_boundary(residency.boundary)
         for value in self._values.values():
-            self._blocks.operations += 1
+            self.blocks.operations += 1
             value.home = residency.home(value.name, value.size)
         self._victims.clear()
         for value in [value for value in self._values.values() if value.is_kept]:
@@ -520,7 +502,7 @@ class Schedule:
                 self._victims.add(value)
             else:
                 # It occupies the residents' part, or memory that transient values share.
-                self._blocks.evict(value)
+                self.blocks.evict(value)
 
     # Checks.
 
@@ -542,7 +524,7 @@ class Schedule:
         """Check that *size* bytes fit next to the values in use. Raises: OutOfHostMemoryError with
         advice.
         """
-        if self._blocks.arena.best_fit(size, above=True) is not None or any(
+        if self.blocks.arena.best_fit(size, above=True) is not None or any(
             end - start >= size for start, end in self._uses.gaps(self.nbytes)
         ):
             return

@@ -485,12 +485,12 @@ class TensorSwapper(Closing):
     def stats(self) -> SwapperStats:
         """A snapshot of the counters. Cheap enough to poll: it never waits."""
         # Do not take the lock: a call holds it while it waits for the drive.
-        schedule = self._schedule
+        blocks = self._schedule.blocks
         return SwapperStats(
             **dataclasses.asdict(self._counters),
-            resident_bytes=schedule.used_bytes,
-            peak_bytes=schedule.peak_bytes,
-            unused_prefetches=schedule.unused_prefetches,
+            resident_bytes=blocks.used_bytes,
+            peak_bytes=blocks.peak_bytes,
+            unused_prefetches=blocks.unused_prefetches,
         )
 
     def close(self) -> None:
@@ -519,7 +519,10 @@ class TensorSwapper(Closing):
                 self._runner.raise_write_errors(of_full_drive=False)
 
     def __repr__(self) -> str:
-        used, total = format_bytes(self._schedule.used_bytes), format_bytes(self._schedule.nbytes)
+        used, total = (
+            format_bytes(self._schedule.blocks.used_bytes),
+            format_bytes(self._schedule.nbytes),
+        )
         return f"<TensorSwapper {'closed' if self._changing.closed else f'{len(self._schedule.names())} values, {used} of {total} in memory'}>"
 
     def _obtain(self, name: str) -> tuple[torch.Tensor, bool]:

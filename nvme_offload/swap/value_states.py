@@ -43,83 +43,54 @@ class Event(IntEnum):
     SPARE = 13  # the copy on the drive becomes invalid: other values need the space
 
 
-_ROWS: dict[State, dict[Event, State]] = {
-    State.NEW: {Event.ALLOCATE: State.RESERVED},
-    State.OFFLOADED: {
-        Event.ALLOCATE: State.RESERVED,
-        Event.WRITE_DONE: State.OFFLOADED,
-        Event.WRITE_FAILED: State.DIRTY_FAILED,
-        Event.REATTACH: State.WRITING,
-        Event.ROLL_BACK: State.OFFLOADED,
+# The use of a value does not change where its newest version is.
+_IN_USE = {
+    State.CLEAN: State.USED,
+    State.DIRTY: State.USED_DIRTY,
+    State.DIRTY_FAILED: State.USED_DIRTY,
+    State.WRITING: State.USED_WRITING,
+    State.REDIRTY: State.USED_REDIRTY,
+}
+_IDLE_AGAIN = {used: idle for idle, used in _IN_USE.items()} | {State.USED_DIRTY: State.DIRTY}
+
+# The next state, by event, for each state in which the event can happen.
+_NEXT: dict[Event, dict[State, State]] = {
+    Event.ALLOCATE: dict.fromkeys((State.NEW, State.OFFLOADED), State.RESERVED),
+    Event.START_READ: {State.RESERVED: State.READING},
+    Event.READ_DONE: {State.READING: State.CLEAN},
+    Event.DROP: dict.fromkeys(
+        (State.RESERVED, State.READING, State.CLEAN, State.WRITING), State.OFFLOADED
+    ),
+    Event.USE: _IN_USE,
+    Event.CREATE: {
+        **dict.fromkeys((State.RESERVED, *_IN_USE), State.USED_DIRTY),
+        **dict.fromkeys((State.WRITING, State.REDIRTY), State.USED_REDIRTY),
     },
-    State.RESERVED: {
-        Event.START_READ: State.READING,
-        Event.CREATE: State.USED_DIRTY,
-        Event.DROP: State.OFFLOADED,
-        Event.WRITE_DONE: State.RESERVED,
+    Event.RELEASE_CLEAN: _IDLE_AGAIN,
+    Event.RELEASE_DIRTY: _IDLE_AGAIN | {State.USED: State.DIRTY, State.USED_WRITING: State.REDIRTY},
+    Event.START_WRITE: dict.fromkeys((State.DIRTY, State.DIRTY_FAILED), State.WRITING),
+    Event.WRITE_DONE: {
+        **{state: state for state in (State.OFFLOADED, State.RESERVED, State.READING)},
+        State.WRITING: State.CLEAN,
+        State.REDIRTY: State.DIRTY,
+        State.USED_WRITING: State.USED,
+        State.USED_REDIRTY: State.USED_DIRTY,
     },
-    State.READING: {
-        Event.READ_DONE: State.CLEAN,
-        Event.DROP: State.OFFLOADED,
-        Event.WRITE_DONE: State.READING,
+    Event.WRITE_FAILED: {
+        **dict.fromkeys((State.OFFLOADED, State.WRITING), State.DIRTY_FAILED),
+        **dict.fromkeys((State.USED_WRITING, State.USED_REDIRTY), State.USED_DIRTY),
+        State.REDIRTY: State.DIRTY,
     },
-    State.CLEAN: {
-        Event.USE: State.USED,
-        Event.CREATE: State.USED_DIRTY,
-        Event.DROP: State.OFFLOADED,
-        Event.ROLL_BACK: State.OFFLOADED,
-        Event.SPARE: State.DIRTY,
-    },
-    State.DIRTY: {
-        Event.USE: State.USED_DIRTY,
-        Event.CREATE: State.USED_DIRTY,
-        Event.START_WRITE: State.WRITING,
-        Event.ROLL_BACK: State.OFFLOADED,
-        Event.SPARE: State.DIRTY,
-    },
-    State.DIRTY_FAILED: {
-        Event.USE: State.USED_DIRTY,
-        Event.CREATE: State.USED_DIRTY,
-        Event.START_WRITE: State.WRITING,
-        Event.ROLL_BACK: State.OFFLOADED,
-        Event.SPARE: State.DIRTY_FAILED,
-    },
-    State.WRITING: {
-        Event.USE: State.USED_WRITING,
-        Event.CREATE: State.USED_REDIRTY,
-        Event.DROP: State.OFFLOADED,
-        Event.WRITE_DONE: State.CLEAN,
-        Event.WRITE_FAILED: State.DIRTY_FAILED,
-    },
-    State.REDIRTY: {
-        Event.USE: State.USED_REDIRTY,
-        Event.CREATE: State.USED_REDIRTY,
-        Event.WRITE_DONE: State.DIRTY,
-        Event.WRITE_FAILED: State.DIRTY,
-    },
-    State.USED: {
-        Event.RELEASE_CLEAN: State.CLEAN,
-        Event.RELEASE_DIRTY: State.DIRTY,
-        Event.SPARE: State.USED_DIRTY,
-    },
-    State.USED_DIRTY: {
-        Event.RELEASE_CLEAN: State.DIRTY,
-        Event.RELEASE_DIRTY: State.DIRTY,
-        Event.SPARE: State.USED_DIRTY,
-    },
-    State.USED_WRITING: {
-        Event.RELEASE_CLEAN: State.WRITING,
-        Event.RELEASE_DIRTY: State.REDIRTY,
-        Event.WRITE_DONE: State.USED,
-        Event.WRITE_FAILED: State.USED_DIRTY,
-    },
-    State.USED_REDIRTY: {
-        Event.RELEASE_CLEAN: State.REDIRTY,
-        Event.RELEASE_DIRTY: State.REDIRTY,
-        Event.WRITE_DONE: State.USED_DIRTY,
-        Event.WRITE_FAILED: State.USED_DIRTY,
+    Event.REATTACH: {State.OFFLOADED: State.WRITING},
+    Event.ROLL_BACK: dict.fromkeys(
+        (State.OFFLOADED, State.CLEAN, State.DIRTY, State.DIRTY_FAILED), State.OFFLOADED
+    ),
+    Event.SPARE: {
+        **{state: state for state in (State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY)},
+        State.CLEAN: State.DIRTY,
+        State.USED: State.USED_DIRTY,
     },
 }
 
 # The next state, by state and event; None if the event cannot happen.
-TABLE: list[list[State | None]] = [[_ROWS[state].get(event) for event in Event] for state in State]
+TABLE: list[list[State | None]] = [[_NEXT[event].get(state) for event in Event] for state in State]

@@ -74,7 +74,7 @@ class Machine:
     def start(self) -> None:
         while transfers := self.schedule.plan():
             self.start_all(transfers)
-        assert self.schedule.used_bytes <= self.schedule.nbytes
+        assert self.schedule.blocks.used_bytes <= self.schedule.nbytes
 
     def start_all(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
@@ -297,7 +297,7 @@ def test_values_in_use_stay_and_released_values_come_back(steps, pages, lookahea
                 assert machine.held, "one at a time always fits"
                 event("no memory besides the values in use")
     event(
-        f"reads: {min(machine.reads, 5)}, left unused: {min(machine.schedule.unused_prefetches, 2)}"
+        f"reads: {min(machine.reads, 5)}, left unused: {min(machine.schedule.blocks.unused_prefetches, 2)}"
     )
     for name in list(machine.held):
         machine.release(name, changed=False)
@@ -337,7 +337,7 @@ def cycle(
             machine.need(name)
             machine.release(name, changed)
         counts.append((machine.reads - before[0], machine.writes - before[1]))
-    assert machine.schedule.peak_bytes <= memory * PAGE
+    assert machine.schedule.blocks.peak_bytes <= memory * PAGE
     return counts
 
 
@@ -538,7 +538,7 @@ def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted, sca
     reads = []
     for period in range(8):
         schedule.step()
-        before, operations = machine.reads, schedule.operations
+        before, operations = machine.reads, schedule.blocks.operations
         use(first)
         if period == 4:
             for name in first:
@@ -548,7 +548,7 @@ def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted, sca
             use(first)
         use(rest)
         reads.append(machine.reads - before)
-        assert schedule.operations - operations <= 24 * len(names)
+        assert schedule.blocks.operations - operations <= 24 * len(names)
     assert reads[3] <= (40 - 12) * scale + 5
     assert reads[4] <= reads[3] + 30 * scale + (3 if hinted else 30 * scale)
     assert max(reads[6:]) <= reads[3]
@@ -814,7 +814,7 @@ def test_the_error_says_what_is_in_use_and_what_would_do():
 
 def blocks_are_a_partition(schedule: Schedule) -> None:
     """Each byte is in one block, each value in its own, and the runs are the reclaimable bytes."""
-    arena = schedule._blocks.arena
+    arena = schedule.blocks.arena
     position, reclaimable, taken = 0, 0, 0
     for block in arena.blocks():
         assert block.start == position < block.end
@@ -831,7 +831,7 @@ def blocks_are_a_partition(schedule: Schedule) -> None:
         block.reclaimable == arena.is_reclaimable(block.start, block.end)
         for block in arena.blocks()
     )
-    assert taken == schedule.used_bytes
+    assert taken == schedule.blocks.used_bytes
 
 
 @settings(deadline=None, max_examples=40)
@@ -1026,11 +1026,13 @@ def learned(order: Callable[[int, int], Iterator[Call]], count: int, size: int, 
     drive = Drive(schedule)
     uses = sum(call.action in ("create", "need") for call in calls)
     for _ in range(4):
-        moved, operations = drive.bytes_moved, schedule.operations
+        moved, operations = drive.bytes_moved, schedule.blocks.operations
         for call in calls:
             drive.do(call)
         schedule.step()
-    return Learned((schedule.operations - operations) / uses, drive.bytes_moved - moved, uses)
+    return Learned(
+        (schedule.blocks.operations - operations) / uses, drive.bytes_moved - moved, uses
+    )
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
@@ -1053,12 +1055,12 @@ def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
     for number in range(count):
         for action in ("create", "release"):
             drive.do(Call(action, f"v{number}", PAGE, True))
-    before, uses = schedule.operations, 4 * count
+    before, uses = schedule.blocks.operations, 4 * count
     for _ in range(uses):
         name = f"v{random_source.randrange(count)}"
         for action in ("need", "release"):
             drive.do(Call(action, name, PAGE, True))
-    assert (schedule.operations - before) / uses < 16
+    assert (schedule.blocks.operations - before) / uses < 16
 
 
 @pytest.mark.parametrize("count", [256, 4096])
@@ -1070,11 +1072,11 @@ def test_the_cost_of_dropping_a_copy_does_not_grow(count):
             drive.do(Call(action, f"v{number}", PAGE, True))
     drive.under_way += schedule.write_all(set())
     drive.end()
-    before = schedule.operations
+    before = schedule.blocks.operations
     for number in range(count):
         assert schedule.spare(PAGE, but=(), stale=False) == [f"v{number}"]
     assert schedule.spare(PAGE, but=(), stale=False) == []
-    assert (schedule.operations - before) / count < 3
+    assert (schedule.blocks.operations - before) / count < 3
 
 
 def llama(width: int, mlp: int, layers: int, kv: float, words: int) -> list[int]:
