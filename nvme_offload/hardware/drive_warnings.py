@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ..units import format_bytes
 from .drive import Drive
@@ -14,10 +14,6 @@ _NEARLY_FULL = 0.10
 def warnings(drive: Drive) -> list[str]:
     """The warnings about *drive*: each is a sentence on the effect and one on the remedy."""
     return list(_warnings(drive))
-
-
-def _is_virtual(disks: Sequence[str]) -> bool:
-    return any(disk.startswith(("vd", "xvd")) for disk in disks)
 
 
 def _warnings(drive: Drive) -> Iterator[str]:
@@ -42,7 +38,7 @@ def _warnings(drive: Drive) -> Iterator[str]:
             f"{drive.path} is in a container's overlay, whose first write to a file copies it and whose files vanish with the container. "
             "Mount a directory of the host's drive into the container, for example `docker run -v /local_nvme:/local_nvme`, and give that."
         )
-    if drive.rotational and not _is_virtual(disks):
+    if drive.rotational and not any(disk.startswith(("vd", "xvd")) for disk in disks):
         yield (
             f"{drive.device} reports that it is a rotating disk, which is far too slow to train from. "
             "Give a directory on an NVMe drive, unless this is a virtual disk that misreports itself."

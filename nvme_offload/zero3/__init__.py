@@ -58,15 +58,10 @@ def enable() -> None:
     except BaseException:
         _be_quiet()
         raise
-    import deepspeed.runtime.zero.partition_parameters as partition_parameters
-
-    # These register functions in place of DeepSpeed's.
+    # All but `op` register functions in place of DeepSpeed's.
     from . import checkpoint, compiling, op, overlap, settings, stages, update_device  # noqa: F401
-    from .param_swapper import parameter_swapper
 
     op.install()
-    made = partition_parameters.AsyncPartitionedParameterSwapper
-    _replaced.put(partition_parameters, made.__name__, parameter_swapper(made))
     _replaced.put_functions()
 
 

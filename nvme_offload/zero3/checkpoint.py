@@ -77,11 +77,10 @@ def save_checkpoint(
     """Save a checkpoint. If states are offloaded, it appears complete or not at all."""
     arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
     if not streams(engine):
-        with (
-            replacing(engine, Complete(engine.checkpoint_engine, engine.optimizer))
-            if offloads(engine)
-            else contextlib.nullcontext()
-        ):
+        writer = engine.checkpoint_engine
+        if offloads(engine):
+            writer = Complete(writer, engine.optimizer)
+        with replacing(engine, writer):
             saved: bool = original(engine, *arguments)
         if (
             engine.use_node_local_storage()

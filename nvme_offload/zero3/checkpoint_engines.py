@@ -96,16 +96,45 @@ class _Instead:
         return getattr(self.original, name)
 
 
-class Generation(_Instead):
+class Complete(_Instead):
+    """Replaces *original* while *optimizer* is saved, and refuses to write a file that lacks states."""
+
+    def __init__(self, original: Any, optimizer: Any) -> None:
+        super().__init__(original)
+        self._optimizer = optimizer
+        self._has_states = False
+
+    def save(self, state_dict: Any, path: str) -> Any:
+        """Write a file of the checkpoint."""
+        self._check(state_dict)
+        return self.original.save(state_dict, path)
+
+    def commit(self, info: Any) -> Any:
+        """Commit the checkpoint, after all files are written."""
+        self._check_all()
+        return self.original.commit(info)
+
+    def _check(self, state_dict: Any) -> bool:
+        """Whether a file has states, which must be complete."""
+        if OPTIMIZER_STATE_DICT not in state_dict:
+            return False
+        self._optimizer.require_complete(state_dict)
+        self._has_states = True
+        return True
+
+    def _check_all(self) -> None:
+        if not self._has_states:
+            self._optimizer.require_complete({})
+
+
+class Generation(Complete):
     """Replaces *original*, the TorchCheckpointEngine of *engine*, during a save: the checkpoint
     *tag* appears complete, or not at all.
     """
 
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
-        super().__init__(original)
+        super().__init__(original, engine.optimizer)
         self.failure: Exception | None = None
-        self._optimizer = engine.optimizer
-        self._has_states = False
         self._step = int(engine.global_steps)
         self._io = engine_of(engine)
         # the target of a link is replaced, not the link
@@ -135,10 +164,8 @@ class Generation(_Instead):
 
         def write(aside: str) -> list[archive.Piece]:
             nonlocal state_dict
-            if OPTIMIZER_STATE_DICT in state_dict:
-                self._optimizer.require_complete(state_dict)
+            if self._check(state_dict):
                 state_dict = {**state_dict, GENERATION: self.directory.generation}
-                self._has_states = True
             if archive.has_offloaded(state_dict):
                 summed = self.directory.checksum == "xxh3"
                 return archive.write(aside, state_dict, self._io, summed)
@@ -151,42 +178,14 @@ class Generation(_Instead):
 
     def commit(self, info: Any) -> bool:
         """Publish the checkpoint if every rank has written all of its files."""
-        if self.failure is None and not self._has_states:
-            self.failure = _lacking(self._optimizer)
+        if self.failure is None:
+            try:
+                self._check_all()
+            except OffloadError as failure:
+                self.failure = failure
         self.directory.publish(self.failure, self._step)
         committed: bool = self.original.commit(info)
         return committed
-
-
-class Complete(_Instead):
-    """Replaces *original* while *optimizer* is saved, and refuses to write a file that lacks states."""
-
-    def __init__(self, original: Any, optimizer: Any) -> None:
-        super().__init__(original)
-        self._optimizer = optimizer
-        self._has_states = False
-
-    def save(self, state_dict: Any, path: str) -> Any:
-        """Write a file of the checkpoint."""
-        if OPTIMIZER_STATE_DICT in state_dict:
-            self._optimizer.require_complete(state_dict)
-            self._has_states = True
-        return self.original.save(state_dict, path)
-
-    def commit(self, info: Any) -> Any:
-        """Commit the checkpoint, after all files are written."""
-        if not self._has_states and (failure := _lacking(self._optimizer)) is not None:
-            raise failure
-        return self.original.commit(info)
-
-
-def _lacking(optimizer: Any) -> OffloadError | None:
-    """The error of a checkpoint without states of *optimizer*; None if there is no error."""
-    try:
-        optimizer.require_complete({})
-    except OffloadError as failure:
-        return failure
-    return None
 
 
 class Reader(_Instead):

@@ -85,16 +85,9 @@ def has_hooks(optimizer: Any) -> bool:
     """Whether *optimizer* has hooks that run before or after its steps."""
     module: Any = sys.modules["torch.optim.optimizer"]
     return any(
-        (
-            *(
-                getattr(optimizer, f"_optimizer_step_{place}_hooks", None)
-                for place in ("pre", "post")
-            ),
-            *(
-                getattr(module, f"_global_optimizer_{place}_hooks", None)
-                for place in ("pre", "post")
-            ),
-        )
+        getattr(optimizer, f"_optimizer_step_{place}_hooks", None)
+        or getattr(module, f"_global_optimizer_{place}_hooks", None)
+        for place in ("pre", "post")
     )
 
 

@@ -38,6 +38,7 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
 from .agreement import all_or_none
+from .replacing import replaces
 from .settings import Settings
 from .shared_tier import tier_of
 
@@ -421,13 +422,9 @@ def return_to_device(module: torch.nn.Module) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory in place of *original*, DeepSpeed's: of the swapper that the configuration selects."""
-
-    def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        # zero.Init makes the swapper, on all ranks of the group over which it partitions.
-        group = getattr(sys._getframe(1).f_locals.get("self"), "ds_process_group", None)
-        swapper = open_swapper(ds_config._param_dict, group)
-        return original(ds_config, model_dtype) if swapper is None else swapper
-
-    return make
+@replaces("deepspeed.runtime.zero.partition_parameters", "AsyncPartitionedParameterSwapper")
+def _swapper(original: Callable[..., Any], ds_config: Any, model_dtype: torch.dtype) -> Any:
+    # zero.Init makes the swapper, on all ranks of the group over which it partitions.
+    init = sys._getframe(2).f_locals.get("self")
+    swapper = open_swapper(ds_config._param_dict, getattr(init, "ds_process_group", None))
+    return original(ds_config, model_dtype) if swapper is None else swapper

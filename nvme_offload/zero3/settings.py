@@ -349,12 +349,8 @@ def _host_memory(value: Any) -> int | Literal["auto"]:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    if (
-        isinstance(value, str)
-        or not isinstance(value, list | tuple)
-        or not value
-        or not all(isinstance(path, str) for path in value)
-    ):
+    is_list = isinstance(value, list | tuple) and bool(value)
+    if not (is_list and all(isinstance(path, str) for path in value)):
         raise UsageError(
             f'"paths" in "{SECTION}" must be a list of directories, ["/local_nvme0", "/local_nvme1"], not {value!r}'
         )

@@ -21,19 +21,11 @@ __all__ = ["StepStats"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
-    """One training step, from the end of the previous optimizer step to the end of this one.
+    """The `DriveUse` of one training step, from the end of the previous optimizer step to the end of this one.
     Skipped steps (fp16 overflow) count too.
 
     Attributes
     ----------
-    step, bytes_read, bytes_written, resident_bytes, peak_bytes, total_written_bytes : int
-        As of `DriveUse`.
-    seconds, waited_seconds : float
-        As of `DriveUse`.
-    tuned_bytes_per_second, busy_share : float or None
-        As of `DriveUse`.
-    disk_written_bytes : int or None
-        As of `DriveUse`.
     update_seconds : float
         The optimizer step's part of `seconds`.
     update_waited_seconds : float
