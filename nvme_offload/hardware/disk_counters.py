@@ -15,19 +15,14 @@ _SECTOR_BYTES = 512  # of these counters, whatever the disk's own sectors are
 
 @dataclasses.dataclass(frozen=True)
 class DiskCounters:
-    """Counters since boot, of all processes. busy_seconds: for each disk, the time with at least one
-    request. written_bytes: sum over the disks.
-    """
+    """Counters since boot: seconds in which each disk was busy, and bytes written to all."""
 
     busy_seconds: tuple[float, ...]
     written_bytes: int
 
 
 class Disks:
-    """The disks under some paths.
-
-    Source: the kernel's Documentation/block/stat.rst.
-    """
+    """The disks under some paths. Source: the kernel's block/stat.rst."""
 
     def __init__(self, paths: Iterable[str], *, sys: Path = Path("/sys")) -> None:
         devices: list[str] = []
@@ -39,9 +34,7 @@ class Disks:
         ]
 
     def counters(self) -> DiskCounters | None:
-        """The counters now; None where the kernel does not have them for every disk (a network filesystem, a
-        container without sysfs).
-        """
+        """The counters now; None where the kernel lacks them for a disk."""
         fields = [(sysfs.read(file) or "").split() for file in self._files]
         if not fields or min(map(len, fields)) < 10:
             return None

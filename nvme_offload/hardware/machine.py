@@ -31,9 +31,7 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that training would use, from nvidia-smi; [] without nvidia-smi, even where `gpu_count`
-    finds GPUs.
-    """
+    """The GPUs that training would use, from nvidia-smi; [] without nvidia-smi."""
     command = [
         "nvidia-smi",
         "--query-gpu=name,memory.total,pcie.link.gen.max,pcie.link.width.max",
@@ -106,10 +104,7 @@ def _pages(name: str) -> int:
 
 
 def usable_cpus() -> frozenset[int]:
-    """The CPUs that this process may use; all CPUs of the machine where a container refuses the call.
-
-    Source: sched_getaffinity(2).
-    """
+    """The CPUs that this process may use; all where a container refuses sched_getaffinity(2)."""
     try:
         return frozenset(os.sched_getaffinity(0))
     except OSError:

@@ -29,9 +29,7 @@ _CRITICAL = (  # by bit
 
 
 def read(device: str) -> Health | None:
-    """The log of *device*, such as "/dev/nvme0n1"; None if it is not an NVMe drive, or this user may not
-    read it.
-    """
+    """The log of *device*; None if it is not an NVMe drive, or this user may not read it."""
     if not device.startswith("/dev/nvme"):
         return None
     page = ctypes.create_string_buffer(LOG_BYTES)

@@ -22,9 +22,7 @@ LINK_EXCESS = 1.03  # of the link's nominal speed, for clocks that run fast
 
 @dataclasses.dataclass(frozen=True)
 class Grade:
-    """How much evidence a profile has: "good"; "weak", usable, but the speeds may be off; or "poor", too
-    little to use. reasons: the missing evidence, one clause each.
-    """
+    """The evidence of a profile, "good", "weak" or "poor", and the reasons, one clause each."""
 
     name: str
     reasons: tuple[str, ...] = ()
@@ -99,9 +97,7 @@ def spread(profile: Profile, phase: str) -> float:
 
 
 def speed_spread(speeds: Sequence[float]) -> float:
-    """Half of the 90 % interval of the median of *speeds*, two or more, as a share, by Student's t.
-    Infinite where a speed is 0.
-    """
+    """Half of the 90 % interval of the median of *speeds*, as a share, by Student's t."""
     if min(speeds) <= 0:
         return math.inf
     logs = [math.log(speed) for speed in speeds]
@@ -111,9 +107,7 @@ def speed_spread(speeds: Sequence[float]) -> float:
 
 
 def quantile(freedom: int) -> float:
-    """The 95 % quantile of Student's t with *freedom* degrees of freedom; fewer than 2 count as 2. Source:
-    Abramowitz and Stegun 26.7.5.
-    """
+    """The 95 % quantile of Student's t. Source: Abramowitz and Stegun 26.7.5."""
     z, v = 1.6449, max(2, freedom)
     return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
 

@@ -55,9 +55,7 @@ def keep(profile: Profile) -> Path:
 
 
 def better(profile: Profile) -> Profile | None:
-    """The kept profile of the same drive and engine, if it has a better grade than *profile*; else
-    None. Raises: as `keep`.
-    """
+    """The kept profile of the same drive and engine, if its grade is better; else None."""
     with contextlib.suppress(OSError, UsageError):
         kept = Profile.load(_file(profile))
         if grade(kept).level > grade(profile).level:

@@ -41,9 +41,7 @@ class Catalog:
         return None if found is None else int(found.nbytes)
 
     def current(self, name: str) -> StoredTensor:
-        """The value of *name*, or, if a put is in flight, the value of the put. Raises: UsageError
-        if there is no value; the error of the put that lost the value.
-        """
+        """The newest value of *name*. Raises: UsageError; the error of the put that lost it."""
         put = self._puts.get(name)
         value = self._stored.get(name) if put is None else put.value
         if value is None:
@@ -71,9 +69,7 @@ class Catalog:
         return self._puts.get(name)
 
     def retain(self, name: str) -> None:
-        """Keep the value of *name*, of which no put is in flight, until `commit` or `roll_back`. If
-        a value is kept already, that value stays. Raises: as `current`.
-        """
+        """Keep the value of *name* until `commit` or `roll_back`. Raises: as `current`."""
         if name not in self._retained:
             value = self._retained[name] = self.current(name)
             value.users += 1
@@ -83,9 +79,7 @@ class Catalog:
         self._free_if_unused(self._take_retained(name))
 
     def roll_back(self, name: str) -> None:
-        """Make the retained value the current value of *name*, of which no put is in flight.
-        Raises: UsageError if there is no retained value.
-        """
+        """Make the retained value the current one. Raises: UsageError if there is none."""
         value, newer = self._take_retained(name), self._stored[name]
         if newer is not value:
             value.dropped = False
@@ -97,9 +91,7 @@ class Catalog:
         return [each for each in self.in_flight if each.writes or known(each.value).dropped]
 
     def start(self, transfer: Transfer) -> StoredTensor:
-        """Add *transfer* to the transfers in flight. Returns: the value that it reads or writes.
-        Raises: NoSpaceError; as `current`.
-        """
+        """Put *transfer* in flight. Returns: the value that it reads or writes."""
         name = transfer.name
         if transfer.writes:
             value = self._overwritten(name, transfer.nbytes) or self._new(transfer.nbytes)

@@ -70,9 +70,7 @@ class Slabs:
         return blocks * status.f_frsize
 
     def allocate(self, nbytes: int) -> list[Segment]:
-        """Allocate *nbytes* in as few segments as possible: one, unless the drive is nearly full. If
-        the drive is full, allocate fewer bytes.
-        """
+        """Allocate *nbytes*, or fewer on a full drive, in as few segments as possible."""
         if self._largest_free_bytes < nbytes:
             self._grow_for(nbytes)
         taken: list[Segment] = []
@@ -192,9 +190,7 @@ class Stripes:
         return sum({drive.device: drive.available_bytes for drive in self.drives}.values())
 
     def allocate(self, nbytes: int) -> list[Segment]:
-        """Allocate *nbytes*. Returns: the segments, in order. Raises: NoSpaceError, without
-        allocating anything.
-        """
+        """Allocate *nbytes*, in order. Raises: NoSpaceError, without allocating anything."""
         taken: list[Segment] = []
         try:
             for drive, share in zip(self.drives, self._shares(nbytes), strict=True):

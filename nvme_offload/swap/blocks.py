@@ -152,9 +152,7 @@ class Blocks:
         return True
 
     def restore_failed_write(self, value: Value, write: Transfer) -> None:
-        """Return the block of *value* after its *write* has failed. Another value has got the block
-        since, but that value has no contents yet.
-        """
+        """Return the block of a failed *write* to *value*; its new owner has no contents yet."""
         if value.block is not None:
             self.drop(value)
         for block in self.arena.overlapping(write.offset, write.offset + write.block_bytes):

@@ -53,9 +53,7 @@ class Live:
         self._samples: list[tuple[int, float]] = [(0, 0.0)]
 
     def begin(self, disks: DiskCounters | None, *, ended: bool) -> None:
-        """Begin a step. *ended*: whether it begins at the end of the previous step. *disks*: the
-        present counters of the disks.
-        """
+        """Begin a step, with the counters *disks*. *ended*: it follows the previous step."""
         tier = self._tier()
         counted = tier.counters() if tier is not None else None
         with self._lock:
@@ -134,9 +132,7 @@ def _time_at(samples: Sequence[tuple[int, float]], moved: int, find: Callable[..
 
 
 def watch(tier: Tier) -> Live:
-    """Log the steps of *tier* for as long as it lives, if logging at this level is enabled.
-    Returns: the object that does.
-    """
+    """The object that logs the steps of *tier* for as long as it lives, at level INFO."""
     if tier not in _live:
         _live[tier] = Live(tier)
     if _log.isEnabledFor(logging.INFO) and tier not in _threads:

@@ -20,10 +20,7 @@ _HINT_SLACK = 8
 
 
 class Prefetcher:
-    """A cursor ahead of the next use, and the hints, which take precedence over it.
-
-    Each value between the next use and the cursor is in memory, or has a block.
-    """
+    """A cursor: values up to it are in memory or have a block. Hints take precedence."""
 
     def __init__(
         self,
@@ -47,9 +44,7 @@ class Prefetcher:
         self._hints: OrderedDict[str, None] = OrderedDict()  # not acted on yet
 
     def hint(self, names: Iterable[str]) -> None:
-        """Expect *names* to be used next, in this order. Unknown names are ignored, and so are
-        hints that repeat the followed order.
-        """
+        """Expect *names* next, in this order; ignores unknown ones and the followed order."""
         order = self._order
         known = [name for name in names if name in self._values]
         self._blocks.operations += len(known)
@@ -62,9 +57,7 @@ class Prefetcher:
         self._hints.update(dict.fromkeys(known))
 
     def on_use(self, value: Value, expected: int) -> None:
-        """Follow a use of *value*, to which the order has moved. *expected* is the position after
-        the use if the use was the expected one.
-        """
+        """Follow a use of *value*; *expected* is the position after it in the learned order."""
         now = self._order.now
         if self.cursor < now:
             self.cursor = now
@@ -164,9 +157,7 @@ class Prefetcher:
             self.cursor = position + 1
 
     def _fits(self, size: int) -> bool:
-        """Whether *size* more bytes may be prefetched. With residents, prefetches may fill all of
-        the transient memory that is not in use.
-        """
+        """Whether *size* more bytes may be prefetched: with residents, all transient memory."""
         taken = self._blocks.prefetched.nbytes + size
         if self._residency.homes:
             return taken + self._uses.transient_bytes <= self._residency.transient_bytes
@@ -184,9 +175,7 @@ class Prefetcher:
         return True
 
     def _reserve(self, name: str, nbytes: int, position: int) -> bool:
-        """Reserve a block for *name*, created at *position*. Returns: whether the cursor may
-        advance.
-        """
+        """Reserve a block for *name*, created at *position*; whether the cursor may advance."""
         if name in self._blocks.reservations:
             return True
         size = self._blocks.rounded(nbytes)
@@ -198,9 +187,7 @@ class Prefetcher:
         return True
 
     def _prepare_create(self, value: Value, nbytes: int, position: int) -> bool:
-        """Get a block for *value*, created anew with *nbytes* at *position*. Returns: whether the
-        cursor may advance.
-        """
+        """Get a block for *value*, created anew with *nbytes*; whether the cursor may advance."""
         if value.block is not None and value.write is not None:
             return False  # by then its block is reclaimable and written, or is needed in place
         self.claim(value)
@@ -212,9 +199,7 @@ class Prefetcher:
         return self._place(value, position, position)
 
     def _prefetch(self, value: Value, position: int, priority: int) -> bool:
-        """Load *value* into memory for its use at *position*. Returns: whether the cursor may
-        advance.
-        """
+        """Load *value* for its use at *position*. Returns: whether the cursor may advance."""
         if value is self._need.value or value.read_failed:
             return True
         block = value.block
@@ -251,9 +236,7 @@ class Prefetcher:
         return True
 
     def claim(self, value: Value) -> None:
-        """Make *value* not reclaimable. If it is in the residents' part, drop it instead, so that
-        it is read into its own part.
-        """
+        """Make *value* not reclaimable, or drop it if it has to be read into its own part."""
         block = value.block
         if block is None:
             return

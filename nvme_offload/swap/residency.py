@@ -140,9 +140,7 @@ def _around(
 def _laid_out(
     names: Iterable[str], sizes: Mapping[str, int], start: int
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Lay out residents contiguously from *start*. Returns the offset and size of each, and the
-    end.
-    """
+    """The offset and size of residents laid out from *start* on, and the end."""
     homes = {}
     for name in names:
         homes[name] = start, sizes[name]

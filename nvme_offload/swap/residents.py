@@ -21,18 +21,14 @@ _TRIES = 4
 
 
 class Transient(NamedTuple):
-    """The memory that non-resident values need: at most *in_use* bytes in use at the same time, and
-    *nbytes* including prefetch.
-    """
+    """The memory of non-residents: the maximum *in_use*, and *nbytes* including prefetch."""
 
     in_use: int
     nbytes: int
 
 
 class Choice(NamedTuple):
-    """A choice of residents: *names* are resident, and other values share *transient_bytes*. It
-    saves *saved_bytes* of transfers per period.
-    """
+    """The residents *names*, the memory that the others share, and the bytes saved per period."""
 
     names: list[str]
     transient_bytes: int
@@ -65,9 +61,7 @@ class Chooser:
         return sum(self.counts.get(name, 0) * self._sizes.get(name, 0) for name in names)
 
     def transient(self, stay: Collection[str]) -> Transient:
-        """The memory that the other values need if *stay* are resident. It is an upper bound if a
-        value is in use until just before its next use. Costs O(uses).
-        """
+        """The memory that the other values need if *stay* are resident. Costs O(uses)."""
         sizes = self._by_number.copy()
         sizes[[self._numbers[name] for name in stay if name in self._numbers]] = 0
         taken = sizes[self._used]
@@ -115,9 +109,7 @@ class Chooser:
         return choose(rest, self._sizes, nbytes)
 
     def is_near(self, stay: Collection[str], saved: int) -> bool:
-        """Whether the values that *stay* save about *saved* bytes: a few per cent less, or less by
-        the savings of one value.
-        """
+        """Whether *stay* save nearly *saved* bytes, or less by the savings of one value."""
         own = self.saved(stay)
         one = max(
             (count * self._sizes[name] for name, count in self.counts.items() if name not in stay),
@@ -126,9 +118,7 @@ class Chooser:
         return own >= _GOOD_ENOUGH * saved or own >= max(saved - one, _LEAST_GOOD * saved)
 
     def _solve(self, nbytes: int, first: list[str], transient_bytes: int) -> Choice:
-        """The residents, including *first*. They determine the transient memory and depend on it,
-        so iterate.
-        """
+        """The residents, with *first*: they determine the transient memory and depend on it."""
         rest = {name: count for name, count in self.counts.items() if name not in set(first)}
         best = Choice([], self.transient(()).nbytes, 0)
         for _ in range(_TRIES):

@@ -70,9 +70,7 @@ class Runner:
         self._flushing = False  # `flush` is writing all changed values to the drive
 
     def obtain(self, name: str) -> tuple[int, bool]:
-        """Provide the value that `Schedule.need` or `create` requested. Returns: its offset, and
-        whether it was read. Raises: OffloadError.
-        """
+        """Provide the requested value: its offset, and whether it was read."""
         try:
             self.advance()
             while not self._schedule.ready(name):
@@ -108,9 +106,7 @@ class Runner:
             self.start_all(transfers)
 
     def start_all(self, transfers: Iterable[Transfer] = ()) -> None:
-        """Start *transfers*, after transfers that an earlier call could not start because of an
-        error.
-        """
+        """Start *transfers*, after those that an earlier call could not start."""
         self._to_start.extend(transfers)
         while self._to_start:
             self._start(self._to_start[0])
@@ -229,9 +225,7 @@ class Runner:
         self.read_errors.pop(name, None)
 
     def flush(self) -> None:
-        """Write every changed value that is not in use, and wait. Raises: OffloadError, after
-        trying all values.
-        """
+        """Write all changed values not in use, and wait. Raises: OffloadError, after all tries."""
         self.start_all()
         tried: set[str] = set()
         self._flushing = True

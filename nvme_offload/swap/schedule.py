@@ -107,9 +107,7 @@ class Schedule:
         return None if value is None else value.read or value.write
 
     def blocks_create(self, name: str, nbytes: int) -> Transfer | None:
-        """A transfer of *name* that must end before the value can be created with *nbytes*, or
-        None. If the value keeps its block, a write from the block need not end first.
-        """
+        """The transfer that must end before *name* can be created with *nbytes*, or None."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -172,18 +170,14 @@ class Schedule:
         self._begin(value, created=False, in_order=in_order)
 
     def ready(self, name: str) -> bool:
-        """Whether the needed value *name* can be taken; for other values, whether their contents
-        are in memory.
-        """
+        """Whether the needed value *name* can be taken; of others, whether they are in memory."""
         value = self._values[name]
         if value is self._need.value and self._need.creates and value.state == State.RESERVED:
             return all(write.ended for write in known(value.block).writes)
         return value.state >= State.CLEAN
 
     def take(self, name: str) -> tuple[int, bool]:
-        """Start the use of *name*, which is ready. Returns its offset, and whether it was read for
-        this use.
-        """
+        """Start the use of *name*. Returns its offset, and whether it was read for this use."""
         value, need = self._values[name], self._need
         block = known(value.block)
         check(value is need.value, "a value is taken that was not needed")
@@ -213,9 +207,7 @@ class Schedule:
             self._prefetcher.on_idle(value)
 
     def release(self, name: str, changed: bool, nbytes: int | None) -> None:
-        """End the use of *name*. If it was *changed*, its first *nbytes* are its contents. Raises:
-        UsageError.
-        """
+        """End the use of *name*. If it was *changed*, its first *nbytes* are its contents."""
         value = self._value(name)
         self._check_used(value)
         if nbytes is not None and not 0 <= nbytes <= value.nbytes:
@@ -233,9 +225,7 @@ class Schedule:
         self._prefetcher.on_idle(value)
 
     def discard(self, name: str) -> None:
-        """Drop *name*, in use or not. No transfer of it may be in flight. Raises: UsageError if
-        there is no such value.
-        """
+        """Drop *name*, in use or not, with no transfer in flight. Raises: UsageError."""
         value = self._value(name)
         check(value.read is None and value.write is None, "a transfer is in flight")
         if value.state >= State.USED:
@@ -245,9 +235,7 @@ class Schedule:
         self.order.dropped(name)
 
     def retain(self, name: str) -> None:
-        """Make `roll_back` return to the version of *name*, which is in use, on the drive. Raises:
-        UsageError if that version is not the newest.
-        """
+        """Keep the on-drive version of *name*, in use, for `roll_back`. Raises: UsageError."""
         value = self._value(name)
         self._check_used(value)
         if value.state != State.USED or value.value_bytes == 0:
@@ -257,9 +245,7 @@ class Schedule:
         value.retained_bytes = value.value_bytes
 
     def roll_back(self, name: str) -> None:
-        """Make the retained version of *name* the newest again. No transfer of it may be in flight.
-        Raises: UsageError if it is in use.
-        """
+        """Make the retained version of *name* the newest, with no transfer in flight."""
         value = self._value(name)
         self._check_free(value)
         check(value.read is None and value.write is None, "a transfer is in flight")
@@ -278,9 +264,7 @@ class Schedule:
         return self._residency.everything or name in self._residency.homes
 
     def foretell(self, sizes: Mapping[str, int], at_once: int, stay: bool) -> None:
-        """Plan for an expected order of use, before any is learned: see `AccessOrder.foretell`.
-        With *stay*, the residents stay even if a learned order would have others.
-        """
+        """Plan for an order before any is learned; with *stay*, its residents stay."""
         if self.order.foretell(sizes, at_once):
             self._choose_residents()
             self._residency.stays |= stay
@@ -323,25 +307,19 @@ class Schedule:
         return [transfer for transfer in self._need.awaited if not transfer.ended]
 
     def failed_write(self) -> str | None:
-        """The value whose failed write keeps the needed value from fitting, or None. After this
-        call the write may be tried again.
-        """
+        """The value whose failed write keeps the needed one from fitting; may be retried now."""
         name, self._need.failed_write = self._need.failed_write, None
         return name
 
     def write_all(self, but: set[str]) -> list[Transfer]:
-        """Start a write of every dirty value that is not in use, not being written, and not in
-        *but*.
-        """
+        """Start a write of every dirty value, unless it is in use, being written or in *but*."""
         for value in self._values.values():
             if value.name not in but:
                 self._write_back(value)
         return self.take_pending()
 
     def write(self, name: str) -> list[Transfer]:
-        """Start a write of *name*, which is not in use, if it is dirty and not being written. The
-        drive keeps its copy until the next use of *name* ends. Raises: UsageError.
-        """
+        """Start a write of *name* if it is dirty; its copy stays until its next use ends."""
         value = self._value(name)
         self._check_free(value)
         value.keeps_copy = True
@@ -392,9 +370,7 @@ class Schedule:
         return [name for name, value in self._uses.values.items() if not value.lowest]
 
     def finished(self, transfer: Transfer, succeeded: bool) -> None:
-        """Record that *transfer* has ended. A failed transfer is not retried before it is needed:
-        see `need`, `failed_write` and `write_all`.
-        """
+        """Record that *transfer* has ended; a failed one is retried when it is needed."""
         transfer.stage = Stage.ENDED
         # Blocks reference the transfer until they are used again, and transfers reference each
         # other.
@@ -521,9 +497,7 @@ class Schedule:
             raise UsageError(f"{value.name!r} is in use already: release it first")
 
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
-        """Check that *size* bytes fit next to the values in use. Raises: OutOfHostMemoryError with
-        advice.
-        """
+        """Raises: OutOfHostMemoryError if *size* bytes do not fit next to the values in use."""
         if self.blocks.arena.best_fit(size, above=True) is not None or any(
             end - start >= size for start, end in self._uses.gaps(self.nbytes)
         ):

@@ -37,9 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class SharedMemory:
-    """*nbytes* of host memory that several tiers share. A tier may use the bytes that no other tier
-    claims. *lock* is held while a tier grows.
-    """
+    """*nbytes* of host memory that tiers share; *lock* is held while a tier grows."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -180,9 +178,7 @@ class Tier:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exception, such as KeyboardInterrupt or MemoryError, has interrupted a call of
-        the store or the swapper. Their values are unusable until `reset`.
-        """
+        """Whether an exception has interrupted a call: values are unusable until `reset`."""
         swapper = self._swapper
         return self.store.interrupted or (swapper is not None and swapper.interrupted)
 
@@ -301,9 +297,7 @@ class Tier:
         self._exceeded_bytes = max(self._exceeded_bytes, nbytes)
 
     def end_use(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
-        """Release the value *name* if it is in use, as `TensorSwapper.release`. For use after an
-        exception, which may have occurred before `swap_in` or after `release`.
-        """
+        """Release *name* if it is in use: an exception may have come before or after its use."""
         with contextlib.suppress(UsageError):
             self.swapper.release(name, changed=changed, nbytes=nbytes)
 
@@ -312,16 +306,12 @@ class Tier:
         self._needed_bytes -= nbytes
 
     def make_scratch(self, name: str, nbytes: int) -> None:
-        """Allocate *nbytes* of host memory until *name* is forgotten: see `scratch`. Raises: as
-        `TensorSwapper.create`.
-        """
+        """Allocate *nbytes* until *name* is forgotten. Raises: as `TensorSwapper.create`."""
         # At the lowest address: in the middle it would fragment the memory.
         self._scratch[name] = self.swapper.create(name, nbytes, lowest=True)
 
     def scratch(self, name: str) -> torch.Tensor:
-        """The memory of `make_scratch`, as unsigned bytes. Call this again for every use: `require`
-        may move the memory without its contents.
-        """
+        """The bytes of `make_scratch`, to be asked for at every use: `require` may move them."""
         return self._scratch[name]
 
     def _discard(self, swapper: TensorSwapper, names: Collection[str]) -> None:
@@ -442,9 +432,7 @@ def local_ranks() -> int:
 
 
 def engine_config(path: str, backend: str = "libaio") -> AioConfig:
-    """The settings that `nvme-sweep` chose for the drive of *path*, or the defaults if the drive
-    was never swept. O_DIRECT is used if the filesystem supports it.
-    """
+    """The settings that `nvme-sweep` chose for the drive of *path*, or the defaults."""
     try:
         tuned = AioConfig.for_path(path, backend=backend, direct="auto")
         profile = profile_shelf.find(path)
@@ -462,9 +450,7 @@ def _log_once(line: str) -> None:
 
 
 def memory_size(value: object) -> int | Literal["auto"]:
-    """Parse the `host_memory` of a `Tier`: "auto", bytes, a size such as "8GB", or a `Share`.
-    Raises: ValueError.
-    """
+    """Parse a `host_memory`: "auto", bytes, "8GB" or a `Share`. Raises: ValueError."""
     if isinstance(value, Share):
         return value
     if value == "auto":
@@ -478,9 +464,7 @@ def memory_size(value: object) -> int | Literal["auto"]:
 
 
 def _check_directory(path: str) -> None:
-    """Check that *path* exists. It is not created: if a drive is not mounted, or the path has a
-    typo, the new directory would be on another drive.
-    """
+    """Check that *path* exists: a new directory could be on another drive."""
     if not path.strip():
         raise UsageError(
             "a path is empty: is a variable of the shell not set? Give a directory on the drive"
@@ -495,9 +479,7 @@ def _check_directory(path: str) -> None:
 
 @functools.cache
 def _check_place(path: str) -> None:
-    """Warn, once, if *path* is in memory or, probably, on another drive than the user means: it is not
-    the drive that was swept there, or it is the root filesystem.
-    """
+    """Warn, once, if *path* is in memory, on the root filesystem or not on the swept drive."""
     drive = describe(path)
     if drive.is_memory:
         _log.warning(

@@ -64,9 +64,7 @@ class Block:
 
 
 class Uses:
-    """The values in use. *nbytes* counts values that are not placed lowest; *transient_bytes*
-    counts the non-resident values among them.
-    """
+    """The values in use. Neither count has values placed lowest."""
 
     def __init__(self) -> None:
         self.values: dict[str, Value] = {}

@@ -23,9 +23,7 @@ _Heap = list[tuple[int, int, Value]]
 
 
 class Victims:
-    """The idle values in memory as candidates for eviction, farthest next use first. Transient
-    values and residents are kept separately.
-    """
+    """The candidates for eviction, farthest next use first, residents apart."""
 
     def __init__(
         self, blocks: Blocks, order: AccessOrder, residency: Residency, uses: Uses, need: Need
@@ -64,9 +62,7 @@ class Victims:
             self._blocks.evict(victim)
 
     def find_space(self, value: Value, position: int | None) -> int | None:
-        """The offset at which *value* can be placed immediately, or None. Evicts values used later
-        than *position*; if *position* is None (needed now), any value.
-        """
+        """An offset that *value* can get now, or None. Evicts values used later than *position*."""
         if value.lowest:
             gaps = self._uses.gaps(self._arena.nbytes)
             lowest = next(start for start, end in gaps if end - start >= value.size)
@@ -100,9 +96,7 @@ class Victims:
         return _UNKNOWN + value.last_use if position is None else position
 
     def _pop(self, heap: _Heap, beyond: int) -> Value | None:
-        """Remove and return the candidate of *heap* whose next use is farthest, if that use is
-        later than *beyond*.
-        """
+        """Take the candidate of *heap* whose next use is farthest, if it is later than *beyond*."""
         renewed = 0
         while heap:
             key, stamp, value = heap[0]
@@ -129,9 +123,7 @@ class Victims:
         return None
 
     def _evict_for(self, size: int, heap: _Heap, position: int | None) -> int | None:
-        """Evict the candidates whose next use is farthest, with their neighbours, until *size*
-        contiguous bytes are reclaimable. Returns: the start of these bytes, or None.
-        """
+        """Evict the farthest uses until *size* contiguous bytes are reclaimable, from the result on."""
         beyond = (HINTED << 1) if position is None else position
         tried: list[Value] = []
         found = None
@@ -152,9 +144,7 @@ class Victims:
         return found
 
     def _extended(self, victim: Value, size: int, beyond: int, above: bool) -> deque[Block] | None:
-        """The block of *victim* and enough of its neighbours, farthest next use first, to have
-        *size* bytes in total; None if there are not enough.
-        """
+        """The blocks around *victim*, farthest next use first, of *size* bytes; None if too few."""
         low = high = known(victim.block)
         if above and low.start < self._arena.boundary:
             return None
@@ -176,9 +166,7 @@ class Victims:
         return blocks
 
     def _block_priority(self, block: Block | None, beyond: int, above: bool) -> int | None:
-        """The next use of the owner of *block*: a later use makes a better victim. None if the
-        block must stay.
-        """
+        """The next use of the owner of *block*, later for a better victim; None if it must stay."""
         if block is None or (above and block.start < self._arena.boundary):
             return None
         if block.reclaimable:
@@ -194,9 +182,7 @@ class Victims:
         return priority if priority > beyond else None
 
     def _evict_range(self, size: int, start: int) -> int | None:
-        """Evict all values in *size* bytes from *start*; no value may be in use. Returns
-        *start*, or None while transfers must end first.
-        """
+        """Evict the values in *size* bytes from *start*; None while transfers must end first."""
         need = self._need
         need.awaited = []
         failed = None

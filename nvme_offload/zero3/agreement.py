@@ -54,9 +54,7 @@ def all_or_none(action: Callable[[], None], group: Any = None) -> None:
 
 
 def everywhere(action: Callable[[], _Result]) -> _Result:
-    """Run *action* on every rank, and return its result once every rank has succeeded. Raises: the
-    error, on every rank; if several ranks failed, the first one's.
-    """
+    """The result of *action* once all ranks have it. Raises: the first failed rank's error."""
     failure: Exception | None = None
     try:
         result = action()

@@ -96,9 +96,7 @@ def save_checkpoint(
 @replaces(ENGINE, "_save_checkpoint")
 @replaces(ENGINE, "_save_zero_checkpoint")
 def _attempt(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
-    """Record a failure, and leave it to be raised when the ranks agree. They make collective calls
-    before that, in which the others would wait for this rank.
-    """
+    """Leave a failure to be raised when the ranks agree: they make collective calls before."""
     generation = engine.checkpoint_engine
     if not isinstance(generation, Generation):
         original(engine, *args, **named)

@@ -128,9 +128,7 @@ class Complete(_Instead):
 
 
 class Generation(Complete):
-    """Replaces *original*, the TorchCheckpointEngine of *engine*, during a save: the checkpoint
-    *tag* appears complete, or not at all.
-    """
+    """Replaces *original* during a save: the checkpoint *tag* appears complete, or not at all."""
 
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
         super().__init__(original, engine.optimizer)
@@ -189,9 +187,7 @@ class Generation(Complete):
 
 
 class Reader(_Instead):
-    """Replaces *original*, the TorchCheckpointEngine of an engine, during a load. *read* returns
-    the contents of a file.
-    """
+    """Replaces TorchCheckpointEngine *original* during a load: *read* returns a file's contents."""
 
     def __init__(self, original: Any, read: Callable[[str], Any]) -> None:
         super().__init__(original)

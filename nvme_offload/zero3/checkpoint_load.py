@@ -37,9 +37,7 @@ from .stage3 import Stage3
 
 
 def agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | None:
-    """The tag of the checkpoint to load; None if *tag* is None and there is no `latest`. Raises:
-    UsageError, on every rank, if the ranks do not find the same checkpoint.
-    """
+    """The tag to load, on all ranks; None without *tag* and `latest`. Raises: UsageError."""
     latest = Path(load_dir) / (
         "latest_universal" if engine.load_universal_checkpoint() else "latest"
     )
@@ -91,9 +89,7 @@ def _has_states(directory: Path) -> bool:
 
 
 def verify(engine: Any, place: Path) -> None:
-    """Check the bytes of a checkpoint against its manifest, or, if it has none, against the
-    checksums that torch.save wrote. Raises: the error of any rank, on every rank.
-    """
+    """Check a checkpoint by its manifest or torch.save's checksums. Raises: any rank's error."""
     rank, ranks = engine.global_rank, dist.get_world_size()
 
     def check() -> None:
@@ -142,9 +138,7 @@ class Opened:
 
 
 def open_checkpoint(engine: Any, load_dir: str, tag: str, given: Mapping[str, Any]) -> Opened:
-    """Open a checkpoint and check that it belongs to *engine*'s model. Raises: UsageError,
-    UnsupportedError, CorruptionError, before anything is changed.
-    """
+    """Open a checkpoint that fits *engine*. Raises: OffloadError, before any change."""
     universal, strict = engine.load_universal_checkpoint(), given.get("load_module_strict", True)
     with_states, flat = not takes_weights_alone(engine, given), not loads(engine)
     alone = not with_states and not engine.has_moe_layers
@@ -240,9 +234,7 @@ def load_module(
 
 @contextlib.contextmanager
 def _without_refresh(optimizer: Any) -> Iterator[None]:
-    """Context in which DeepSpeed does not refresh master weights from parameters: it would do so
-    before the parameters are loaded.
-    """
+    """Context without DeepSpeed's refresh of masters, which comes before parameters are loaded."""
     optimizer.refresh_fp32_params = lambda: None
     try:
         yield

@@ -46,17 +46,13 @@ def _parameter_names(self: Any) -> dict[Any, str]:
 
 
 def init_of(param: Any) -> Any:
-    """The `zero.Init` that partitioned *param*. DeepSpeed stores it in the closures of the methods
-    that it adds to the parameter.
-    """
+    """The `zero.Init` that partitioned *param*, in closures of methods that it has added."""
     method = param.convert_to_zero_parameters
     return inspect.getclosurevars(method).nonlocals["self"]
 
 
 def at_accumulation_boundary(stage3: Any) -> bool:
-    """Whether the micro-batch is the last of its step. An attribute in older releases, a method
-    now.
-    """
+    """Whether the micro-batch is the last of its step: an attribute in older releases."""
     boundary = stage3.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
 
@@ -106,9 +102,7 @@ def lacks_reductions(stage3: Any) -> bool:
 
 
 def sums_on_accelerator(optimizer: Any, group: int) -> bool:
-    """Whether the *optimizer* of stage 1 or 2 sums the gradients of a parameter group on the
-    accelerator, as newer releases do.
-    """
+    """Whether stage 1 or 2 sums gradients of *group* on the accelerator, as newer releases do."""
     return bool(
         hasattr(optimizer, "_use_compact_grad_partition_buffer")
         and optimizer._use_compact_grad_partition_buffer(group)
@@ -125,9 +119,7 @@ def lists_by_sub_group(stage3: Any) -> list[str]:
 
 
 def keeps_powers_for_a_step() -> bool:
-    """Whether DeepSpeed's Adam for the CPU uses the same powers of its betas for every sub-group of
-    a step, unlike older releases.
-    """
+    """Whether CPU Adam uses the same powers of its betas for every sub-group of a step."""
     return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
 
 

@@ -239,9 +239,7 @@ def is_too_new(version: str) -> bool:
 
 
 def check() -> None:
-    """Check that the installed DeepSpeed has everything in the contract. Warns if the release is
-    newer than all tested ones. Raises: UnsupportedError.
-    """
+    """Check the installed DeepSpeed against the contract. Raises: UnsupportedError."""
     try:
         version: str = importlib.import_module("deepspeed").__version__
         importlib.import_module("deepspeed.runtime.engine")

@@ -41,9 +41,7 @@ class AdamPowers:
         self.multiplied = 0  # steps that multiplied the powers since the last `pow`
 
     def count(self, optimizer: Any, groups: Sequence[int]) -> None:
-        """Count a step that the optimizer has made or is about to make. *groups*: the parameter
-        group of each sub-group, in the order of their updates.
-        """
+        """Count a step. *groups*: the parameter group of each sub-group, in order of update."""
         if not _keeps_powers(optimizer):
             return
         betas = [tuple(optimizer.param_groups[group]["betas"]) for group in groups]

@@ -36,18 +36,14 @@ def link(owner: Stages1And2) -> None:
 
 
 class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
-    """DeepSpeed's mapping of a parameter to a part of its group's partition. This one returns
-    copies of the part.
-    """
+    """DeepSpeed's mapping of a parameter to its part of a partition, of which it returns copies."""
 
     def __init__(self, original: Any, owner: Stages1And2) -> None:
         self.__dict__.update(vars(original))
         self.owner = owner
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """A copy of this part of the master weights, or of a state. Raises: UsageError if there is
-        no such state.
-        """
+        """A copy of this part of the master weights, or of a state. Raises: UsageError."""
         found, key = [], optim_state_key or MASTER
         for index, offset, _, count in self._pieces():
             with self.owner.in_memory(index) as held:

@@ -10,9 +10,7 @@ from .progress import Progress
 
 
 def _lightning() -> Any:
-    """Lightning, under the name that the program has imported: the classes of `lightning.pytorch`
-    and `pytorch_lightning` are different ones.
-    """
+    """Lightning, under the name that the program has imported: each name has other classes."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules:
             return sys.modules[name]

@@ -23,9 +23,7 @@ _locked: dict[int, int] = {}
 def locked_tensor(
     count: int, example: torch.Tensor, lock: Callable[[int], memoryview]
 ) -> torch.Tensor:
-    """A tensor of *count* zeros with the example's dtype, in memory from *lock*, which is freed with
-    the tensor and its views.
-    """
+    """A tensor of *count* zeros in memory from *lock*, which its last view frees."""
     import numpy as np
     import torch
 

@@ -112,9 +112,7 @@ def _may_count(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def one_step(optimizer: torch.optim.Optimizer, sub_groups: int) -> Iterator[OncePerStep]:
-    """Context of a step that calls *optimizer* for each of *sub_groups*. An exception restores the
-    values at its beginning. Warns if hooks run more than once.
-    """
+    """Context of a step that calls *optimizer* for each sub-group. An exception undoes it."""
     if sub_groups > 1 and has_hooks(optimizer):
         _warn_of_hooks(type(optimizer).__name__, sub_groups)
     once = OncePerStep(optimizer)

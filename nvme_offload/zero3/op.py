@@ -213,9 +213,7 @@ class aio_handle:
         )
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Stop counting *tensor* as pinned. Returns False unless it is a whole tensor that
-        `new_cpu_locked_tensor` returned.
-        """
+        """Stop counting *tensor* as pinned; False unless it is a whole locked tensor."""
         return forget(tensor.data_ptr())
 
     is_pinned = staticmethod(is_pinned)
@@ -301,14 +299,10 @@ class aio_handle:
 
 
 class pin_handle:
-    """Page-locked memory for other parts of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`). These parts
-    register it with CUDA.
-    """
+    """Page-locked memory for DS_PIN_MEMORY_BACKEND=native, which registers it with CUDA."""
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of *num_elem* zeros with the example's dtype, page-aligned, and locked as far as
-        RLIMIT_MEMLOCK allows.
-        """
+        """A tensor of zeros, page-aligned, and locked as far as RLIMIT_MEMLOCK allows."""
         return locked_tensor(_index("num_elem", num_elem), example_tensor, locked_memory)
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
@@ -350,9 +344,7 @@ def aio_write(
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy *src* to *dst* and return 0. Raises: UsageError unless both have the same dtype and
-    number of elements.
-    """
+    """Copy *src* to *dst* and return 0. Raises: UsageError if dtypes or sizes differ."""
     if dst.dtype != src.dtype or dst.numel() != src.numel():
         raise UsageError(
             f"{src.numel()} elements of {src.dtype} cannot be copied to {dst.numel()} of {dst.dtype}"

@@ -48,9 +48,7 @@ _Result = TypeVar("_Result")
 
 
 class _Value:
-    """The value of one parameter in *tier*. The parameter owns this object, and the value is
-    discarded with it.
-    """
+    """The value of one parameter in *tier*. The parameter owns it, and it is discarded with it."""
 
     def __init__(self, tier: Tier, name: str, nbytes: int) -> None:
         self.name = name
@@ -63,10 +61,7 @@ class _Value:
 
 
 class ParameterSwapper:
-    """Keeps parameter partitions in *tier*, which has one such swapper: see `open_swapper`.
-
-    Lifetime: a partition is discarded when its parameter is dropped.
-    """
+    """Keeps parameter partitions in *tier*, each until its parameter is dropped."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -145,9 +140,7 @@ class ParameterSwapper:
     def swap_out_partitioned_params(
         self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]
     ) -> None:
-        """Store *src_fp32_params* as the partitions of *dst_fp16_params*, rounded to the
-        parameters' dtype.
-        """
+        """Store *src_fp32_params*, rounded, as the partitions of *dst_fp16_params*."""
 
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
             swapper = param.nvme_swapper
@@ -225,9 +218,7 @@ class ParameterSwapper:
         self._release(param, changed=True, done=done)
 
     def _used(self, use: Callable[[], _Result]) -> _Result:
-        """The result of *use*, which has one value in use while it runs: between updates, if the
-        value does not fit in host memory together with theirs.
-        """
+        """The result of *use*, between updates if the value does not fit in memory with theirs."""
         try:
             with self.tier.swapper.exclusive():
                 return use()
@@ -350,9 +341,7 @@ def has_value(param: Any) -> bool:
 
 
 def zero_padding(param: Any, partition: torch.Tensor) -> None:
-    """Set the elements of *partition* after the end of *param* to zero: DeepSpeed leaves them
-    undefined, and an optimizer may compute a norm of the whole partition.
-    """
+    """Zero what DeepSpeed leaves undefined after the end of *param*: norms may include it."""
     start = partition.numel() * dist.get_rank(group=param.ds_process_group)
     partition[max(param.ds_numel - start, 0) :].zero_()
 
@@ -368,9 +357,7 @@ def is_offloaded(param: Any) -> bool:
 
 
 def open_swapper(ds_config: Mapping[str, Any], group: Any) -> ParameterSwapper | None:
-    """The swapper that *ds_config* selects, on all ranks of *group*; None if it selects DeepSpeed's
-    own. Raises: as `tier_of`, on all ranks.
-    """
+    """The swapper that *ds_config* selects on the ranks of *group*; None for DeepSpeed's own."""
     tier: Tier | None = None
 
     def open_tier() -> None:
@@ -408,9 +395,7 @@ def require_budget(module: torch.nn.Module) -> None:
 
 
 def return_to_device(module: torch.nn.Module) -> None:
-    """Move the parts of *module* that are not partitioned back to the accelerator: Lightning leaves
-    them on the CPU after each run.
-    """
+    """Move whole parameters and buffers to the accelerator: Lightning leaves them on the CPU."""
     device = torch.device(get_accelerator().current_device_name())
     whole = [
         param

@@ -44,9 +44,7 @@ class _Sum:
 
 
 class Progress:
-    """The steps of one engine that `see` has recorded. If nothing of the engine is offloaded, a
-    warning says so, once.
-    """
+    """The steps of one engine. A warning says, once, if the engine offloads nothing."""
 
     def __init__(self) -> None:
         self._last: DriveUse | None = None

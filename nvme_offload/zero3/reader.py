@@ -74,9 +74,7 @@ def in_flat_groups(
     partition_sizes: Sequence[int],
     paddings: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Saved]:
-    """The weights of each flat parameter group of ZeRO-1 and ZeRO-2, from their shapes by name, in
-    order. *paddings*: the elements between a weight and the next.
-    """
+    """The weights of flat parameter groups; *paddings* are the elements between two weights."""
     found: dict[str, Saved] = {}
     for number, group in enumerate(groups):
         offset = 0
@@ -169,9 +167,7 @@ class CheckpointReader:
         read: Callable[[str], Any],
         alignment: int,
     ) -> CheckpointReader:
-        """The values of a directory of ZeRO-1 or ZeRO-2. *tree*: the contents of *model_states*. The
-        number of elements of a partition is a multiple of *alignment*.
-        """
+        """The values of a directory of ZeRO-1 or ZeRO-2, in multiples of *alignment*."""
         place = Path(model_states)
 
         @functools.cache
@@ -212,9 +208,7 @@ class CheckpointReader:
         self.trained = dict(zip(names, self.trained.values(), strict=True))
 
     def take_rank(self, own: CheckpointReader, rank: int) -> None:
-        """Read everything from the files of *rank*, as experts need: the trained weights as *own*
-        does, and the fragments of frozen ones.
-        """
+        """Read everything from files of *rank*, as experts need: trained weights as *own*."""
         self.trained, self.optimizer = own.trained, own.optimizer
         fragments = known(self.fragments)(rank) if self.frozen else {}
         self.fragments = lambda _: fragments
@@ -250,9 +244,7 @@ class CheckpointReader:
         return {name: param for name, param in params.items() if name not in missing}
 
     def load_weights(self, params: Mapping[str, Any], half_away_from_zero: bool) -> None:
-        """Set this rank's partitions of *params*, by name, to the weights in the checkpoint. Master
-        weights are rounded to nearest, ties to even or away from zero.
-        """
+        """Set this rank's partitions of *params*, by name, rounded to nearest from the masters."""
         for name, param in params.items():
             with _partition(param) as partition:
                 first = first_element(param) if hasattr(param, "ds_id") else 0
@@ -260,9 +252,7 @@ class CheckpointReader:
                     _copy(*source, half_away_from_zero)
 
     def read(self, name: str, key: str, first: int, into: torch.Tensor) -> Iterator[Ticket]:
-        """Start reading the values *key* of the weight *name*, from element *first*, into *into*.
-        Elements after the last one are set to zero.
-        """
+        """Start reading values from element *first* on; *into* is filled up with zeros."""
         for source in self._pieces(name, key, first, into):
             yield from fetch(*source)
 
@@ -285,9 +275,7 @@ class CheckpointReader:
         return [master.shape for master in self.optimizer(rank)[FP32_FLAT_GROUPS]]
 
     def whole(self, name: str, key: str, rank: int) -> tuple[torch.Tensor, int]:
-        """The tensor in which the saved *rank* stored the values *key* of the weight *name*, and the
-        index of the first value.
-        """
+        """The tensor in which *rank* stored a weight's values, and the index of the first one."""
         saved = known(self.find(name))
         if saved.sub_group is None:
             return known(self.fragments)(rank)[self.original(name)], 0

@@ -277,9 +277,7 @@ def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
 
 
 def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The absolute paths of DeepSpeed's own sections with "device": "nvme", each once. Raises:
-    UsageError if such a section names no directory.
-    """
+    """The absolute paths of sections with "device": "nvme", each once. Raises: UsageError."""
     paths = []
     for name in ("offload_param", "offload_optimizer"):
         where = ("zero_optimization", name)

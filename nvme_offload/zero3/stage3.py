@@ -162,9 +162,7 @@ class Stage3(Access):
             self.optimizer_swapper.count_step(self.fp32_partitioned_groups_flat[sub_group_id])
 
     def step_packed(self, sub_group_id: int, optimizer: Any) -> bool:
-        """Update sub-group *sub_group_id* without unpacking its states. Returns: False if *optimizer*
-        has to make the step.
-        """
+        """Update a sub-group in packed form; False if *optimizer* has to make the step."""
         return self.swaps_natively and self.optimizer_swapper.step(
             self.fp32_partitioned_groups_flat[sub_group_id],
             optimizer,

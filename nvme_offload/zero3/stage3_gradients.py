@@ -41,9 +41,7 @@ class Reductions(SubGroups):
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
     ) -> Any:
-        """As in the base class, except that gradients of swapped sub-groups go to the tier. Their
-        norms are computed while they are on the accelerator.
-        """
+        """As in the base class, but gradients of swapped sub-groups go to the tier."""
         self._partly_reduced = True
         if not self.swaps_natively:
             return super().partition_grads(params_to_release, grad_partitions)
@@ -134,9 +132,7 @@ class Reductions(SubGroups):
             self.gradient_store.partial = False
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """As in the base class, which checks only the gradients that it keeps itself. The norms of
-        other gradients are checked instead.
-        """
+        """As in the base class, but with the norms of the gradients that are in the tier."""
         if self.swaps_natively:
             finite = (
                 list(self._finite.values())
@@ -169,17 +165,13 @@ class Reductions(SubGroups):
                 self.gradient_store.used(index, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, as the base class does. A step still uses gradients
-        that were reduced before; the next backward pass replaces them.
-        """
+        """Drop gradients as the base class does; a step still uses those reduced before."""
         super().zero_grad(set_to_none)
         if self.swaps_natively:
             self.gradient_store.close()
 
     def reset_cpu_buffers(self) -> None:
-        """Discard the norms of the finished step, as the base class does. From now on, or after the
-        pending updates, its gradients are only read.
-        """
+        """Discard norms, as the base class does; from now on the gradients are only read."""
         super().reset_cpu_buffers()
         if self.overlap is None or not self.overlap.holds_gradients:
             self.spend_gradients()

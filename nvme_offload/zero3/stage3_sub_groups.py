@@ -99,9 +99,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
             raise depends_on_values(self.optimizer, name)
 
     def _open_tier(self, param_groups: Any) -> None:
-        """Choose the device of updates, and check that states and gradients fit in memory and on the
-        drives.
-        """
+        """Choose the device of updates, and check that states and gradients fit."""
         params = [param for group in param_groups for param in group["params"]]
         sizes = [param.partition_numel() for param in params]
         uncut = [

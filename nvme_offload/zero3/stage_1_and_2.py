@@ -36,9 +36,7 @@ _LEAST_SUB_GROUP = 4096  # elements; smaller sub-groups would cost more time tha
 
 
 class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
-    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier. Sub-groups end at multiples of
-    `VECTOR_ELEMENTS`.
-    """
+    """DeepSpeed's optimizer of stages 1 and 2, with states in a tier."""
 
     has_offloaded_states = True
     single_partition_of_fp32_groups: list[torch.Tensor]
@@ -197,9 +195,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
     def _add(
         self, param: Any, gradient: torch.Tensor, *, to_earlier: bool = False, completes: bool
     ) -> None:
-        """Store *gradient*, this rank's part of *param*, and write the sum to it. *completes*: it is
-        the gradient of the step.
-        """
+        """Store *gradient*, this rank's part of *param*, and write the sum to it."""
         self._partly_reduced = True
         quiesce(self.tier)
         self.optimizer_swapper.give_back()
@@ -246,9 +242,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self.clear_grad_attribute(param)
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
-        """As in the base class, which has summed some gradients in a buffer on the accelerator and
-        would copy these to host memory.
-        """
+        """As in the base class, but sums on the accelerator are stored in the tier."""
         number = group[0] if group else None
         if number is None or not compat.sums_on_accelerator(self, number):
             super().copy_grads_in_partition(param, *group)
@@ -374,9 +368,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     @contextlib.contextmanager
     def in_memory(self, index: int, *, changed: bool = False) -> Iterator[dict[str, Any]]:
-        """Context in which sub-group *index* is in memory: its master weights, whose key is "", and
-        its states. With *changed*, changes to them are kept.
-        """
+        """Context with master weights (key "") and states in memory; *changed* keeps changes."""
         quiesce(self.tier)
         self.give_back()
         parameter = self.fp32_partitioned_groups_flat[index]

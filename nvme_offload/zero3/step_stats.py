@@ -21,7 +21,7 @@ __all__ = ["StepStats"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
-    """The `DriveUse` of one training step, from the end of the previous optimizer step to the end of this one.
+    """The `DriveUse` of one training step, from the end of the previous optimizer step to its own.
     Skipped steps (fp16 overflow) count too.
 
     Attributes

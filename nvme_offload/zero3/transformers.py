@@ -24,9 +24,7 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
 
     @classmethod
     def put_first(cls, trainer: Any) -> None:
-        """Add this callback to the Hugging Face *trainer*, or move it, before all others: a
-        reporter logs only metrics that were added before it runs.
-        """
+        """Put this callback first: a reporter logs only metrics that were added before it runs."""
         callback = trainer.pop_callback(cls) or cls()
         trainer.callback_handler.callbacks.insert(0, callback)
 
