@@ -8,8 +8,6 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from ..errors import UsageError, known
 from ..swap.drive_use import DriveUse, Meter
 
@@ -103,6 +101,8 @@ def last_step(trained: Any) -> DriveUse | None:
     """The transfers of the last step of an engine or an `NVMeOptimizer`, or of a wrapper with the
     optimizer of either; None before it ends. Raises: UsageError if nothing is offloaded.
     """
+    import torch
+
     for owner in (trained, getattr(trained, "optimizer", None)):
         if isinstance(owner, torch.nn.Module):
             continue  # an engine has the attributes of its model, which may be named clock
