@@ -230,7 +230,7 @@ def start(
         yield processes
 
 
-def finish(process: Process, timeout: float) -> Rank:
+def finish(process: Process, timeout: float = PATIENCE) -> Rank:
     """The report of *process*; it is killed when it takes longer than *timeout* seconds."""
     try:
         status: int | None = process.process.wait(timeout)
