@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import nvme_offload
 
@@ -27,6 +27,9 @@ OCCURRENCES = (1, 2, 5)
 # Where a thread of the package loops for as long as it lives. Its frame is there already when an
 # exception is to be raised.
 _LOOPS = ("_work", "_make_jobs")
+
+
+Found = TypeVar("Found")
 
 
 class Place(NamedTuple):
@@ -140,10 +143,18 @@ def raising(place: Place, error: BaseException) -> Iterator[Raising]:
         yield raised
 
 
-def sample(found: Sequence[Place], most: int, first: int = 0) -> Sequence[Place]:
-    """At most *most* of the places that were *found*, spread evenly, from the *first* on."""
+def sample(found: Sequence[Found], most: int, first: int = 0) -> Sequence[Found]:
+    """At most *most* of those that were *found*, spread evenly, from the *first* on."""
     step = max(-(-len(found) // most), 1)
     return found[first % step :: step]
+
+
+def each_line(found: Sequence[Place]) -> Sequence[Place]:
+    """One place of each line that was *found*; the next line has the next occurrence."""
+    lines: dict[tuple[str, int], list[Place]] = {}
+    for place in found:
+        lines.setdefault(place[:2], []).append(place)
+    return [of[number % len(of)] for number, of in enumerate(lines.values())]
 
 
 def stack(depth: int) -> str:

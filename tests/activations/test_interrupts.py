@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from activation_models import gradients, made, same
-from interrupts import Place, deadline, places, raising, sample
+from interrupts import Place, deadline, each_line, places, raising, sample
 from offloading import LateCopier, Make, left
 from torch import nn
 
@@ -65,39 +65,33 @@ def outcome(offload: save_on_nvme, place: Place, error: BaseException) -> str:
     return "exact" if left(offload) == (0, 0, []) else f"left {left(offload)}"
 
 
-def outcomes(make: Make, late: bool, most: int) -> dict[str, str]:
-    """The `outcome` other than "exact" at *most* lines of a step, by place."""
+# What a pass calls below this package's contexts; tests/faults/test_interrupts.py has each of its lines.
+BELOW = ("swap/", "store/", "io/", "errors.py", "units.py")
 
-    def context() -> save_on_nvme:
-        offload = make(host_memory=(32 if late else 64) << 10)
-        if late:
-            offload._cache._copier = LateCopier(seed=1)
-        return offload
 
-    offload = context()
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_works_after_an_exception_at_any_line(late: bool, every: bool, make: Make) -> None:
+    """At some lines, or at each line of the package's contexts and at some of those below."""
+
+    offload = make(host_memory=(32 if late else 64) << 10)
+    if late:
+        offload._cache._copier = LateCopier(seed=1)
     model, x = made("layers")
     gradients(model, x, offload)
     found = places(lambda: gradients(model, x, offload))
     assert len(found) > 500
+    below = [place for place in found if place.file.startswith(BELOW)]
+    own = each_line([place for place in found if not place.file.startswith(BELOW)])
+    chosen = [*own, *sample(below, 120)] if every else sample(found, 25)
     wrong = {}
-    for number, place in enumerate(sample(found, most)):
+    for number, place in enumerate(chosen):
         error = (KeyboardInterrupt(), MemoryError())[number % 2]
         with deadline(ENOUGH_SECONDS):
             said = outcome(offload, place, error)
         if said != "exact":
             wrong[f"{type(error).__name__} at {place}"] = said
-    return wrong
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_pass_works_after_an_exception_at_some_line(late: bool, make: Make) -> None:
-    assert outcomes(make, late, 25) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-def test_a_pass_works_after_an_exception_at_any_line(late: bool, make: Make) -> None:
-    assert outcomes(make, late, 1000) == {}
+    assert wrong == {}
 
 
 def test_a_graph_from_before_is_refused(make: Make) -> None:

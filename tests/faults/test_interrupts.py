@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interrupts import Hang, Place, Raising, deadline, places, raising, sample
+from interrupts import Hang, Place, Raising, deadline, each_line, places, raising, sample
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -122,24 +122,16 @@ def outcome(at: Place, error: BaseException, place: Path) -> str:
         return f"wrong: {type(failure).__name__}: {failure} after {raised.where}"
 
 
-def matrix(place: Path, most: int) -> None:
-    all_places = found(place)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_exception_at_any_line_leaves_right_values_or_is_known(tmp_path, every):
+    all_places = found(tmp_path)
     outcomes: Counter[str] = Counter()
-    for index, at in enumerate(sample(all_places, most)):
+    for index, at in enumerate(each_line(all_places) if every else sample(all_places, 160)):
         error = (KeyboardInterrupt, MemoryError)[index % 2]("made up")
-        outcomes[outcome(at, error, place)] += 1
+        outcomes[outcome(at, error, tmp_path)] += 1
     assert outcomes.keys() <= {"exact", "refused", "unreached"}, outcomes
     assert outcomes["exact"] > 0, outcomes
     assert outcomes["refused"] > 0, outcomes
-
-
-def test_an_exception_at_a_line_leaves_right_values_or_is_known(tmp_path):
-    matrix(tmp_path, 160)
-
-
-@pytest.mark.slow
-def test_an_exception_at_any_line_leaves_right_values_or_is_known(tmp_path):
-    matrix(tmp_path, 2000)
 
 
 def test_a_wait_that_is_interrupted_changes_nothing(tmp_path, monkeypatch):

@@ -2,11 +2,11 @@
 `test_recovery.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for
-an exception at every "stride"th call of a step, one after the other, "passes" for one at every "stride"th call
+an exception at "each" calls of every kind that a step makes, one after the other, "passes" for the calls
 of the user's code, and of swapper and store, in forward and backward, "write" for a drive on which
 no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment
 function with an unknown key, "lines" for an exception at "most" of the lines of the package that a
-step executes, "warm" steps after a load, "none" for nothing.
+step executes, from the "first" on, "warm" steps after a load, "none" for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch import Case
 
@@ -40,6 +39,14 @@ CALLS = {
 }
 
 
+class Cut(NamedTuple):
+    """The *occurrence*th call of a *kind*, of which none is the ""th; *number* chooses the error."""
+
+    kind: str = ""
+    occurrence: int = 0
+    number: int = 0
+
+
 class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
     """Raises at one call while it is armed: the calls into swapper, store, optimizer and torch are
     counted, the first two also as they return.
@@ -47,8 +54,9 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
-        self.left = -1
+        self.cut = Cut()
+        self.counting = False
+        self.calls = collections.Counter[str]()
         self.where = ""
 
     def __torch_function__(
@@ -60,8 +68,10 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
         return function(*args, **(kwargs or {}))
 
     def count(self, where: str) -> None:
-        self.left -= 1
-        if self.left == 0:
+        if not self.counting:
+            return
+        self.calls[where] += 1
+        if (where, self.calls[where]) == self.cut[:2]:
             self.where = where
             raise self.error()
 
@@ -71,7 +81,7 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
         io = IOFailure(
             5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0
         )
-        return (io, KeyboardInterrupt(), RuntimeError("made up"))[self.number % 3]
+        return (io, KeyboardInterrupt(), RuntimeError("made up"))[self.cut.number % 3]
 
     def around(
         self, where: str, function: Callable[..., Any], twice: bool = True
@@ -87,14 +97,13 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
         return counted
 
     @contextlib.contextmanager
-    def armed(self, number: int) -> Iterator[None]:
-        self.left = self.number = number
-        self.where = ""
+    def armed(self, cut: Cut) -> Iterator[None]:
+        self.cut, self.where, self.counting = cut, "", True
+        self.calls.clear()
         try:
-            with self:
-                yield
+            yield
         finally:
-            self.left = -1
+            self.counting = False
 
 
 def main(request: dict[str, Any]) -> None:
@@ -108,13 +117,15 @@ def main(request: dict[str, Any]) -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     training = Training(Case(**request["case"]), request["directory"], True, watch)
     place = str(Path(request["directory"], "checkpoint"))
-    at_every = functools.partial(at_calls, stride=request.get("stride", 1))
-    in_passes = functools.partial(at_passes, stride=request.get("stride", 1))
+    each = request.get("each", 0)
     cuts = {
-        "calls": at_every,
-        "passes": in_passes,
+        "calls": functools.partial(at_calls, each=each),
+        "passes": functools.partial(at_passes, each=each),
         "lines": functools.partial(
-            at_lines, most=request.get("most", 0), warm=request.get("warm", 0)
+            at_lines,
+            most=request.get("most", 0),
+            first=request.get("first", 0),
+            warm=request.get("warm", 0),
         ),
         "write": in_a_write,
         "none": undisturbed,
@@ -184,17 +195,17 @@ def count_calls(cuts: Cuts) -> None:
             setattr(owner, name, cuts.around(f"{owner.__name__}.{name}", getattr(owner, name)))
 
 
-# the context of a step that is cut at the call of that number
-Armed = Callable[[int], contextlib.AbstractContextManager[None]]
+# the context of a step that is cut
+Armed = Callable[[Cut], contextlib.AbstractContextManager[None]]
 
 
 def one_by_one(
     training: Training,
     place: str,
-    stride: int,
+    each: int,
     arm: Callable[[Any, Cuts], tuple[Armed, Callable[[], list[str]]]],
 ) -> dict[str, Any]:
-    """Cut a step at every *stride*th of its calls, and load and go on after each. *arm* also has
+    """Cut a step at *each* calls of every kind, spread evenly, and load and go on after each. *arm* also has
     the expected message of an engine after an exception.
     """
     engine = begin(training, place)
@@ -203,20 +214,26 @@ def one_by_one(
     cuts = Cuts()
     count_calls(cuts)
     armed, faults = arm(engine, cuts)
+    with armed(Cut()):
+        training._step(engine, FIRST, 0)
+    planned = [
+        (kind, occurrence)
+        for kind, count in sorted(cuts.calls.items())
+        for occurrence in sample(range(1, count + 1), each)
+    ]
+    load(engine, place, passes)
     seen = collections.Counter[str]()
-    for number in itertools.count(stride, stride):
+    for number, (kind, occurrence) in enumerate(planned):
         came = "nothing"  # the swapper keeps the failure of a transfer for who needs the value
         try:
-            with armed(number):
+            with armed(Cut(kind, occurrence, number)):
                 training._step(engine, FIRST, 0)
         except BaseException as error:
             if not cuts.where:
                 raise
             came = type(error).__name__
-        if not cuts.where:
-            break  # there were fewer calls
-        failure = f"{number}: {cuts.where}: {came}"
-        seen[cuts.where] += 1
+        failure = f"{kind} {occurrence}: {came}"
+        seen[cuts.where or "not reached"] += 1
         seen["partly"] += bool(engine.optimizer.partly_changed)
         wrong += [f"{failure}: {fault}" for fault in faults()]
         try:
@@ -230,8 +247,8 @@ def one_by_one(
     return {"seen": +seen, "wrong": wrong}
 
 
-def at_passes(training: Training, place: str, stride: int) -> dict[str, Any]:
-    """An exception at every *stride*th call that the forward and backward passes of a step make, of
+def at_passes(training: Training, place: str, each: int) -> dict[str, Any]:
+    """An exception at *each* calls of every kind that the forward and backward passes of a step make: of
     the user's hooks, the swapper's or the store's.
     """
 
@@ -246,27 +263,26 @@ def at_passes(training: Training, place: str, stride: int) -> dict[str, Any]:
         step = engine.step
 
         def past(*args: Any, **named: Any) -> None:
-            left, cuts.left = cuts.left, -1  # what raises in there is another test's
+            cuts.counting = False  # what raises in there is another test's
             step(*args, **named)
-            cuts.left = left
+            cuts.counting = True
 
         @contextlib.contextmanager
-        def armed(number: int) -> Iterator[None]:
+        def armed(cut: Cut) -> Iterator[None]:
             engine.step = past
-            cuts.left, cuts.number, cuts.where = number, number, ""
             try:
-                yield
+                with cuts.armed(cut):
+                    yield
             finally:
-                cuts.left = -1
                 del engine.step
 
         return armed, list
 
-    return one_by_one(training, place, stride, arm)
+    return one_by_one(training, place, each, arm)
 
 
-def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[str, Any]:
-    """An exception at *most* lines of the package that a step executes, *warm* steps after a load.
+def at_lines(training: Training, place: str, *, most: int, first: int, warm: int) -> dict[str, Any]:
+    """An exception at *most* lines of the package that a step executes, from the *first* on, *warm* steps after a load.
     The step is then repeated: it comes to the same bits, or is refused, and a load restores them.
     """
     with watched():
@@ -312,7 +328,7 @@ def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[st
     go_on(cut)
     found = places(lambda: training._step(engine, cut, 0))
     seen, wrong = collections.Counter[str](), []
-    for number, line in enumerate(sample(found, most)):
+    for number, line in enumerate(sample(found, most, first)):
         error = (KeyboardInterrupt(), MemoryError())[number % 2]
         came: BaseException | None = None
         go_on(cut)
@@ -343,8 +359,8 @@ def at_lines(training: Training, place: str, *, most: int, warm: int) -> dict[st
     return {"places": len(found), "seen": seen, "wrong": wrong}
 
 
-def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
-    """An exception at every *stride*th call of a step, one after the other."""
+def at_calls(training: Training, place: str, each: int) -> dict[str, Any]:
+    """An exception at *each* calls of every kind that a step makes, one after the other."""
     from nvme_offload import OffloadError
 
     def arm(engine: Any, cuts: Cuts) -> tuple[Armed, Callable[[], list[str]]]:
@@ -353,12 +369,13 @@ def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
         step = engine.optimizer.step
 
         @contextlib.contextmanager
-        def armed(number: int) -> Iterator[None]:
-            def cut(*args: Any, **named: Any) -> None:
-                with cuts.armed(number):
+        def armed(cut: Cut) -> Iterator[None]:
+            def stepping(*args: Any, **named: Any) -> None:
+                # the mode sees torch's functions
+                with cuts.armed(cut), cuts:
                     step(*args, **named)
 
-            engine.optimizer.step = cut
+            engine.optimizer.step = stepping
             try:
                 yield
             finally:
@@ -381,7 +398,7 @@ def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
 
         return armed, faults
 
-    return one_by_one(training, place, stride, arm)
+    return one_by_one(training, place, each, arm)
 
 
 def in_a_write(training: Training, place: str) -> dict[str, Any]:

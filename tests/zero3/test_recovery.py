@@ -49,8 +49,6 @@ CASES = {
         section=LAST,
     ),
 }
-# of a step's hundreds of calls one in so many
-STRIDES = {"states": 3, "both": 7, "split": 11, "parameters": 5, "last": 31}
 
 
 def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
@@ -58,35 +56,33 @@ def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
         tmp_path,
         Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST),
         "calls",
-        stride=21,
+        each=1,
     )
     assert result["wrong"] == []
-    assert len(result["seen"]) > 3, result["seen"]
+    assert len(result["seen"]) > 10, result["seen"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_a_step_is_undone_by_a_load(name, tmp_path):
-    result = run(tmp_path, CASES[name], "calls", stride=STRIDES[name])
+    result = run(tmp_path, CASES[name], "calls", each=6)
     assert result["wrong"] == []
     seen = result["seen"]
-    assert seen["torch"] > 5, seen
+    assert seen["torch"] > 4, seen
     assert seen["partly"] > 5, seen
     assert len([place for place in seen if place.startswith("Tensor")]) > 2, seen
 
 
 def test_an_exception_at_some_calls_of_forward_and_backward_is_undone_by_a_load(tmp_path):
-    result = run(tmp_path, CASES["last"].but(section=SMALLEST), "passes", stride=29)
+    result = run(tmp_path, CASES["last"].but(section=SMALLEST), "passes", each=1)
     assert result["wrong"] == []
-    assert len(result["seen"]) > 3, result["seen"]
+    assert len(result["seen"]) > 10, result["seen"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_forward_and_backward_is_undone_by_a_load(name, tmp_path):
-    # Every one: whether the few calls of the user's code are even or odd ones depends on which
-    # reads are done by then.
-    result = run(tmp_path, CASES[name], "passes", stride=1)
+    result = run(tmp_path, CASES[name], "passes", each=6)
     assert result["wrong"] == []
     seen = result["seen"]
     assert seen["forward"] > 0, seen
@@ -130,12 +126,14 @@ def test_an_exception_at_some_lines_of_a_step_is_reported_and_undone_by_a_load(n
 @pytest.mark.parametrize("name", LINES)
 def test_an_exception_at_any_line_of_a_step_is_reported_and_undone_by_a_load(name, tmp_path):
     case, warm = LINES[name]
-    result = run(tmp_path, case, "lines", most=100, warm=warm)
+    # of the lines that cases share, each case tries others
+    first = 11 * [*LINES].index(name)
+    result = run(tmp_path, case, "lines", most=60, first=first, warm=warm)
     assert result["wrong"] == []
     # After the first update in backward, nothing but a load goes on.
     least = 0 if case.section.get("step_in_backward") else 4
     assert result["seen"].get("exact", 0) >= least, result
-    assert result["seen"]["refused and restored"] > 30, result
+    assert result["seen"]["refused and restored"] > 15, result
 
 
 STREAMED = Case(model="blocks", parameters="nvme", sub_group_size=9000, section=SMALLEST)
