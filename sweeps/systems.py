@@ -88,12 +88,16 @@ def _model(job: dict[str, Any], gpus: int = 1, device: torch.device | None = Non
     return _example()["make_model"](job["model"], device or _device(), gpus)
 
 
-def _plain(model: Callable[..., Any], optimizer: Any) -> Step:
+def _plain(
+    model: Callable[..., Any], optimizer: Any, clip: Callable[[], Any] | None = None
+) -> Step:
     """A plain training step."""
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(tokens)
         loss.backward()
+        if clip is not None:
+            clip()
         found = float(loss)  # waits for the GPU
         optimizer.step()
         optimizer.zero_grad()
@@ -105,8 +109,13 @@ def _plain(model: Callable[..., Any], optimizer: Any) -> Step:
 _IN_BACKWARD = {"step_in_backward": True, **_ADAMW, "fused": True}
 
 
-def _ours(state_format: str, job: dict[str, Any], model: Any = None) -> Step:
-    """*model*, by default on the GPUs, with packed states in host memory and on the drive."""
+def _ours(
+    state_format: str, job: dict[str, Any], model: Any = None, clips: bool = False, **when: Any
+) -> Step:
+    """*model*, by default on the GPUs, with packed states in host memory and on the drive. *when*:
+    options of `NVMeOptimizer`; updates run in backward by default. *clips*: to a norm that no
+    gradient reaches.
+    """
     from nvme_offload import NVMeOptimizer
 
     model = _model(job, job["gpus"]) if model is None else model
@@ -116,9 +125,9 @@ def _ours(state_format: str, job: dict[str, Any], model: Any = None) -> Step:
         paths=job["directory"],
         host_memory=job["host_memory"],
         state_format=state_format,
-        **_IN_BACKWARD,
+        **{**_IN_BACKWARD, **when},
     )
-    return _plain(model, optimizer)
+    return _plain(model, optimizer, (lambda: optimizer.clip_grad_norm_(1000.0)) if clips else None)
 
 
 def _streamed(state_format: str, job: dict[str, Any]) -> Step:
@@ -286,10 +295,24 @@ def _megatrain(job: dict[str, Any]) -> Step:
 
 SYSTEMS = {
     "compact": System('NVMeOptimizer, "compact", in backward', functools.partial(_ours, "compact")),
+    "compact-after": System(
+        'NVMeOptimizer, "compact", after backward',
+        functools.partial(_ours, "compact", step_in_backward=False),
+    ),
+    "compact-overlap": System(
+        'NVMeOptimizer, "compact", provisional, `overlap_step`, clipping',
+        functools.partial(
+            _ours, "compact", clips=True, step_in_backward="provisional", overlap_step=True
+        ),
+    ),
     "zero3": System('ZeRO-3 with nvme_offload, "compact"', _ours_in_zero3),
     "zero3-exact": System(
         'ZeRO-3 with nvme_offload, "exact"',
         functools.partial(_ours_in_zero3, state_format="exact"),
+    ),
+    "zero3-exact-backward": System(
+        'ZeRO-3 with nvme_offload, "exact", `step_in_backward`',
+        functools.partial(_ours_in_zero3, state_format="exact", step_in_backward=True),
     ),
     "zero3-backward": System(
         'ZeRO-3 with nvme_offload, "compact", `step_in_backward`',
