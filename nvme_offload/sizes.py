@@ -17,8 +17,13 @@ IN_MEMORY = 16
 LARGEST_SUB_GROUP = 1 << 26
 # One part in this many of a GPU's memory is left for steps that need more than those before.
 MARGIN_PARTS = 10
-# Larger buckets gain nothing, and take several times as much GPU memory.
+# Larger buckets gain nothing on a drive, and take several times as much GPU memory.
 LARGEST_BUCKET_BYTES = 128 << 20
+# Where host memory holds all states and a GPU updates them, the Python for each bucket limits a step. The
+# buckets in flight take one part in so many of the GPU's memory at most.
+LARGEST_IN_MEMORY_BYTES = 256 << 20
+GPU_PARTS = 32
+PLACES = 3  # buckets on a GPU: one is filled, one is computed on, one is emptied
 # One part in this many of the budget of `NVMeOptimizer` is scratch memory for updates on CPUs.
 SCRATCH_PARTS = 8
 # Share of the updates that run in the forward pass where they run in both passes. The forward pass takes
@@ -41,12 +46,17 @@ LATER_BYTES = 1 << 30
 _HELD_SHARE, _PASSING = 0.95, 6
 
 
-def bucket_elements(cap_bytes: int, value_bytes: float, scratch_bytes: float) -> float:
+def bucket_elements(
+    cap_bytes: int, value_bytes: float, scratch_bytes: float, gpu_bytes: int = 0
+) -> float:
     """Elements of a bucket of `NVMeOptimizer` with a budget of *cap_bytes*. An element takes
-    *value_bytes* in the value, and *scratch_bytes* during an update.
+    *value_bytes* in the value, and *scratch_bytes* during an update. *gpu_bytes*: the memory of the
+    GPU that makes the updates, if the budget holds all values; otherwise 0.
     """
-    largest = min(LARGEST_BUCKET_BYTES, cap_bytes // IN_MEMORY)
-    return largest / max(value_bytes, scratch_bytes / 2, 1.0)
+    part = cap_bytes // IN_MEMORY
+    elements = min(LARGEST_BUCKET_BYTES, part) / max(value_bytes, scratch_bytes / 2, 1.0)
+    on_gpu = gpu_bytes / GPU_PARTS / (PLACES * value_bytes + scratch_bytes + 1)
+    return max(elements, min(min(LARGEST_IN_MEMORY_BYTES, part) / max(value_bytes, 1.0), on_gpu))
 
 
 def kept_for_later(left_bytes: int, parts: int) -> int:

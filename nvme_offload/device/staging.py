@@ -13,12 +13,12 @@ import torch
 
 from ..errors import OutOfHostMemoryError
 from ..optimizer_states.tree import dense_strides
+from ..sizes import PLACES
 from ..swap.tier import Tier
 from .copies import CopyStreams
 
 CPU = torch.device("cpu")
 _ALIGNED_BYTES = 256  # the alignment of tensors in PyTorch's CUDA allocator
-PLACES = 3  # buffers on a GPU: one is filled, one is computed on, one is emptied
 # Bytes of values that stay in host memory and are being copied back there. Beyond this, the CPU
 # waits for the oldest copy. It is enough for the updates of several layers, so that autograd can
 # launch the backward pass of the next layer meanwhile.

@@ -16,7 +16,7 @@ import torch
 from ..errors import UnsupportedError, UsageError
 from ..swap.tier import Tier
 from .bucketing import Bucketing
-from .buckets import Bucket, Form, Weight, is_distributed, local_as_it_is, offset_of
+from .buckets import Bucket, Form, Weight, is_distributed, local, local_as_it_is, offset_of
 from .budget import Budget
 from .options import When
 from .update import Updater
@@ -154,12 +154,15 @@ class Binding:
         bucket with others.
         """
         before = {id(weight.parameter): weight for weight in plan.bound_again}
+        elements = sum(local(one).numel() for _, one in parameters_of(groups) if one.requires_grad)
         weights: list[Weight] = []
         buckets: list[Bucket] = []
         for index, group in enumerate(groups):
             new = [one for one in group["params"] if id(one) not in self._by_id]
             if new:
-                made = self._bucketing.admit(index, new, options(index, group), before, updated)
+                made = self._bucketing.admit(
+                    index, new, options(index, group), before, updated, elements
+                )
                 weights += made[0]
                 buckets += made[1]
         buckets = self._bucketing.joined(buckets)

@@ -83,16 +83,18 @@ class Bucketing:
         options: Mapping[str, Any],
         before: Mapping[int, Weight],
         updated: Container[Weight],
+        elements: int,
     ) -> tuple[list[Weight], list[Bucket]]:
         """Make weights and buckets of the *parameters* of the group with *index*. Parameters that
         were bound *before*, looked up by id, keep their `Weight`. Weights that were *updated* in
-        this step do not share a bucket with other weights.
+        this step do not share a bucket with other weights. *elements*: of all groups.
         """
         for parameter in parameters:
             _check(parameter)
         weights: list[Weight] = []
         buckets: list[Bucket] = []
-        for kind, most in self._kinds(index, parameters, options, before, updated):
+        kinds = self._kinds(index, parameters, options, before, updated, elements)
+        for kind, most in kinds:
             tensors = [local(weight.parameter) for weight in kind]
             divisible = [
                 tensor.is_contiguous() and weight.traits.elementwise
@@ -257,6 +259,7 @@ class Bucketing:
         options: Mapping[str, Any],
         before: Mapping[int, Weight],
         updated: Container[Weight],
+        elements: int,
     ) -> Iterator[tuple[list[Weight], int]]:
         """Yield runs of *parameters* of one kind, each with the most elements for its buckets."""
 
@@ -270,9 +273,11 @@ class Bucketing:
             return known
 
         dimensions = _dimensions(parameters)
-        for (dtype, _, device, *_), run in itertools.groupby(
-            parameters,
+        # The states of a scalar are not packed, so it would keep others from an update in one pass.
+        for (_, dtype, device, place, *_), run in itertools.groupby(
+            sorted(parameters, key=_is_scalar),
             lambda parameter: (
+                _is_scalar(parameter),
                 parameter.dtype,
                 local(parameter).device,
                 self._place_updates(parameter),
@@ -296,9 +301,10 @@ class Bucketing:
             )
             if self._gradients:
                 value_bytes = max(value_bytes, dtype.itemsize)
-            most = most_elements(
-                self._budget.cap_bytes, value_bytes, self._beside_bytes(found, dtype, device)
-            )
+            each = value_bytes + (dtype.itemsize if self._gradients else 0)
+            cap, beside = self._budget.cap_bytes, self._beside_bytes(found, dtype, place)
+            gpu_bytes = _memory_of(place) if each * elements <= cap else 0
+            most = most_elements(cap, value_bytes, beside, gpu_bytes)
             yield (
                 weights,
                 most
@@ -346,6 +352,14 @@ class Bucketing:
         if what not in self._told:
             self._told.add(what)
             _log.info("%s updates %s (%s)", self._name, what, traits.why)
+
+
+def _is_scalar(parameter: torch.Tensor) -> bool:
+    return local(parameter).dim() == 0
+
+
+def _memory_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def _dimensions(parameters: Sequence[torch.Tensor]) -> list[int]:

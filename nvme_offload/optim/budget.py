@@ -36,11 +36,11 @@ def beside_bytes(
     )
 
 
-def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
+def most_elements(cap_bytes: int, value_bytes: float, beside: int, gpu_bytes: int = 0) -> int:
     """The most elements of a bucket, each of which takes *value_bytes*, and *beside* bytes of
-    scratch memory.
+    scratch memory. *gpu_bytes*: see `bucket_elements`.
     """
-    wanted = bucket_elements(cap_bytes, value_bytes, beside)
+    wanted = bucket_elements(cap_bytes, value_bytes, beside, gpu_bytes)
     return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..device.staging import PLACES, Stager
+from ..device.staging import Stager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
     Layout,
@@ -30,6 +30,7 @@ from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kern
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import Key, drop_memory, travelling
+from ..sizes import PLACES
 from ..swap.tier import Tier
 from ..units import format_bytes
 from ..update.records import Records, Unit

@@ -20,6 +20,7 @@ from ..sizes import (
     LARGEST_BUCKET_BYTES,
     LARGEST_SUB_GROUP,
     LEAST_BUDGET_BYTES,
+    PLACES,
     SCRATCH_PARTS,
     STREAMED_BUCKET_BYTES,
     STREAMED_SLOTS,
@@ -39,7 +40,7 @@ DEEPSPEED_NVME_HOST_BYTES = 17.5
 
 AHEAD = 2  # sub-groups of memory for reading ahead
 _ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # values are rounded up to pages
-_PLACES = 3  # buckets of `NVMeOptimizer`, or sub-groups of ZeRO-3, on a GPU at a time
+
 # Scratch bytes of an element during its update: the widened gradient, copies and new states; on CPUs
 # also for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and bfloat16.
 _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 16, "compact24": 16}
@@ -215,7 +216,7 @@ def needs(
     if strategy.door == "zero3" and strategy.update_device == "gpu":  # sub-groups, one unpacked
         sub_group = _sub_group(model, world)
         unpacked = int((strategy.beside_bytes + strategy.gradient_bytes) * sub_group)
-        gpu_bytes += int(_PLACES * strategy.state_bytes * sub_group)
+        gpu_bytes += int(PLACES * strategy.state_bytes * sub_group)
         activations = max(activations, unpacked)
     return Needs(gpu_bytes + activations, _host_bytes(strategy, model, world), int(drive))
 
@@ -255,7 +256,7 @@ def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulatio
         stays = 2 * largest if largest > 2 * STREAMED_BUCKET_BYTES else 0
         weights = min(STREAMED_SLOTS * (STREAMED_BUCKET_BYTES if stays else each) + stays, weights)
     bucket = _bucket_elements(strategy, LARGEST_BUCKET_BYTES * IN_MEMORY)
-    staged = (_PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, trained)
+    staged = (PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, trained)
     return int(weights + WEIGHT_BYTES * (gradients + gathered) + staged)
 
 
@@ -396,7 +397,7 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
         return Streamed(weights * max(1 - budget / weights, 0.0), 0.0, 0.0, 0.0)
     if strategy.door == "plain":
         stays = _values_budget(strategy, budget)
-        stays -= _PLACES * states * _bucket_elements(strategy, budget)
+        stays -= PLACES * states * _bucket_elements(strategy, budget)
     else:
         wanted = _footprint(strategy, model, world).wanted_elements(budget)
         stays = budget - (beside + AHEAD * states) * _sub_group(model, world, wanted)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from ..device.staging import CPU, PLACES
+from ..device.staging import CPU
 from ..errors import UnsupportedError
 from ..optimizer_states import BLOCK
+from ..sizes import PLACES
 from . import compat, states
 from .agreement import all_or_none
 from .once_per_step import computed_from_values, depends_on_values
