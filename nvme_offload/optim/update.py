@@ -16,11 +16,13 @@ import torch
 from ..device.staging import Stager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
+    Findings,
     Layout,
     StateFormat,
     far_blocks,
     least_eps,
     looks_at,
+    mark_far_blocks,
     put_in_place,
     round_near,
     wide_enough,
@@ -28,6 +30,7 @@ from ..optimizer_states import (
 )
 from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
+from ..optimizer_states.packed import Look
 from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..sizes import PLACES
@@ -55,6 +58,9 @@ class Updater(Records):
         self.slack_bytes = 0  # host memory that is kept for scratch
         self._widened_when: int | None = None
         self._far: torch.Tensor | None = None  # blocks of the bucket in use
+        # Of the looks in a later step than the first; `_heed` widens the states in the step after it.
+        self._findings = Findings()
+        self._looked_in: int | None = None  # the seed of that step
         self._resident_bytes = 0  # of the process, after the last trim
         # attributes set by the program, for inner optimizers made later
         self.attributes: dict[str, Any] = {}
@@ -65,14 +71,14 @@ class Updater(Records):
 
     @property
     def wide(self) -> bool:
-        """Whether states are kept in 16 bits where 8 would be too few. Set it before loading states
-        that were kept in 16 bits.
+        """Whether states are kept in 16 bits where 8 would be too few, from the next step on at the
+        latest. Set it before loading states that were kept in 16 bits.
         """
-        return self._format.wide
+        return self._format.wide or (self._looked_in is not None and self._findings.found())
 
     @wide.setter
     def wide(self, needed: bool) -> None:
-        self._widened_when = None
+        self._forget_looks()
         self._format = dataclasses.replace(
             self._format, wide=self._format.wide or (needed and self._format.eight_bit)
         )
@@ -109,6 +115,7 @@ class Updater(Records):
         the inner optimizer left them. *progress* records when the change begins.
         """
         first = bucket.inner is None
+        self._heed(seed)
         self._format = wide_enough(self._format, self._name, options.values())
         with self._on_stream(bucket):
             inner = self._stepped_in_one_pass(bucket, memory, options, seed, progress)
@@ -152,6 +159,7 @@ class Updater(Records):
         """Whether the state format leaves the layout of *bucket* unchanged in a step with this
         *seed*.
         """
+        self._heed(seed)
         return not looks_at(self._format, seed + 1) and not self._is_too_narrow(
             known(bucket.layout)
         )
@@ -170,7 +178,7 @@ class Updater(Records):
     def reset(self, buckets: Iterable[Bucket]) -> None:
         """As `recover`, before the swapper is reset."""
         self.recover(buckets)
-        self._widened_when = None
+        self._forget_looks()
 
     # Whole values, for checkpoints; on the CPU, wherever the parameters are.
 
@@ -280,11 +288,11 @@ class Updater(Records):
         """The inner optimizer after a step over packed states, in one pass on the CPU or by few
         kernels on a GPU; None, with nothing changed, if the optimizer has to make it.
         """
-        layout = known(bucket.layout)
+        layout, looks = known(bucket.layout), looks_at(self._format, seed + 1)
         if (
             bucket.inner is None
             or self._is_too_narrow(layout)
-            or looks_at(self._format, seed + 1)
+            or (looks and (seed == 0 or bucket.device.type == "cpu"))
             or not is_packed_adam(bucket.inner, layout)
         ):
             return None
@@ -307,6 +315,8 @@ class Updater(Records):
             gradients[fragment] = fragment.in_memory_order(gradient.resolve_neg())
             if flat.data_ptr() != weight.data_ptr() or fragment.is_scattered:
                 put_back.append((fragment, flat.as_strided(fragment.shape, fragment.strides)))
+        if looks and len(gradients) < len(bucket.fragments):  # it looks at all states
+            return None
         groups = dict(zip(bucket.groups, inner.param_groups, strict=True))
 
         def parts(there: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[Part]:
@@ -339,11 +349,17 @@ class Updater(Records):
                 return None
         elif not can_step_by_kernels(inner, own):
             return None
-        elif bucket.visits_device:
-            there, brought = self._brought(bucket, flats, gradients)
-            step_by_kernels(*how, parts(there, brought.values()), seed, begin)
         else:
-            step_by_kernels(*how, own, seed, begin)
+            if bucket.visits_device:
+                there, brought = self._brought(bucket, flats, gradients)
+                own = parts(there, brought.values())
+            look = None
+            if looks:
+                look = Look(self._findings.flag(bucket.device), least_eps(options.values()))
+            step_by_kernels(*how, own, seed, begin, look)
+            if looks:
+                self._findings.note(bucket.device)
+                self._looked_in = seed
         self._put_back(bucket, flats, there, put_back)
         return inner
 
@@ -399,10 +415,16 @@ class Updater(Records):
         memory, states = self._collected(bucket, memory, master, states)
         names = bucket.block_names() if self._format.eight_bit else None
         if steps and looks_at(self._format, seed + 1):
-            if self._widen(known(bucket.layout), states, seed, options.values()):
-                memory, states = self._collected(bucket, memory, master, states)
-            if self._widened_when == seed:
-                round_near(known(bucket.layout), states, self._far, seed, names)
+            layout = known(bucket.layout)
+            if seed == 0:  # nothing was rounded yet
+                if self._widen(layout, states, seed, options.values()):
+                    memory, states = self._collected(bucket, memory, master, states)
+                if self._widened_when == seed:
+                    round_near(known(bucket.layout), states, self._far, seed, names)
+            elif not self._format.wide:
+                eps = least_eps(options.values())
+                self._findings.add(mark_far_blocks(layout, states, eps))
+                self._looked_in = seed
         self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
         if master is not None or bucket.visits_device:
             apart = [
@@ -470,6 +492,17 @@ class Updater(Records):
             return False
         self._format, self._widened_when = widened(self._format, self._name), when
         return True
+
+    def _forget_looks(self) -> None:
+        self._widened_when = self._looked_in = None
+        self._findings = Findings()
+
+    def _heed(self, seed: int) -> None:
+        """Widen the states if a look in a step before the step of *seed* shows that 8 bits are too few."""
+        if self._looked_in not in (None, seed):
+            self._looked_in = None
+            if self._findings.found() and not self._format.wide:
+                self._format = widened(self._format, self._name)
 
     def _room_beside(
         self, bucket: Bucket, layout: Layout

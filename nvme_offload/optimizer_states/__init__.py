@@ -14,11 +14,21 @@ from .formats import (
     state_format,
 )
 from .rounding import BLOCK, block_names
-from .widening import far_blocks, least_eps, looks_at, round_near, wide_enough, widened
+from .widening import (
+    Findings,
+    far_blocks,
+    least_eps,
+    looks_at,
+    mark_far_blocks,
+    round_near,
+    wide_enough,
+    widened,
+)
 
 __all__ = [
     "BLOCK",
     "FORMATS",
+    "Findings",
     "Layout",
     "Slot",
     "StateFormat",
@@ -27,6 +37,7 @@ __all__ = [
     "far_blocks",
     "least_eps",
     "looks_at",
+    "mark_far_blocks",
     "put_in_place",
     "round_near",
     "state_format",

@@ -24,7 +24,7 @@ from ..errors import known
 from .formats import Layout, StateFormat
 from .on_gpu import kernels, packs_in_one_pass, reason
 from .one_pass import STATES, Part
-from .packed import Packed, Unpacked, bits_of
+from .packed import Look, Packed, Unpacked, bits_of
 from .rounding import BLOCK
 from .traits import raw_step
 
@@ -59,9 +59,11 @@ def step_by_kernels(
     parts: Sequence[Part],
     seed: int,
     begin: Callable[[], None],
+    look: Look | None = None,
 ) -> None:
     """Make a step of *optimizer* over the packed states in *buffer*, and advance its step counts.
-    Parameters: see `one_pass.step_in_one_pass`; `can_step_by_kernels` must be true.
+    Parameters: see `one_pass.step_in_one_pass`; `can_step_by_kernels` must be true. *look*: for far
+    blocks of the new second moments.
     """
     by, parts = kernels(buffer.device), [part for part in parts if part.weight.numel()]
     steps_there = all(optimizer.state[part.parameter]["step"].is_cuda for part in parts)
@@ -69,7 +71,7 @@ def step_by_kernels(
         _gives_bits_of_torch(buffer.device, type(optimizer), group) for group, _ in _by_group(parts)
     ):
         begin()
-        _step_in_one_kernel(optimizer, state_format, layout, buffer, parts, seed)
+        _step_in_one_kernel(optimizer, state_format, layout, buffer, parts, seed, look)
         return
     splits = state_format.splits_master and layout.master is not None
     widens = any(part.gradient.dtype != torch.float32 for part in parts)
@@ -87,6 +89,12 @@ def step_by_kernels(
     for group, chosen in _by_group(parts):
         _update(optimizer, group, chosen, [by_parameter[id(part)] for part in chosen])
     for part, one, into in zip(parts, packed, unpacked, strict=True):
+        if look is not None:
+            far = torch.zeros(
+                -(-part.weight.numel() // BLOCK), dtype=torch.bool, device=buffer.device
+            )
+            by.mark_far(into.moments[1], into.moments[0], far, look.eps)
+            torch.maximum(look.flag, far.any().to(look.flag.dtype), out=look.flag)
         if splits or one.moments:
             by.pack(into, one, part.first_block, seed)
         if layout.master is not None and not splits:
@@ -100,6 +108,7 @@ def _step_in_one_kernel(
     buffer: torch.Tensor,
     parts: Sequence[Part],
     seed: int,
+    look: Look | None,
 ) -> None:
     from . import by_triton
 
@@ -108,7 +117,7 @@ def _step_in_one_kernel(
         for part, powers in zip(chosen, _advanced(steps, tuple(group["betas"])), strict=True):
             packed = _packed(state_format, layout, buffer, part)
             kept = _unpacked(state_format, layout, buffer, part, None, widens=False)
-            by_triton.adam(packed, kept, part.gradient, powers, group, part.first_block, seed)
+            by_triton.adam(packed, kept, part.gradient, powers, group, part.first_block, seed, look)
             if packed.low is None and layout.master is not None:
                 part.weight.copy_(kept.master)
 

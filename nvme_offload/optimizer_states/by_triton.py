@@ -28,7 +28,7 @@ from .by_torch import (
     STEP,
     TOP_OCTAVE,
 )
-from .packed import MASTER_INDEX, Packed, Unpacked
+from .packed import MASTER_INDEX, Look, Packed, Unpacked
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
 _ROWS = tl.constexpr(8)  # rows of a program: 2048 values
@@ -196,20 +196,25 @@ def _join(working, low, master, count):
 
 
 @triton.jit
+def _far_rows(square, roots, updates, eps):
+    largest = tl.max(square, axis=1)
+    is_nan = tl.max((square != square).to(tl.int32), axis=1) > 0
+    least = tl.where(is_nan, float("nan"), largest) * _RANGE
+    allowed = tl.sqrt_rn(least) > eps / 8
+    matter = (square > 0) & (square < least[:, None]) & allowed[:, None] & (updates >= roots + eps)
+    return (tl.sum(matter.to(tl.int32), axis=1) > _MOST_FAR).to(tl.int8)
+
+
+@triton.jit
 def _mark_far(values, first, far, count, eps):
     row, place, inside = _places(count)
     part = tl.load(values + place, mask=inside, other=0.0)
-    largest = tl.max(part, axis=1)
-    is_nan = tl.max((part != part).to(tl.int32), axis=1) > 0
-    least = tl.where(is_nan, float("nan"), largest) * _RANGE
     roots = tl.sqrt_rn(part)
     updates = roots * 8
     if first is not None:
         updates = tl.abs(tl.load(first + place, mask=inside, other=0.0)) * _NEGLIGIBLE_RATIO
-    allowed = tl.sqrt_rn(least) > eps / 8
-    matter = (part > 0) & (part < least[:, None]) & allowed[:, None] & (updates >= roots + eps)
     before = tl.load(far + row, mask=row * _BLOCK < count, other=0)
-    found = (tl.sum(matter.to(tl.int32), axis=1) > _MOST_FAR).to(tl.int8)
+    found = _far_rows(part, roots, updates, eps)
     tl.store(far + row, before | found, mask=row * _BLOCK < count)
 
 
@@ -285,7 +290,7 @@ def _pack(
 
 _NOT_SPECIALIZED = [
     *("first_name", "master_state", "first_state", "second_state"),
-    *("rate", "beta1", "beta2", "decay", "eps"),
+    *("rate", "beta1", "beta2", "decay", "eps", "far_eps"),
 ]
 
 
@@ -310,6 +315,8 @@ def _adam(
     beta2,
     decay,
     eps,
+    far,
+    far_eps,
     count,
     DECAYS: tl.constexpr,
     DECOUPLED: tl.constexpr,
@@ -342,6 +349,10 @@ def _adam(
     size = tl.div_rn(rate, 1 - tl.load(powers))
     root = tl.div_rn(tl.sqrt_rn(square), tl.sqrt_rn(1 - tl.load(powers + 1))) + eps
     value = value - tl.div_rn(average * size, root)
+    if far is not None:
+        updates = tl.abs(average) * _NEGLIGIBLE_RATIO
+        found = tl.max(_far_rows(square, tl.sqrt_rn(square), updates, far_eps), axis=0)
+        tl.store(far, found, mask=found > 0)
     name = row + first_name
     if low is not None:
         bits = value.to(tl.int32, bitcast=True)
@@ -443,12 +454,14 @@ def adam(
     options: Mapping[str, Any],
     first_block: int,
     seed: int,
+    look: Look | None = None,
 ) -> None:
     """A step of Adam, as torch's fused kernel makes it, in one pass over packed states. A weight
     whose master *kept* has does not follow.
 
     *kept*: the master and the moments that are not packed. *powers*: the betas to the power of the
-    step count, float32. *options*: of the parameter group.
+    step count, float32. *options*: of the parameter group. *look*: for far blocks of the new second
+    moments.
     """
     weight, low, codes = packed
     moments = codes if codes else [(moment, None) for moment in kept.moments]
@@ -464,6 +477,7 @@ def adam(
         powers,
         *_randoms_of_parts(packed, first_block, seed),
         *map(float, numbers),
+        *(look or (None, 0.0)),
         count=weight.numel(),
         DECAYS=options["weight_decay"] != 0,
         DECOUPLED=bool(options["decoupled_weight_decay"]),

@@ -1,5 +1,5 @@
 """Consecutive elements of a bucket that one parameter has: `Packed` by a format, and `Unpacked` for
-Adam.
+Adam. `Look`: a look at the new states.
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ class Unpacked(NamedTuple):
     master: torch.Tensor
     moments: Sequence[torch.Tensor]  # Adam's first and second
     gradient: torch.Tensor | None  # memory for it; None if the gradient is in float32 already
+
+
+class Look(NamedTuple):
+    """A look for far blocks (`widening`) in the step of Adam: *flag* gets 1 if there is one. *eps*: of
+    the bucket's groups, the smallest.
+    """
+
+    flag: torch.Tensor  # a single int8
+    eps: float
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:

@@ -78,11 +78,63 @@ def least_eps(groups: Iterable[Mapping[str, Any]]) -> float:
     )
 
 
+class Findings:
+    """Whether looks at the states on any device have found far blocks (`far_blocks`). Only `found`
+    waits for a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._flags: dict[torch.device, torch.Tensor] = {}
+        self._last: dict[Any, Any] = {}  # events of the last looks, by stream
+
+    def flag(self, device: torch.device) -> torch.Tensor:
+        """A single int8 on *device*, to which a look writes 1 if it finds a far block. The caller
+        calls `note` after the look.
+        """
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(1, dtype=torch.int8, device=device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # any stream may use it
+        return self._flags[device]
+
+    def note(self, device: torch.device) -> None:
+        """Let `found` wait for the current stream of *device*."""
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._last[stream] = stream.record_event()
+
+    def add(self, far: torch.Tensor) -> None:
+        """Add a result of `mark_far_blocks`."""
+        flag = self.flag(far.device)
+        torch.maximum(flag, far.any().to(flag.dtype), out=flag)
+        self.note(far.device)
+
+    def found(self) -> bool:
+        """Whether a look has found a far block. Waits for the looks, and not for later kernels."""
+        for event in self._last.values():
+            event.synchronize()
+        self._last.clear()
+        return any(_read(flag) for flag in self._flags.values())
+
+
+def _read(flag: torch.Tensor) -> bool:
+    if flag.is_cpu:
+        return bool(flag)
+    cuda: Any = torch.cuda
+    with cuda.stream(cuda.Stream(flag.device)):  # the current stream may be far behind the CPU
+        return bool(flag)
+
+
 def far_blocks(
     layout: Layout, states: Mapping[str, torch.Tensor], eps: float
 ) -> torch.Tensor | None:
-    """A bool for each block: whether 8 bits are too few for its second moments. None if they never
-    are.
+    """The result of `mark_far_blocks`; None if 8 bits are enough for all blocks."""
+    far = mark_far_blocks(layout, states, eps)
+    return far if bool(far.any()) else None
+
+
+def mark_far_blocks(layout: Layout, states: Mapping[str, torch.Tensor], eps: float) -> torch.Tensor:
+    """A bool for each block: whether 8 bits are too few for its second moments.
 
     They are too few if more than a sixteenth of the block's values are nonzero, below the least
     code, and matter. A value does not matter if *eps* exceeds the root of the least code, or if
@@ -99,7 +151,7 @@ def far_blocks(
     for key, slot in layout.states.items():
         if slot.rounded and not slot.signed:
             mark(states[key], first, far, eps)
-    return far if bool(far.any()) else None
+    return far
 
 
 def _mark_far(

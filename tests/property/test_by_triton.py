@@ -23,7 +23,7 @@ from bit_patterns import SPECIAL, numbers, patterns
 from nvme_offload import optimizer_states
 from nvme_offload.commands import checks
 from nvme_offload.optimizer_states import block_names, by_torch, on_gpu
-from nvme_offload.optimizer_states.packed import Packed, Unpacked
+from nvme_offload.optimizer_states.packed import Look, Packed, Unpacked
 from nvme_offload.optimizer_states.rounding import BLOCK, random_keys, random_table
 
 # of numpy, with which the interpreter computes
@@ -391,3 +391,25 @@ def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
 
     ours, ways = after(), [fused, *([rounded_twice] if DEVICE.type == "cpu" else [])]
     assert any(all(map(same, ours, after(way))) for way in ways)
+
+
+@pytest.mark.parametrize("numel", [1, 2049, 5 * 2048 + 3])
+@pytest.mark.parametrize("octaves", [1, 40])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_the_look_in_a_step_of_adam(by_triton, numel, octaves, eps):
+    """It finds what `mark_far` finds in the new moments, and changes no result."""
+    options = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
+    options |= {"maximize": False, "decoupled_weight_decay": True}
+    powers = torch.tensor([0.6, 0.995], device=DEVICE)
+    flag, made = torch.zeros(1, dtype=torch.int8, device=DEVICE), []
+    for look in (None, Look(flag, eps)):
+        second = (numbers(numel, octaves) ** 2).to(DEVICE)
+        first, master = second.sqrt(), numbers(numel, 3).to(DEVICE)
+        unpacked = Unpacked(master, [first, second], None)
+        packed, gradient = Packed(master, None, []), torch.zeros_like(master)
+        by_triton.adam(packed, unpacked, gradient, powers, options, 0, 0, look)
+        made.append([master, first, second])
+    assert all(map(same, *made))
+    far = torch.zeros(-(-numel // BLOCK), dtype=torch.bool, device=DEVICE)
+    by_torch.mark_far(made[0][2], made[0][1], far, eps)
+    assert bool(flag) == bool(far.any())
