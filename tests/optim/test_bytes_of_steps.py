@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from covering import covering
 
 from nvme_offload import NVMeOptimizer
 
@@ -13,8 +13,9 @@ STATES = {"exact": 12, "split": 10}
 SUM = 2
 
 
-def moved(path, host_memory, state_format, accumulate, in_backward):
+def moved(path, host_memory, state_format, update):
     """Bytes read and written in each step."""
+    accumulate = "host" if update == "accumulated" else None
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(40))).bfloat16()
     count = sum(parameter.numel() for parameter in net.parameters())
@@ -26,7 +27,7 @@ def moved(path, host_memory, state_format, accumulate, in_backward):
         host_memory=int(host_memory * whole),
         state_format=state_format,
         accumulate=accumulate,
-        step_in_backward=in_backward,
+        step_in_backward=update == "in backward",
     ) as optimizer:
         for _ in range(STEPS):
             for _ in range(2 if accumulate else 1):
@@ -38,17 +39,14 @@ def moved(path, host_memory, state_format, accumulate, in_backward):
     return found, whole
 
 
-@pytest.mark.parametrize("state_format", STATES)
-@pytest.mark.parametrize(
-    ("accumulate", "in_backward"), [(None, False), (None, True), ("host", False)]
-)
-def test_from_half_of_the_states_to_twice_them(tmp_path, state_format, accumulate, in_backward):
+@covering(state_format=list(STATES), update=["after", "accumulated", "in backward"])
+def test_from_half_of_the_states_to_twice_them(tmp_path, state_format, update):
     """What fits is never moved. The second step moves at most twice what later steps do, and less
     with more memory: a value that stays in memory is not moved to another place there.
     """
     before = None
     for share in (0.5, 0.8, 1.0, 1.1, 1.25, 1.5, 2.0):
-        found, whole = moved(tmp_path, share, state_format, accumulate, in_backward)
+        found, whole = moved(tmp_path, share, state_format, update)
         assert share < 1.25 or found == [0] * STEPS, (share, found)
         # A few of the values, each about a fortieth of all: how many depends on when writes end. If
         # the second step moved everything, it would be twice the whole.

@@ -346,7 +346,7 @@ def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, repor
 @pytest.mark.parametrize("count", [1, 6])  # values prefetched in vain are read again
 def test_whichever_transfer_fails_a_load_goes_on_with_the_same_bits(tmp_path, count):
     case = STREAMED.but(parameters="nvme", clipping=0.3)
-    transfers = list(range(350, 700, 10))  # of those from the first checkpoint to the end
+    transfers = list(range(350, 700, 17))  # of those from the first checkpoint to the end
     result = run(tmp_path, "broken", case, transfers=transfers, count=count)
     assert result["differing"] == []
     reported = result["reported"]
@@ -377,7 +377,9 @@ def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
 
 
 # none gathered ahead, and all
-@pytest.mark.parametrize(("parameters", "bucket"), [("nvme", 0), ("none", 10**6)])
+@pytest.mark.parametrize(
+    ("parameters", "bucket"), [("nvme", 0), pytest.param("none", 10**6, marks=pytest.mark.slow)]
+)
 def test_what_a_step_costs_grows_with_the_sub_groups_and_no_faster(tmp_path, parameters, bucket):
     # the first step comes before the order of use is known; waits make a step's lines vary by 3 %
     lines = []
