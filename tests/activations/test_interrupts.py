@@ -19,7 +19,7 @@ from torch import nn
 
 from nvme_offload import UsageError, save_on_nvme
 
-ENOUGH_SECONDS = 120  # for a step, on a busy machine
+ENOUGH_SECONDS = 600  # for a step, on a busy machine
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from nvme_offload.swap.tier import Tier
 
 SIZE = 16 << 10
 COUNT = 6
-SECONDS = 60.0
+SECONDS = 600  # for a trial: hundredths of one are usual
 
 
 def pattern(number: int, version: int) -> torch.Tensor:

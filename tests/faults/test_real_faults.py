@@ -308,9 +308,9 @@ with engine, engine.open("data", "rw") as file:
         memory = allocate(nbytes)
         array = numpy.frombuffer(memory, numpy.uint8)
         array[:] = data = numpy.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=numpy.uint8)
-        assert engine.write(memory, file).wait(50) == nbytes
+        assert engine.write(memory, file).wait() == nbytes
         array[:] = 0
-        assert engine.read(memory, file).wait(50) == nbytes
+        assert engine.read(memory, file).wait() == nbytes
         assert (array == data).all()
         print(nbytes)
 """
@@ -353,7 +353,7 @@ for _ in range(2):
         print(refusal)
 assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
 with Engine(AioConfig(backend=other, direct="auto")) as engine:
-    engine.write(b"went another way", "data").wait(50)
+    engine.write(b"went another way", "data").wait()
 """
 
 
@@ -412,7 +412,7 @@ with Engine(AioConfig(backend="io_uring", block_size=4096, queue_depth=4, thread
     tickets = [engine.write(data, file), engine.read(data[: 1 << 10], file), engine.write(data, file, 1 << 20)]
     for ticket in tickets:
         try:
-            ticket.wait(50)
+            ticket.wait()
         except IOFailure as failure:
             print(failure.errno, failure.done)
     stats = engine.stats()
@@ -742,7 +742,7 @@ with Engine(AioConfig(backend=backend, block_size=4096, queue_depth=32, direct="
                 os._exit(0)
             array[:, :2048] = array[:, 2048 + 4096 :] = number
             caught += not tickets[-1].done()
-            assert [ticket.wait(50) for ticket in tickets] == [4096] * len(data)
+            assert [ticket.wait() for ticket in tickets] == [4096] * len(data)
             os.close(let_go)
             os.close(wait_here)
             assert os.waitpid(child, 0)[1] == 0
@@ -772,7 +772,7 @@ data = numpy.fromfile("data", numpy.uint8)
 def use(_):
     target = numpy.zeros_like(data)
     with Engine(AioConfig(backend=backend, block_size=4096, queue_depth=8, direct="auto")) as engine:
-        engine.read(target, "data").wait(50)
+        engine.read(target, "data").wait()
     assert (target == data).all()
 
 def held():
@@ -869,15 +869,15 @@ with Engine(AioConfig(backend=backend, block_size=4096, queue_depth=8, thread_co
     half = len(data) // 2
     mine = slice(0, half) if first == 0 else slice(half, len(data))
     for number in range(3):
-        engine.write(255 - data[mine], file, mine.start).wait(50)
-        engine.write(data[mine], file, mine.start).wait(50)
+        engine.write(255 - data[mine], file, mine.start).wait()
+        engine.write(data[mine], file, mine.start).wait()
     print("halves", flush=True)
     sys.stdin.readline()
     for flip in (True, False) * 4:
         starts = range(first * stripe, len(data), 2 * stripe)
         tickets = [engine.write(255 - data[low : low + stripe] if flip else data[low : low + stripe], file, low) for low in starts]
         for ticket in tickets:
-            ticket.wait(50)
+            ticket.wait()
 """
 
 

@@ -1219,7 +1219,7 @@ def test_a_del_may_close_it_in_the_midst_of_a_use(tmp_path):
 
     using = threading.Thread(target=use, daemon=True)
     using.start()
-    using.join(60)
+    using.join(PATIENCE)
     assert not using.is_alive()
     assert threads() == []
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
@@ -1237,7 +1237,7 @@ def test_the_collector_waits_for_no_lock_in_whichever_thread_it_runs(tmp_path):
         del optimizer, queue
         collecting = threading.Thread(target=gc.collect, daemon=True)
         collecting.start()
-        collecting.join(60)
+        collecting.join(PATIENCE)
         assert not collecting.is_alive()
         assert gone() is None
 

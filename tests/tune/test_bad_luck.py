@@ -104,7 +104,7 @@ def test_a_signal_during_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, 
             assert process.stderr is not None
             assert any(line.startswith(topic) for line in process.stderr)
             process.send_signal(signal.SIGTERM)
-            out, rest = process.communicate(timeout=10)
+            out, rest = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert (process.returncode, out) == (143, "")

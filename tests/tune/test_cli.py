@@ -231,7 +231,7 @@ def test_a_signal_ends_it_with_one_line_and_nothing_left(
     ) as process:
         wait_for(process, topic)
         process.send_signal(number)
-        out, rest = process.communicate(timeout=10)
+        out, rest = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, rest
     assert out == ""
     last = rest.splitlines()[-1]
@@ -250,7 +250,7 @@ def test_two_at_once_are_refused_until_the_first_is_dead(disk: Path, tmp_path: P
         assert second.stderr.startswith("nvme-sweep: another nvme-sweep is measuring the drive of ")
         assert len(second.stderr.splitlines()) == 1
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=PATIENCE)
     assert list(disk.iterdir()) == []
     assert not (tmp_path / "reports").exists()
     with started(disk, "--report-dir", tmp_path / "reports", "--seconds", "60") as process:

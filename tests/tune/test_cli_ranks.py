@@ -41,7 +41,7 @@ def end_of(process_ids: list[int]) -> Iterator[bool]:
             continue
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        yield bool(poll.poll(10_000))
+        yield bool(poll.poll(PATIENCE * 1000))
         os.close(descriptor)
 
 
@@ -114,7 +114,7 @@ def test_ranks_end_with_their_parent(
         else:
             process.send_signal(number)
         # comes to an end when no process has these pipes any more
-        out, rest = process.communicate(timeout=10)
+        out, rest = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (code, "")
     lines = [
         line for line in rest.splitlines() if not line.startswith(("filling", "screen", "narrow"))
@@ -129,7 +129,7 @@ def test_ranks_end_with_their_parent(
 def test_a_rank_that_is_killed_fails_the_sweep_with_one_line(disk: Path, tmp_path: Path) -> None:
     with sweeping(disk, tmp_path, "screen") as (process, children):
         os.kill(children[1], signal.SIGKILL)
-        out, rest = process.communicate(timeout=10)
+        out, rest = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "")
     last = [line for line in rest.splitlines() if not line.startswith("screen")]
     assert last == [

@@ -759,14 +759,14 @@ print("ready", flush=True)
 sys.stdin.readline()
 ticket = engine.write(data, file)
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-for wait in (ticket.wait, lambda: ticket.wait(50), engine.close):
+for wait in (ticket.wait, lambda: ticket.wait(1000), engine.close):
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         wait()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
 sys.stdin.readline()
-print(ticket.wait(50), flush=True)
+print(ticket.wait(1000), flush=True)
 """
     with interpreter(script, backend, path) as process:
         assert process.stdin and process.stdout and process.stderr  # noqa: PT018
@@ -823,7 +823,7 @@ if child == 0:
         lambda: engine.write(data, file), lambda: engine.read(target, file), lambda: engine.write(b"", file),
         lambda: engine.write(data, path), lambda: engine.read(target, path), lambda: engine.write(data, path + ".child"),
         lambda: engine.open(path, "r"), lambda: engine.open(path + ".child", "rw"), lambda: engine.open_anonymous(os.path.dirname(path), 4096),
-        engine.stats, lambda: tickets[0].wait(20), lambda: tickets[1].wait(20),
+        engine.stats, lambda: tickets[0].wait(1000), lambda: tickets[1].wait(1000),
     ]
     wrong = []
     for place, call in enumerate(calls):
@@ -837,16 +837,16 @@ if child == 0:
     # Its own engine works.
     mine = numpy.zeros_like(before)
     with Engine(AioConfig(backend=backend, direct="auto", block_size=4096)) as own:
-        own.read(mine, path).wait(20)
+        own.read(mine, path).wait(1000)
     if not (mine == before).all():
         wrong.append("other bytes")
     print("child", wrong, flush=True)
     del tickets, file, engine  # nothing to wait for here, and nothing of the parent's to close
     sys.exit(5)
 status = os.waitpid(child, 0)[1]
-assert [ticket.wait(50) for ticket in tickets] == [data.size] * 2
+assert [ticket.wait(1000) for ticket in tickets] == [data.size] * 2
 assert (target == data).all()
-assert engine.write(data, path).wait(50) == data.size
+assert engine.write(data, path).wait(1000) == data.size
 engine.close()
 print("parent", os.waitstatus_to_exitcode(status))
 """

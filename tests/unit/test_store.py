@@ -535,7 +535,7 @@ if (child := os.fork()) == 0:
     store.close()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
-store.get("a", out).wait(50)
+store.get("a", out).wait()
 assert (data == out).all()
 store.close()
 """

@@ -31,7 +31,7 @@ from interrupts import Hang, deadline, places, raising, sample, watched
 from torch.overrides import TorchFunctionMode
 from training import Training, Watch
 
-ENOUGH_SECONDS = 300  # for a step, on a busy machine
+ENOUGH_SECONDS = 600  # for a step, on a busy machine
 FIRST = 2  # the step before which the checkpoint is saved, and which is cut short
 CALLS = {
     "TensorSwapper": ("create", "discard", "prefetch", "release", "step", "swap_in"),

@@ -413,7 +413,7 @@ def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Re
             )
             again.append(Life(where, CASES["groups"], first=2, load=target, saves=[[3, target]]))
         for target, process in processes.items():
-            killed = finish(process, 100)
+            killed = finish(process)
             assert killed.status == -9, killed.complaints
             assert list(Path(target).rglob("*.partial"))
     results = run(again, place)

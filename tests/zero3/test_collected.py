@@ -29,7 +29,7 @@ def test_an_engine_found_by_the_collector_stops_and_leaves_nothing(name, destroy
         case=dataclasses.asdict(CASES[name]),
         destroyed=destroyed,
     ) as (process,):
-        ended = finish(process, 60)
+        ended = finish(process)
     assert ended.status == 0, ended.complaints
     (result,) = ended.results
     assert result["among"] == result["alone"]
