@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError, known
-from .without_memory import WithoutMemory, changes_form, written
+from .without_memory import WithoutMemory, changes_form, with_values
 
 if TYPE_CHECKING:
     from .accumulation import GradientSums
@@ -204,24 +204,15 @@ def _unscale(tensor: torch.Tensor, found: torch.Tensor, scale: torch.Tensor) -> 
 def _with_values(function: Any, args: Any, kwargs: Any) -> Any:
     if any(
         isinstance(argument, list | tuple)
-        and any(isinstance(one, HostGradient) for one in tree_flatten(argument)[0])
+        and any(isinstance(one, HostGradient) for one in tree_leaves(argument))
         for argument in (*args, *kwargs.values())
     ):
         _refuse(function)  # it would load the whole list into the memory of the device
-    loaded: dict[int, tuple[HostGradient, torch.Tensor]] = {}
 
-    def values(one: HostGradient) -> torch.Tensor:
-        if id(one) not in loaded:
-            loaded[id(one)] = one, _values(one)
-        return loaded[id(one)][1]
+    def store(one: HostGradient, values: torch.Tensor) -> None:
+        one.held.check().store(one.held, values)
 
-    changed = written(HostGradient, function, args, kwargs)
-    given, named = tree_map_only(HostGradient, values, (args, kwargs))
-    result = function(*given, **named)
-    for one in changed:
-        one.held.check().store(one.held, loaded[id(one)][1])
-    originals = {id(own): one for one, own in loaded.values()}
-    return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+    return with_values(function, args, kwargs, HostGradient, _values, store)
 
 
 def _refuse(function: Any) -> NoReturn:

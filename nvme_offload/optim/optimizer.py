@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import logging
 import os
@@ -21,12 +20,13 @@ from ..hardware.config import AioConfig
 from ..optimizer_states import state_format as format_called
 from ..optimizer_states import wide_enough
 from ..swap.tier import Tier, engine_config, memory_size
-from . import parts, resharding, saved
+from . import files, parts, saved
 from .binding import check_resized, parameters_of
 from .buckets import Weight
+from .forwarding import Forwarding
 from .inner import Maker, follow
 from .modes import fixed_modes
-from .options import When, materialised, same, samples_of
+from .options import When, materialised, samples_of
 from .stats import UpdateStats
 from .steps import Steps
 from .update_device import UpdateDevice
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _serials = itertools.count()
 
 
-class NVMeOptimizer(torch.optim.Optimizer):
+class NVMeOptimizer(Forwarding):
     """Any torch optimizer, with its states, and the fp32 masters of 16-bit parameters, on drives.
 
     It is used as any `torch.optim.Optimizer`, with schedulers, hooks, parameter groups, closures,
@@ -166,8 +166,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._maker = Maker(
             optimizer_class, kwargs, self.param_groups, in_groups=isinstance(samples[0], dict)
         )
-        places = [paths] if isinstance(paths, str | os.PathLike) else paths
-        tier = _tier([os.fspath(path) for path in places], host_memory, aio)
+        tier = _tier([paths] if isinstance(paths, str | os.PathLike) else paths, host_memory, aio)
         try:
             self._steps = Steps(
                 self,
@@ -208,12 +207,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         OffloadError
             The drive failed. `step` may be called again.
         """
-
-        def compute_gradients() -> Any:
-            with torch.enable_grad():
-                return None if closure is None else closure()
-
-        return self._steps.make(compute_gradients)
+        return self._steps.make(closure)
 
     def synchronize(self) -> None:
         """With `overlap_step`: return when all updates are made; on a GPU, when later work of the
@@ -227,9 +221,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         `torch.as_tensor(parameter)` and the like, and in CUDA graphs. Call it also before
         process-wide settings, such as the default dtype, change.
         """
-        steps: Steps | None = self.__dict__.get("_steps")
-        if steps is not None:
-            steps.synchronize()
+        if "_steps" in self.__dict__:
+            self._steps.synchronize()
 
     @fixed_modes()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -343,19 +336,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         steps.health.check_open()
         with contextlib.suppress(Exception):  # `_packed` raises it, where ranks exchange errors
             steps.bind(lazily=True)
-        place, engine = Path(path), steps.tier.store.engine
-        states = functools.partial(self._packed, saved.as_kept)
         # equal on all ranks if ranks that train together save together
         moment = [self._serial, self._loads, steps.count]
-        ranks = parts.ranks_of(steps.binding.weights, group)
-        if ranks is not None and not parts.differ(place, ranks):
-            parts.claim_together(place, moment, ranks)
-            saved.write_together(states, place, engine, ranks, steps.count)
-            return
-        with states() as tree:
-            if ranks is None:
-                parts.claim(place, moment, parts.values_of(steps.binding.weights))
-            saved.write(tree, place, engine)
+        states = functools.partial(self._packed, saved.as_kept)
+        files.save(states, Path(path), steps, moment, group)
 
     def load(
         self, path: str | os.PathLike[str], *, group: Any = None, weights_only: bool = True
@@ -393,40 +377,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         steps.give_up_what_fails()
         with contextlib.suppress(Exception):  # raised below, where ranks exchange errors
             steps.bind()
-        place, files = Path(path), steps.states.files
-
-        def read(file: Path) -> Any:
-            tree = files.load(file, weights_only)
-            if not (isinstance(tree, Mapping) and {"state", "param_groups"} <= tree.keys()):
-                raise UsageError(
-                    f"{file} has no states of an optimizer: give the path that optimizer.save() wrote, and load a model's file into the model"
-                )
-            return tree
-
-        ranks = parts.ranks_of(steps.binding.weights, group)
-        if ranks is None and place.is_dir():
-            ranks = parts.of_group()
-        with files:
-            if ranks is None or not parts.all_are_directories(place, ranks):
-                steps.bind()
-                tree = read(place)
-                is_cut = resharding.is_cut(tree)
-                self.load_state_dict(
-                    tree if is_cut else resharding.fitting([tree], steps.binding.weights)
-                )
-                return
-            refusal = f"{place} was not loaded"
-            tree = {}
-
-            def check() -> None:
-                steps.bind()
-                weights, engine = steps.binding.weights, steps.tier.store.engine
-                trees = saved.read_together(place, engine, ranks, read, weights)
-                tree.update(resharding.fitting(trees, weights))
-                self._check_loadable(tree)
-
-            ranks.together(check, refusal)
-            ranks.together(lambda: self.load_state_dict(tree), refusal)
+        with steps.states.files as mapped:
+            read = functools.partial(files.read, mapped=mapped, weights_only=weights_only)
+            files.load(Path(path), steps, group, read, self._check_loadable, self.load_state_dict)
 
     @contextlib.contextmanager
     def _packed(self, collect: Callable[..., list[dict[Any, Any]]]) -> Iterator[dict[str, Any]]:
@@ -453,16 +406,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             finally:
                 handle.remove()
                 states.shown = shown
-            part = parts.part_of(steps.binding.weights)
-            yield {
-                **packed,
-                "nvme_offload": {
-                    "state_format": self._format.name,
-                    **({"wide": True} if steps.updater.wide else {}),
-                    "steps": steps.count,
-                    **({} if part is None else {"part": part}),
-                },
-            }
+            told: dict[str, Any] = {"state_format": self._format.name, "steps": steps.count}
+            if steps.updater.wide:
+                told["wide"] = True
+            if (part := parts.part_of(steps.binding.weights)) is not None:
+                told["part"] = part
+            yield {**packed, "nvme_offload": told}
 
     @fixed_modes()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -526,13 +475,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
             _log.warning(
                 "an older version saved these states, without the part of the parameters to which they belong: check that this rank has saved them"
             )
-        indices = [index for group in given["param_groups"] for index in group["params"]]
+        groups = given["param_groups"]
+        indices = [index for group in groups for index in group["params"]]
         found = {}
         # the base class raises if the lengths differ
         for weight, index in zip(weights, indices, strict=False):
             found[weight] = given["state"].get(index, {})
             saved.check(found[weight], weight)
-        groups = given["param_groups"]
         if len(groups) == len(self.param_groups):  # otherwise the base class raises
             self._steps.bucketing.check_keys(
                 found, [{**self.defaults, **group} for group in groups]
@@ -609,11 +558,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         error_if_nonfinite : bool
             Raise RuntimeError if the norm is infinite or not a number.
         """
+        parameters = [parameter for _, parameter in parameters_of(self.param_groups)]
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
-            [parameter for _, parameter in parameters_of(self.param_groups)],
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
+            parameters, max_norm, norm_type, error_if_nonfinite
         )
         return norm
 
@@ -640,93 +587,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
             "an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()"
         )
 
-    # Further methods and attributes of the optimizer class.
 
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that this class lacks come from *optimizer_class*. A method works on all
-        parameters, with their states, as it does in memory.
-        """
-        template = self.__dict__.get("_template")
-        if template is None or name.startswith("_") or not hasattr(template, name):
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the optimizer that it was given"
-            )
-        if inspect.isroutine(getattr(template, name)):
-            return functools.partial(self._call, name)
-        self._steps.settle()
-        made = [one.inner for one in self._steps.binding.buckets if one.inner is not None]
-        return self._agreed(name, [getattr(optimizer, name) for optimizer in made or [template]])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """An attribute that *optimizer_class* has and this class lacks is set on the inner
-        optimizers.
-        """
-        template = self.__dict__.get("_template")
-        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if own or template is None or not hasattr(template, name):
-            super().__setattr__(name, value)
-            return
-        steps = self._steps
-        steps.settle()
-        inner = [bucket.inner for bucket in steps.binding.buckets if bucket.inner is not None]
-        for optimizer in [template, *inner]:
-            setattr(optimizer, name, value)
-        steps.updater.attributes[name] = value
-
-    @fixed_modes()
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        steps = self._steps
-        steps.bind()
-        with steps.between_steps():
-            steps.states.take_up()
-            if steps.updated:
-                raise UsageError(
-                    f"{name}() cannot be called in the midst of a step: call step() or zero_grad() first"
-                )
-            results: list[Any] = []
-
-            def call(one: torch.optim.Optimizer) -> None:
-                result = getattr(one, name)(*args, **kwargs)
-                results.append(self if result is one else result)
-
-            calls = steps.health.calls
-            for bucket in steps.binding.buckets:
-                if not bucket.trained and bucket.layout is None:
-                    continue
-                try:
-                    memory = steps.updater.open(bucket)
-                    for fragment in bucket.fragments:
-                        fragment.weight.look()
-                    options = steps.options_of(bucket)
-                    left = steps.updater.call(bucket, memory, options, call, calls)
-                except BaseException as error:
-                    # a method that raises for the first parameters should have changed nothing
-                    ended = calls.changing and not isinstance(error, Exception)
-                    calls.changing = False
-                    if results or ended:
-                        steps.health.mark_broken(
-                            f"{name}() failed for some parameters ({type(error).__name__}: {error})"
-                        )
-                    steps.options.forget()
-                    raise
-                steps.options.left(left)
-                steps.states.show(bucket)
-                calls.changing = False
-            steps.drain()
-            steps.options.end(steps.groups)
-        return self._agreed(f"{name}()", results or [None])
-
-    def _agreed(self, name: str, values: Sequence[Any]) -> Any:
-        if not all(same(value, values[0]) for value in values[1:]):
-            raise UsageError(
-                f"{name} of {self._class_name} has another value for each bucket of parameters, so that there is no one value to give"
-            )
-        return values[0]
-
-
-def _tier(paths: Sequence[str], host_memory: int | str, aio: AioConfig | None) -> Tier:
-    if not paths:
+def _tier(
+    given: Sequence[str | os.PathLike[str]], host_memory: int | str, aio: AioConfig | None
+) -> Tier:
+    if not given:
         raise UsageError("paths must name at least one directory on a drive")
+    paths = [os.fspath(path) for path in given]
     try:
         memory = memory_size(host_memory)
     except ValueError:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError
 from .buckets import local
-from .without_memory import WithoutMemory, changes_form, written
+from .without_memory import WithoutMemory, changes_form, with_values, written
 
 if TYPE_CHECKING:
     from .buckets import Weight
@@ -179,25 +179,21 @@ class StateOnDrive(WithoutMemory):
             args[0].refuse(str(function))
         if (function.is_view or function is _MOVE) and isinstance(args[0], cls):
             return args[0]._by(function, args, kwargs)
-        loaded: dict[int, tuple[StateOnDrive, torch.Tensor, torch.Tensor]] = {}
-
-        def values(one: StateOnDrive) -> torch.Tensor:
-            if id(one) not in loaded:
-                loaded[id(one)] = one, *one.load()
-            return loaded[id(one)][2]
-
-        changed = written(StateOnDrive, function, args, kwargs)
-        if any(one.updates is not None for one in changed):
+        if any(one.updates is not None for one in written(StateOnDrive, function, args, kwargs)):
             raise UsageError(
                 f"{function} would change a copy of a state that is still on the drive: clone() it, and put that into state"
             )
-        given, named = tree_map_only(cls, values, (args, kwargs))
-        result = function(*given, **named)
-        for one in changed:
+        wholes: dict[int, torch.Tensor] = {}  # of which the values are views
+
+        def load(one: StateOnDrive) -> torch.Tensor:
+            wholes[id(one)], part = one.load()
+            return part
+
+        def store(one: StateOnDrive, _: torch.Tensor) -> None:
             source: Any = one.source()
-            source.write_state(one.weight, one.key, loaded[id(one)][1])
-        originals = {id(part): one for one, _, part in loaded.values()}
-        return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+            source.write_state(one.weight, one.key, wholes[id(one)])
+
+        return with_values(function, args, kwargs, StateOnDrive, load, store)
 
     def _by(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of *function*, a view or a move, for this tensor."""

@@ -11,23 +11,15 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import IOFailure, UnsupportedError, UsageError, known
-from ..files import commit
-from ..io import archive, manifest
+from ..errors import IOFailure, UsageError, known
 from ..io.archive import Part, Provider, offloaded
-from ..io.engine import Engine
-from ..io.manifest import Manifest
-from ..io.ranks import Ranks
-from ..io.shared_directory import SharedDirectory
 from ..optimizer_states import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
-from . import resharding
 from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater
@@ -130,94 +122,6 @@ def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weigh
     return [
         in_place_of_leaves(weight, there, torch.Tensor.clone) for weight, there in found.items()
     ]
-
-
-def write(tree: Mapping[str, Any], path: Path, engine: Engine) -> None:
-    """Write *tree* of `as_kept` to the file *path*, completely or not at all. Raises: IOFailure."""
-    try:
-        with commit.new_file(path) as partial:
-            archive.write(str(partial), tree, engine)
-    except (RuntimeError, OSError) as error:
-        raise archive.as_failure(error, path) from error
-
-
-def write_together(
-    states: Callable[[], contextlib.AbstractContextManager[Mapping[str, Any]]],
-    path: Path,
-    engine: Engine,
-    ranks: Ranks,
-    step: int,
-) -> None:
-    """Write the *states* of *ranks* to the directory *path*: a file for each rank, or none."""
-    directory = SharedDirectory(
-        path,
-        ranks,
-        engine,
-        is_ours=lambda name: _FILE.fullmatch(name) is not None,
-        title=f"{path}",
-        hint="give a directory on a filesystem that all ranks share, or a path with the rank's number in it to each rank",
-    )
-    failure = None
-    try:
-        directory.begin()
-        try:
-            with states() as tree:
-                directory.write(
-                    _file_of(ranks.rank),
-                    lambda aside: archive.write(aside, tree, engine, directory.checksum == "xxh3"),
-                )
-        except Exception as error:
-            failure = error
-        directory.publish(failure, step)
-    finally:
-        directory.discard()
-
-
-def read_together(
-    directory: Path,
-    engine: Engine,
-    ranks: Ranks,
-    read: Callable[[Path], Any],
-    weights: Sequence[Weight],
-) -> list[Any]:
-    """The results of *read* for the files in *directory* that this rank needs for *weights*: its
-    own file, if it has the same parts of them; otherwise all files that `write_together` wrote.
-
-    Each file is first compared with the manifest; if the number of ranks has changed, by one of the
-    ranks.
-    """
-    found = Manifest.read(directory)
-    files = sorted(
-        (entry for entry in (found.files if found else ()) if _FILE.fullmatch(entry.name)),
-        key=lambda entry: entry.rank,
-    )
-    if found is None or not files:
-        raise UsageError(
-            f"{directory} has no {manifest.NAME} of optimizer states: give the path that save() was called with"
-        )
-    if [entry.rank for entry in files] != list(range(found.ranks)):
-        raise manifest.corrupt(directory / manifest.NAME, "it does not have a file of each rank")
-    same = found.ranks == ranks.count
-    own = files[ranks.rank : ranks.rank + 1] if same else files[ranks.rank :: ranks.count]
-    for entry in own:
-        manifest.verify(directory, entry, engine, found.checksum)
-    if same:
-        tree = read(directory / own[0].name)
-        if resharding.fits(tree, weights):
-            return [tree]
-        for entry in files:
-            manifest.verify(directory, entry, engine, found.checksum)
-    trees = [read(directory / entry.name) for entry in files]
-    if not all(map(resharding.is_cut, trees)):
-        raise UnsupportedError(
-            f"{directory}: {found.ranks} ranks with plain tensors saved these states, and {ranks.count} load them: load them with as many; for another "
-            "number, save by torch.distributed.checkpoint after that"
-        )
-    return trees
-
-
-def _file_of(rank: int) -> str:
-    return f"rank{rank}.pt"
 
 
 def _lender(updater: Updater, bucket: Bucket, ahead: Sequence[str]) -> Provider:

@@ -255,14 +255,15 @@ class Steps:
             return self._last
         return dataclasses.replace(self._last, update_wait_seconds=queue.waited_seconds)
 
-    def make(self, compute_gradients: Callable[[], Any]) -> Any:
-        """Make a step after *compute_gradients*, and return its result."""
+    def make(self, closure: Callable[[], Any] | None) -> Any:
+        """Make a step after *closure*, which computes gradients, and return its result."""
         queue = self.overlap.queue
         tried_again = queue.told
         queue.check()
         self.recover()
         self.health.check()
-        result = compute_gradients()
+        with torch.enable_grad():
+            result = closure() if closure else None
         try:
             with self.lock, fixed_modes():
                 self._make(tried_again=tried_again)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from .awaited import Waits
 
@@ -77,6 +79,32 @@ def changes_form(function: Any) -> bool:
     return (
         torch.Tag.inplace_view in function.tags and function is not torch.ops.aten.detach_.default
     )
+
+
+def with_values(
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    kind: type[Kind],
+    load: Callable[[Kind], torch.Tensor],
+    store: Callable[[Kind, torch.Tensor], None],
+) -> Any:
+    """Call *function* with the values that *load* returns of each placeholder of this *kind*, and *store*
+    the values that it changes.
+    """
+    loaded: dict[int, tuple[Kind, torch.Tensor]] = {}
+
+    def values(one: Kind) -> torch.Tensor:
+        if id(one) not in loaded:
+            loaded[id(one)] = one, load(one)
+        return loaded[id(one)][1]
+
+    given, named = tree_map_only(kind, values, (args, kwargs))
+    result = function(*given, **named)
+    for one in written(kind, function, args, kwargs):
+        store(one, loaded[id(one)][1])
+    originals = {id(own): one for one, own in loaded.values()}
+    return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
 
 
 def written(kind: type[Kind], function: Any, args: Any, kwargs: Any) -> list[Kind]:
