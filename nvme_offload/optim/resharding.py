@@ -58,12 +58,18 @@ def reshard(trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight]) -> di
                     if hasattr(value, "rows")
                 },
             )
-    told = {**trees[0]["nvme_offload"], "part": parts.part_of(weights)}
-    if any(tree["nvme_offload"].get("wide") for tree in trees):
-        told["wide"] = True
-    if told["part"] is None:
-        del told["part"]
+    told = {key: value for tree in reversed(trees) for key, value in _told(tree).items()}
+    if (part := parts.part_of(weights)) is None:
+        told.pop("part", None)
+    else:
+        told["part"] = part
     return {**trees[0], "state": states, "nvme_offload": told}
+
+
+def _told(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the state dict *tree* says of its states; nothing if the plain optimizer has saved it."""
+    told: Mapping[str, Any] = tree.get("nvme_offload", {})
+    return told
 
 
 def fitting(trees: Sequence[dict[str, Any]], weights: Sequence[Weight]) -> dict[str, Any]:
@@ -76,16 +82,15 @@ def fits(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
     if is_cut(tree):
         # `parts.check_part` refuses other parts.
         return not parts.is_in_order(weights) or bool(
-            tree["nvme_offload"]["part"]["cuts"] == parts.cuts_of(weights)
+            _told(tree)["part"]["cuts"] == parts.cuts_of(weights)
         )
     # One process saves whole states; an earlier version did not say which part it saved.
-    says = "part" in tree.get("nvme_offload", {})
-    return says or not parts.is_cut(weights) or not _is_whole(tree, weights)
+    return "part" in _told(tree) or not parts.is_cut(weights) or not _is_whole(tree, weights)
 
 
 def is_cut(tree: Mapping[str, Any]) -> bool:
     """Whether the state dict *tree* has parts of parameters."""
-    return bool(tree.get("nvme_offload", {}).get("part", {}).get("cuts"))
+    return bool(_told(tree).get("part", {}).get("cuts"))
 
 
 def _is_whole(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
@@ -101,7 +106,7 @@ def _is_whole(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
 
 
 def _cuts_of(tree: Mapping[str, Any], weights: Sequence[Weight]) -> list[Any]:
-    part = tree.get("nvme_offload", {}).get("part")
+    part = _told(tree).get("part")
     whole = [[list(weight.parameter.shape), []] for weight in weights]
     return whole if part is None else list(part["cuts"])
 
