@@ -766,6 +766,14 @@ def test_forward_passes_alone_stream_parameters():
     assert drive.gpu_bytes < 1e9 < found["inference-gpu"].gpu_bytes
 
 
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_inference_saves_no_activations_on_a_drive(activations):
+    here = machine(drives=(Drive("/never_swept", 1 << 40),))
+    work = Work(8192, 2, activations=activations)
+    found = by_name(plans(SEVEN, here, World(), work, strategies=INFERENCE))["inference-gpu"]
+    assert (found.seconds, found.written_bytes) == (pytest.approx(0.574, rel=0.1), 0)
+
+
 def test_drives_described_by_two_speeds_share_their_time():
     assert drive_described(3.0, 2.0).speeds == {
         "read": 3.0,
