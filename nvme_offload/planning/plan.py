@@ -1,8 +1,5 @@
 """`Plan`: the bytes of a way to train on a machine, whether it fits, and the seconds of a step, predicted
 from the measured profile of its drives.
-
-docs/planning.md has the formulas ("How it is computed"). The constants are from measured steps, which
-tests/unit/test_plan_reports.py compares with their predictions.
 """
 
 from __future__ import annotations
@@ -10,17 +7,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ..errors import OffloadError
-from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import PHASES, Profile
-from ..sizes import AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
+from ..sizes import AUTO_SHARE, MARGIN_PARTS
 from ..units import format_gb
 from .model import Model
-from .passes import Work, activation_bytes, operations, saved_bytes
+from .passes import Work, activation_bytes, saved_bytes
 from .placement import (
     STRATEGIES,
     Strategy,
@@ -32,6 +27,7 @@ from .placement import (
     streamed,
     whole_bytes,
 )
+from .seconds import NOTHING, Phase, Step, Term
 from .traffic import (
     GRADIENTS,
     PARAMETERS,
@@ -40,35 +36,22 @@ from .traffic import (
     chosen_speeds,
     rated_bytes,
     stripe_speeds,
-    transfer,
 )
 
-# Bytes of host memory for each parameter. Adam: state and gradient read, state written.
-ADAM_TRAFFIC = 28
-WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, 10 for its norm and the scatter
-# a parameter to 16 bits: read 4, write 2, and read 2 for the cache line before the write
-ROUND_TRAFFIC = 8
-# Unpack and pack: "compact" reads 4 and writes 12, and back; "split" joins the 2 of the weight and 2
-# more to the 4 of the master, and back.
-PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
-# Parameters a second that a GPU unpacks and packs, if it takes longer to queue the kernels than to run
-# them: a bucket of 128 MiB in 0.26, 0.55 and 0.64 ms, whatever its size. In reports/packing-h100.md the
-# processor takes as long as the GPU. 7B "compact" takes 1.07 to 1.36 s with updates in backward, and 1.02
-# s of them without packing.
-PACKED_PER_SECOND = {"split": 52e9, "compact": 61e9, "compact24": 70e9}
-OPTIMIZER_SHARE = 1.2  # of the speed of plain copies, which also read the lines that they write
-# The share of the drive's measured speed that a step reaches: the median of `NVMeOptimizer` in
-# reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed in training-h200*.md.
-DRIVE_SHARE = {"zero": 0.96, "zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
-# While the CPUs use the memory, a drive reaches 0.6 of its speed (reports/h200-llama2-7b.md), so a
-# second of CPU time costs it 0.4 s. DeepSpeed's own swapper overlaps less: the value is fitted to
-# reports/training-vda.md and optimizer-vda.md.
-SLOWED_SHARE = {"zero3": 0.4, "plain": 0.4, "deepspeed": 0.7}
-# of the link to the GPU: DeepSpeed's copies of gradients or parameters; and this package's while others
-# run in the opposite direction, 47 to 51 of 54.8 GB/s in an H200's steps of 7B, 13B and 33B
-LINK_SHARE, BOTH_WAYS_SHARE = 0.4, 0.91
-# to the GPU after the step, rounding included: DeepSpeed copies them through unregistered memory
-NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9
+__all__ = [
+    "Drive",
+    "Machine",
+    "Phase",
+    "Plan",
+    "Term",
+    "drive_at",
+    "drive_described",
+    "fastest",
+    "measured_together",
+    "plans",
+    "this_machine",
+]
+
 # host memory of CUDA, torch and DeepSpeed in a rank; and without DeepSpeed
 PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}
 PLAIN_PROCESS_BYTES = {"gpu": 1_200_000_000, "cpu": 600_000_000}
@@ -78,17 +61,7 @@ CONTEXT_BYTES = 900_000_000
 # of 16-bit gradients that DeepSpeed reduces together (reduce_bucket_size)
 BUCKET_ELEMENTS = 500_000_000
 DEFAULT_HOST_BYTES_PER_SECOND = 50e9  # of a described machine, unless given
-DEFAULT_LINK_BYTES_PER_SECOND = 25e9
-# of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
-MLOCKED_LINK_BYTES_PER_SECOND = 8e9
 AS_FAST = 1.1  # predictions do not distinguish smaller ratios
-# the share of a GPU's peak that forward and backward passes reach: 0.46 to 0.52 for Llama-2 7B
-# (reports/big-models-h100.md, systems-h100.md), 0.48 for long sequences (reports/activations-h200.md)
-UTILISATION = 0.48
-
-_OTHER_GPU_BYTES_PER_SECOND = 0.5e12
-_NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)
-
 DESCRIBED_PATH = "/local_nvme"  # of a drive that is given by its speeds
 UNLIMITED_BYTES = 1 << 62
 
@@ -172,53 +145,6 @@ def measured_together(drives: Sequence[Drive]) -> Profile | None:
         if drive.profile and {path.path for path in drive.profile.stripe} == paths:
             return drive.profile
     return None
-
-
-class Term(NamedTuple):
-    """One thing that takes time, such as "compute", "copies", "drive" or "Adam".
-
-    Attributes
-    ----------
-    name, seconds, how : str, float, str
-        *how* is the formula for the seconds.
-    """
-
-    name: str
-    seconds: float
-    how: str
-
-
-class Phase(NamedTuple):
-    """A part of a step.
-
-    Attributes
-    ----------
-    name, times : str, int
-        "forward", "backward", "update", or "backward and update"; its number in a step.
-    beside : tuple of tuples of Term
-        Concurrent sequences of terms.
-    """
-
-    name: str
-    times: int
-    beside: tuple[tuple[Term, ...], ...]
-
-    @property
-    def seconds(self) -> float:
-        """Total seconds in a step."""
-        sums = (sum(term.seconds for term in terms) for terms in self.beside)
-        return self.times * max(sums, default=0.0)
-
-    @property
-    def formula(self) -> str:
-        """The formula of the seconds."""
-        texts = [
-            " + ".join(f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms)
-            for terms in self.beside
-        ]
-        times = f"{self.times} x " if self.times > 1 else ""
-        longest = texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
-        return f"{self.name}: {times}{longest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,9 +359,10 @@ def _plan(
         problems["a drive: no drive given, pass --path"] = 1.0
     else:
         require(drive_bytes * world.ranks, machine.free_bytes, "{} on the drive, and {} are free")
-    step = _Step(strategy, model, machine, world, work, moved, spilled)
+    host_speed, speeds = machine.host_bytes_per_second, machine.speeds
+    step = Step(strategy, model, machine.gpu, host_speed, speeds, world, work, moved, spilled)
     phases = step.phases()
-    known = bool(machine.speeds) or not (moved.total or spilled)
+    known = bool(speeds) or not (moved.total or spilled)
     seconds = sum(phase.seconds for phase in phases) if known else None
     tokens = work.tokens * work.accumulation * world.size
     return Plan(
@@ -475,193 +402,8 @@ def _moved(strategy: Strategy, model: Model, world: World, kept: int | None) -> 
     if kept is not None:
         return streamed(strategy, model, world, kept)
     if not strategy.uses_drive:
-        return _NOTHING
+        return NOTHING
     trained = model.trained / world.size
     load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
     read = load.passes_read * model.parameters / world.size
     return Streamed(read, 0.0, load.step_read * trained, load.step_write * trained)
-
-
-_Concurrent = tuple[tuple[Term, ...], ...]
-
-
-class _Step(NamedTuple):
-    """A step with *strategy*. *moved*: bytes that a rank transfers; *spilled*: bytes of activations
-    that a forward pass writes to the drive.
-    """
-
-    strategy: Strategy
-    model: Model
-    machine: Machine
-    world: World
-    work: Work
-    moved: Streamed
-    spilled: float
-
-    @property
-    def flops(self) -> float | None:
-        """Of the GPU; None if unknown."""
-        known = gpu_models.find(self.machine.gpu.name) if self.machine.gpu else None
-        return known.flops if known else None
-
-    @property
-    def link(self) -> float:
-        """Bytes a second between host memory and the GPU."""
-        speed = self.machine.gpu.link_bytes_per_second if self.machine.gpu else None
-        return speed or DEFAULT_LINK_BYTES_PER_SECOND
-
-    def free_tokens(self) -> float | None:
-        """Tokens from which compute in the passes with updates takes as long as the drive."""
-        speeds, tokens = self.machine.speeds, self.work.tokens
-        if not (self.strategy.windows and self.flops and speeds and tokens):
-            return None
-        counts = operations(self.model, self.work)
-        compute: float = sum(getattr(counts, window) for window in self.strategy.windows)
-        speed = speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"]
-        transfers = self.moved.total * self.world.ranks / speed
-        return tokens * transfers / (compute / (self.flops * UTILISATION))
-
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases of the step."""
-        count, hidden, phases = self.work.accumulation, self._hidden(), []
-        for name, beside in zip(("forward", "backward"), self._passes(self.moved), strict=True):
-            if self.strategy.optimizer is None:
-                return (Phase(name, count, beside),)
-            if name == "backward" and count > 1 and self.moved.passes_written:
-                # the gradients of the first backward pass displace states, and stay
-                _, later = self._passes(self.moved._replace(passes_written=0.0))
-                phases += [Phase(name, 1, beside), Phase(name, count - 1, later)]
-                continue
-            phases.append(Phase(name, count - (name in hidden), beside))
-            if name in hidden:
-                share, part = hidden[name]
-                update = self._update(Streamed(*(part * each for each in self.moved)), share)
-                phases.append(Phase(f"{name} and update", 1, _together(beside, update)))
-        left = 1 - sum(share for share, _ in hidden.values())
-        if left > 0:
-            phases.append(
-                Phase("update", 1, self._update(_NOTHING if hidden else self.moved, left))
-            )
-        return tuple(phase for phase in phases if phase.times)
-
-    def _hidden(self) -> dict[str, tuple[float, float]]:
-        """By pass, the shares of the parameters and of the bytes that are updated during it."""
-        strategy, whole = self.strategy, 1.0
-        if strategy.updates == "in both":
-            rest = 1 - FORWARD_SHARE
-            return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
-        if strategy.provisional:  # states in host memory are updated in the step
-            states = strategy.state_bytes * self.model.trained
-            whole = self.moved.written * self.world.size / states
-        return {name: (whole, 1.0) for name in strategy.windows if whole}
-
-    def _passes(self, moved: Streamed) -> tuple[_Concurrent, _Concurrent]:
-        """The concurrent terms of a forward and of a backward pass."""
-        strategy, model, ranks = self.strategy, self.model, self.world.ranks
-        plain, trains = strategy.door == "plain", strategy.optimizer is not None
-        found: tuple[list[Term], list[Term]] = ([], [])
-        if self.work.tokens and self.flops:
-            for terms, count in zip(found, operations(model, self.work), strict=True):
-                terms.append(_term("compute", count, self.flops, UTILISATION, "T", 1e12))
-        if self.machine.gpu:
-            link, share = self.link, LINK_SHARE
-            if strategy.door == "deepspeed":
-                link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
-            elif plain:  # pinned, and both ways at the same time
-                share = BOTH_WAYS_SHARE
-            inward = 0 if strategy.parameters == "gpu" else WEIGHT_BYTES * model.parameters
-            offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
-            offloaded &= not plain or strategy.updates == "host gradients"
-            outward = WEIGHT_BYTES * model.trained if offloaded else 0
-            both = max(inward, outward) if plain else inward + outward
-            for terms, amount in zip(found, (inward, both), strict=True):
-                if amount:
-                    terms.append(_term("copies", amount / self.world.size, link, share))
-        if self.machine.speeds:
-            read, saved = moved.passes_read / (2 if trains else 1), self.spilled
-            transfers = (read, saved), (read + saved, moved.passes_written)
-            for terms, amounts in zip(found, transfers, strict=True):
-                if any(amounts):
-                    terms.append(self._drive(*(amount * ranks for amount in amounts)))
-        forward, backward = (tuple((term,) for term in terms) for terms in found)
-        return forward, backward
-
-    def _update(self, moved: Streamed, share: float) -> _Concurrent:
-        """The concurrent terms of the update of this *share* of the parameters."""
-        strategy, machine, world = self.strategy, self.machine, self.world
-        each = share * self.model.trained / world.size
-        drive: tuple[Term, ...] = ()
-        if machine.speeds and (moved.read or moved.written):
-            drive = (self._drive(moved.read * world.ranks, moved.written * world.ranks),)
-        if machine.gpu and strategy.update_device == "gpu":
-            beside = [self._update_on_gpu(each, machine.gpu)]
-            if strategy.ours:
-                copied = strategy.state_bytes
-                if not (strategy.streams and strategy.windows):  # there since the pass
-                    copied += strategy.parameter_bytes
-                copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
-                beside.append((_term("copies", copied * each, self.link, BOTH_WAYS_SHARE),))
-            return (*beside, drive) if drive else tuple(beside)
-        update = self._update_on_cpu(each)
-        if not drive:
-            return (update,)
-        share = SLOWED_SHARE[strategy.door]
-        busy = sum(term.seconds for term in update)
-        slowed = Term("slowed by the processors", share * busy, f"{share:g} x {busy:.3g} s")
-        return update, (*drive, slowed)
-
-    def _update_on_gpu(self, each: float, gpu: Gpu) -> tuple[Term, ...]:
-        known = gpu_models.find(gpu.name)
-        memory = known.bytes_per_second if known else _OTHER_GPU_BYTES_PER_SECOND
-        adam = _term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), memory)
-        packed = PACKED_PER_SECOND.get(self.strategy.state_format)
-        if packed is None:
-            return (adam,)
-        packed = min(packed, memory / PACK_TRAFFIC[self.strategy.state_format])
-        return adam, _term("packing", each, packed, 1.0, "billion")
-
-    def _update_on_cpu(self, each: float) -> tuple[Term, ...]:
-        strategy, host = self.strategy, self.machine.host_bytes_per_second
-        here = each * self.world.ranks
-
-        def passing(name: str, traffic: int) -> Term:
-            return _term(name, here * traffic, host, OPTIMIZER_SHARE)
-
-        adam = ADAM_TRAFFIC + PACK_TRAFFIC[strategy.state_format]
-        if strategy.optimizer == "gpu" or strategy.door == "plain":  # gradients are there
-            return (passing("Adam", adam + ROUND_TRAFFIC),)
-        new = passing("new parameters", ROUND_TRAFFIC)
-        if self.machine.gpu and strategy.parameters == "gpu":
-            new = _term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND)
-        return passing("gradients widened", WIDEN_TRAFFIC), passing("Adam", adam), new
-
-    def _drive(self, read: float, written: float) -> Term:
-        share, speeds = DRIVE_SHARE[self.strategy.door], self.machine.speeds
-        seconds, bound = transfer(read, written, speeds)
-        speed = f"{bound} {share:g} x {speeds[bound]:.3g} GB/s"
-        how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {speed})"
-        return Term("drive", seconds / share, how)
-
-
-def _together(a_pass: _Concurrent, update: _Concurrent) -> _Concurrent:
-    """The concurrent terms of a pass with an *update*, which share the GPU and the drive."""
-    found: dict[str, tuple[Term, ...]] = {}
-    for terms in (*a_pass, *update):
-        by = {"Adam": "compute"}.get(terms[0].name, terms[0].name)
-        found[by] = (*found.get(by, ()), *terms)
-    return tuple(found.values())
-
-
-def _term(
-    name: str,
-    amount: float,
-    per_second: float,
-    share: float = 1.0,
-    unit: str = "GB",
-    scale: float = 1e9,
-) -> Term:
-    """The time for *amount* at a *share* of a speed."""
-    speed = f"{per_second / scale:.3g} {unit}/s"
-    if share != 1:
-        speed = f"({share:g} x {speed})"
-    return Term(name, amount / per_second / share, f"{amount / scale:.3g} {unit} / {speed}")

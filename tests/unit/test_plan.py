@@ -49,8 +49,6 @@ from nvme_offload.planning.placement import (
     whole_bytes,
 )
 from nvme_offload.planning.plan import (
-    FORWARD_SHARE,
-    UTILISATION,
     Drive,
     Machine,
     Plan,
@@ -60,8 +58,9 @@ from nvme_offload.planning.plan import (
     plans,
     this_machine,
 )
+from nvme_offload.planning.seconds import UTILISATION
 from nvme_offload.planning.traffic import STATE_BYTES
-from nvme_offload.sizes import LARGEST_SUB_GROUP, overflow
+from nvme_offload.sizes import FORWARD_SHARE, LARGEST_SUB_GROUP, overflow
 from nvme_offload.swap.schedule import Schedule
 from nvme_offload.zero3.settings import Settings
 
