@@ -526,16 +526,12 @@ class NVMeOptimizer(Forwarding):
 
     @property
     def last_stats(self) -> UpdateStats | None:
-        """`stats` of the last step whose updates have all been made, without waiting; None before
-        the first.
-        """
+        """`stats` of the last step whose updates are all made; None before the first. Never waits."""
         return self._steps.last_stats
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With `step_in_backward`: accumulate gradients in the backward passes of the context,
-        without updates.
-        """
+        """With `step_in_backward`: accumulate gradients, without updates, in the context."""
         backward = self._steps.backward
         before, backward.accumulating = backward.accumulating, True
         try:
@@ -546,8 +542,8 @@ class NVMeOptimizer(Forwarding):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, for all gradients of the optimizer's parameters;
-        return their norm before clipping. In host memory they are scaled at their next use.
+        """As `torch.nn.utils.clip_grad_norm_`, for all of the optimizer's gradients, those in host
+        memory, too.
 
         Parameters
         ----------

@@ -260,19 +260,17 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int) -> _Trial:
-    try:
+    for with_missing in (True, False):  # some optimizers require all gradients
+        trial = _Trial(make, samples, steps, with_missing=with_missing)
         try:
-            trial = _Trial(make, samples, steps, with_missing=True)
             trial.record()
-        # Some optimizers require all gradients, and may raise anything.
-        except Exception:
-            trial = _Trial(make, samples, steps, with_missing=False)
-            trial.record()
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnsupportedError(
-            f"{name} cannot be used with NVMeOptimizer: a step over dense gradients fails: {reason}"
-        ) from error
+            break
+        except Exception as error:  # they may raise anything
+            if not with_missing:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UnsupportedError(
+                    f"{name} cannot be used with NVMeOptimizer: a step over dense gradients fails: {reason}"
+                ) from error
     return trial
 
 
@@ -355,31 +353,24 @@ class _Trial:
         """Yield the weights after each step, which updates one bucket after another."""
         weights = [sample.clone() for sample in self._samples]
         parts = [
-            [
-                torch.nn.Parameter(_view(weights[index], start, stop))
-                for index, start, stop in bucket
-            ]
+            [torch.nn.Parameter(_view(weights[index], *edges)) for index, *edges in bucket]
             for bucket in buckets
         ]
         optimizers = [self._make(bucket) for bucket in parts]
         for optimizer in optimizers:
             _switch(optimizer, "train")
         options = _options(optimizers[-1])
-        rate = options.get("lr")
-        base = (
-            float(rate)
-            if isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)
-            else None
-        )
+        rate: Any = options.get("lr")
+        is_number = isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)
         for number in range(self._steps):
-            # Schedule-free optimizers keep separate weights for evaluation.
+            # schedule-free optimizers keep separate weights for evaluation
             if number == self._steps // 2:
                 for optimizer in optimizers:
                     _switch(optimizer, "eval")
                     _switch(optimizer, "train")
                 options = _options(optimizers[-1])
-            if base is not None:
-                moved = (base or _RATE) * _RATES[number % len(_RATES)]
+            if is_number:
+                moved = (float(rate) or _RATE) * _RATES[number % len(_RATES)]
                 options["lr"] = torch.full_like(rate, moved) if torch.is_tensor(rate) else moved
             if len(self._gradients) <= number:
                 self._gradients.append(self._gradients_of_step(number, weights))
@@ -420,19 +411,10 @@ class _Trial:
 
     def _find_outside_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Tensors that never change, and views of weights, do not count."""
-        weights = {
-            parameter.untyped_storage().data_ptr()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        weights = {_address(one) for group in optimizer.param_groups for one in group["params"]}
         own, outside = {}, {}
-        for path, value in content(
-            {
-                key: value
-                for key, value in vars(optimizer).items()
-                if key not in ("state", "param_groups")
-            }
-        ):
+        kept = {**vars(optimizer), "state": None, "param_groups": None}
+        for path, value in content(kept):
             tensor = isinstance(value, torch.Tensor)
             plain = isinstance(value, int | float | str | bytes | bool | None)
             outside[path] = value if plain else (id(value), value._version if tensor else 0)
@@ -442,11 +424,7 @@ class _Trial:
                 and value.state is not optimizer.state
             ):
                 self.outside = f"another optimizer, {type(value).__name__}, as {path[0]!r}"
-            elif (
-                tensor
-                and value.numel() > UNIT
-                and value.untyped_storage().data_ptr() not in weights
-            ):
+            elif tensor and value.numel() > UNIT and _address(value) not in weights:
                 own[path] = id(value), value._version
                 if self._own.get(path, own[path]) != own[path]:
                     self.outside = f"tensors as {path[0]!r}"
@@ -489,6 +467,10 @@ class _Trial:
                 (direction * _SCALES[(3 * number + index) % len(_SCALES)]).to(weight.dtype)
             )
         return gradients
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:

@@ -33,7 +33,7 @@ class Table:
 
 def of(profile: Profile) -> dict[str, Table]:
     """The tables by name; those without rows have no numbers in *profile*."""
-    every = (training, limits, latency, finalists, drift, stripe, health)
+    every = (training, limits, latency, finalists, stripe, health)
     return {make.__name__: make(profile) for make in every}
 
 
@@ -130,30 +130,6 @@ def _setting_cells(setting: Setting) -> tuple[str, ...]:
     size = wording.size
     depth, threads = str(setting.queue_depth), str(setting.thread_count)
     return size(setting.block_size), depth, threads, size(setting.bytes_in_flight)
-
-
-def drift(profile: Profile) -> Table:
-    """The runs of the control, which show how the drive drifts, and the number of other trials."""
-    rows = []
-    for phase in PHASES:
-        trials = [trial for trial in profile.trials if trial.phase == phase]
-        speeds = [trial.gb_per_s for trial in trials if trial.control and not trial.flaw]
-        spread = min(speeds), statistics.median(speeds), max(speeds)
-        counts = (
-            sum(not trial.control for trial in trials),
-            sum(trial.flaw != "" for trial in trials),
-        )
-        rows.append((phase, str(len(speeds)), *map(wording.speed, spread), *map(str, counts)))
-    columns = (
-        "Runs of the\ndefaults",
-        "Slowest",
-        "Median",
-        "Fastest",
-        "Other\ntrials",
-        "Left\nout",
-    )
-    caption = "The drift of the drive: GB/s of the defaults, run again and again"
-    return Table(caption, ("Load", *columns), tuple(rows))
 
 
 def stripe(profile: Profile) -> Table:

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import statistics
 
 import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS
-from nvme_offload.report import charts, tables
+from nvme_offload.report import charts
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -57,18 +56,6 @@ def test_flawed_trials_count_nowhere(made_up):
     wild = dataclasses.replace(honest.trials[-1], flaw="impossible", **changes)
     profile = made_up.profile(trials=(*honest.trials, wild))
     assert charts.heat_map(profile) == charts.heat_map(honest)
-    before, after = tables.drift(honest), tables.drift(profile)
-    # counted as left out, in the last column
-    assert [row[:-2] for row in after.rows] == [row[:-2] for row in before.rows]
-    assert sum(int(row[-1]) for row in after.rows) == sum(int(row[-1]) for row in before.rows) + 1
-
-
-def test_the_drift_is_that_of_the_defaults(made_up):
-    profile = made_up.profile()
-    runs = [trial.gb_per_s for trial in profile.trials if trial.control and trial.phase == "read"]
-    row = tables.drift(profile).rows[0]
-    spread = min(runs), statistics.median(runs), max(runs)
-    assert row[:5] == ("read", str(len(runs)), *(f"{value:#.3g}" for value in spread))
 
 
 def test_the_plot_shows_the_speed_until_the_cache_ends_and_after(made_up, monkeypatch):
