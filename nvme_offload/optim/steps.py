@@ -262,8 +262,10 @@ class Steps:
         queue.check()
         self.recover()
         self.health.check()
-        with torch.enable_grad():
-            result = closure() if closure else None
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         try:
             with self.lock, fixed_modes():
                 self._make(tried_again=tried_again)
