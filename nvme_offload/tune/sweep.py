@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
@@ -41,7 +41,7 @@ LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # share of the seconds; if there are t
 COMPARISON_SHARE, COMPARISON_SECONDS = 0.25, 40  # as above, for the other backend
 COMPARISON_WINDOW_SECONDS = 0.5
 LEAST_COMPARISON_ROUNDS, MOST_COMPARISON_ROUNDS = 2, 8
-RUN_OVERHEAD_SECONDS = 0.1  # to start and drain a run
+_RUN_SECONDS = COMPARISON_WINDOW_SECONDS + 0.1  # with the time to start and drain a run
 WORTH = 1.03  # from this ratio another backend is recommended
 
 
@@ -214,33 +214,27 @@ def _measures_latency(options: Options) -> bool:
 def _seconds_after(options: Options) -> float:
     """The time of latencies and of the comparison after the search."""
     latencies = LATENCY_SHARE * options.seconds if _measures_latency(options) else 0.0
-    return latencies + _comparison(options).seconds
+    _, rounds = _comparison(options)
+    return latencies + (len(PHASES) * _RUN_SECONDS * (2 * rounds + 1) if rounds else 0.0)
 
 
-class _Comparison(NamedTuple):
-    """*rounds* of the other backend under each load, which take *seconds* in all."""
-
-    backend: str = ""
-    rounds: int = 0
-    seconds: float = 0.0
-
-
-def _comparison(options: Options) -> _Comparison:
-    """The comparison for which there is time; two rounds at least, to show a spread."""
+def _comparison(options: Options) -> tuple[str, int]:
+    """The other backend, and the rounds of it under each load for which there is time: two at least, to
+    show a spread, or none.
+    """
     other = _other_backend(options) if options.seconds >= COMPARISON_SECONDS else None
     if other is None:
-        return _Comparison()
-    run = COMPARISON_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
-    fitting = int((COMPARISON_SHARE * options.seconds / len(PHASES) - run) / (2 * run))
-    rounds = min(max(fitting, LEAST_COMPARISON_ROUNDS), MOST_COMPARISON_ROUNDS)
-    return _Comparison(other, rounds, len(PHASES) * run * (2 * rounds + 1))
+        return "", 0
+    each = COMPARISON_SHARE * options.seconds / len(PHASES)
+    fitting = int((each - _RUN_SECONDS) / (2 * _RUN_SECONDS))
+    return other, min(max(fitting, LEAST_COMPARISON_ROUNDS), MOST_COMPARISON_ROUNDS)
 
 
 def _compare_backends(
     rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Beside]:
     """The other backend at the chosen setting, interleaved with the chosen one."""
-    other, rounds, _ = _comparison(options)
+    other, rounds = _comparison(options)
 
     def run(backend: str, phase: str) -> float:
         setting = dataclasses.replace(chosen, backend=backend)
