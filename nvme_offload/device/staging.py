@@ -131,6 +131,7 @@ class _Return(NamedTuple):
     changed: bool
     nbytes: int | None
     done: Any  # torch.cuda.Event
+    memory: torch.Tensor | None
 
 
 class Returns:
@@ -146,9 +147,26 @@ class Returns:
     def __contains__(self, name: str) -> bool:
         return any(returned.name == name for returned in self._returns)
 
-    def add(self, name: str, *, changed: bool, nbytes: int | None = None, done: Any) -> None:
-        """Release the value *name* after the event *done*, as `TensorSwapper.release` does."""
-        self._returns.append(_Return(name, changed, nbytes, done))
+    def add(
+        self,
+        name: str,
+        *,
+        changed: bool,
+        nbytes: int | None = None,
+        done: Any,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """Release the value *name* after the event *done*, as `TensorSwapper.release` does.
+        *memory*: its memory, for `resume`.
+        """
+        self._returns.append(_Return(name, changed, nbytes, done, memory))
+
+    def resume(self, name: str) -> _Return | None:
+        """The use of *name* whose copy is in flight, which the caller continues; None without one."""
+        found = next((one for one in self._returns if one.name == name), None)
+        if found is not None:
+            self._returns.remove(found)
+        return found
 
     def release(self, at_most: int) -> None:
         """Release the values whose copies have ended, and wait until at most *at_most* copies are

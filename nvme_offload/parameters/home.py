@@ -9,6 +9,7 @@ import torch
 
 from ..device.copies import CopyStreams
 from ..device.staging import Returns
+from ..errors import known
 from ..swap.tier import Tier
 from .buckets import Bucket
 from .slots import Slot
@@ -38,11 +39,16 @@ class Home:
 
     def read(self, bucket: Bucket, use: Callable[[torch.Tensor], Any]) -> None:
         """Call *use* with the bytes of *bucket* in host memory, valid for the time of the call."""
-        memory = self._obtain(bucket, lambda: self._tier.swapper.swap_in(bucket.name))
+        self._returns.end(bucket.name)
+        memory = self._obtain(bucket, self._tier.swapper.swap_in)
         try:
             use(memory)
         finally:
             self._tier.end_use(bucket.name, changed=False)
+
+    def stays(self, bucket: Bucket) -> bool:
+        """Whether the values of *bucket* stay in host memory, so that no call waits for a drive."""
+        return self._tier.swapper.stays(bucket.name)
 
     def fill(self, slot: Slot, bucket: Bucket) -> None:
         """Copy the values of *bucket* into *slot*. Raises: as `TensorSwapper.swap_in`."""
@@ -50,34 +56,50 @@ class Home:
         if self._device.type != "cuda":
             self.read(bucket, target.copy_)
             return
-        memory = self._obtain(bucket, lambda: self._tier.swapper.swap_in(bucket.name))
-        slot.filled = self._start(target, memory, slot)
-        self._returns.add(bucket.name, changed=False, done=slot.filled)
-        slot.streams.clear()
+        slot.fill_ends(self._start(target, slot, bucket, self._tier.swapper.swap_in))
 
     def store(self, slot: Slot, bucket: Bucket) -> None:
         """Copy the values in *slot* back. Raises: as `TensorSwapper.create`."""
         source = slot.buffer[: bucket.nbytes]
-        memory = self._obtain(bucket, lambda: self._tier.swapper.create(bucket.name, bucket.nbytes))
+
+        def create(name: str) -> torch.Tensor:
+            return self._tier.swapper.create(name, bucket.nbytes)
+
         if self._device.type != "cuda":
+            memory = self._obtain(bucket, create)
             try:
                 memory.copy_(source)
             finally:
                 self._tier.end_use(bucket.name, changed=True)
             return
-        slot.emptied = self._start(memory, source, slot)
-        self._returns.add(bucket.name, changed=True, done=slot.emptied)
+        slot.emptied = self._start(source, slot, bucket, create, back=True)
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> Any:
+    def _start(
+        self,
+        values: torch.Tensor,
+        slot: Slot,
+        bucket: Bucket,
+        ask: Callable[[str], torch.Tensor],
+        *,
+        back: bool = False,
+    ) -> Any:
+        """Start a copy of *bucket* to *values* in *slot*, or *back*. Returns: the event at its end."""
+        resumed = self._returns.resume(bucket.name) if self.stays(bucket) else None
+        if resumed is None:
+            self._returns.end(bucket.name)
+            memory, changed = self._obtain(bucket, ask), back
+        else:
+            # A wait for the copy in flight would take the CPU's lead over the GPU.
+            memory, changed = known(resumed.memory), back or resumed.changed
+            self._copies.wait(self._device, not back, resumed.done)
         for event in slot.ends_of_uses():
-            self._copies.wait(self._device, target.is_cuda, event)
-        done = self._copies.start(target, source, after=None)
-        self._copies.outlast(slot.buffer, target.is_cuda)
+            self._copies.wait(self._device, not back, event)
+        done = self._copies.start(*((memory, values) if back else (values, memory)), after=None)
+        self._copies.outlast(slot.buffer, not back)
+        self._returns.add(bucket.name, changed=changed, done=done, memory=memory)
         return done
 
-    def _obtain(self, bucket: Bucket, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _obtain(self, bucket: Bucket, ask: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Host memory of *bucket*. This may wait for copies of other buckets."""
-        stays = self._tier.swapper.stays(bucket.name)
-        self._returns.release(at_most=len(self._returns) if stays else _IN_FLIGHT)
-        self._returns.end(bucket.name)
-        return self._returns.with_room(ask)
+        self._returns.release(at_most=len(self._returns) if self.stays(bucket) else _IN_FLIGHT)
+        return self._returns.with_room(lambda: ask(bucket.name))

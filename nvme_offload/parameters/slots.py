@@ -19,8 +19,7 @@ class Slot:
     """Memory of *device* for one bucket, in a storage that nothing else shares.
 
     Attributes: *bucket*, whose values it has; *filled* and *emptied*, the events at the end of the
-    last copy in and out, None on a CPU; *streams*, whose kernels may use the memory, so that the
-    next copy in or out waits for them.
+    last copy in and out, None on a CPU.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -31,11 +30,13 @@ class Slot:
         self.bucket: Bucket | None = None
         self.filled: Any = None
         self.emptied: Any = None
-        self.streams: list[Any] = []
+        # Kernels of these streams may use the memory: those before the events, if there are any.
+        self._streams: list[Any] = []
+        self._ends: list[Any] = []
         if device.type == "cuda":
             # PyTorch's allocator reuses memory in the order of a stream: kernels of this stream may
             # still use it.
-            self.streams.append(torch.cuda.current_stream(device))
+            self._streams.append(torch.cuda.current_stream(device))
         self._own_references = 0
 
     def count_own_references(self) -> None:
@@ -50,22 +51,31 @@ class Slot:
         users = 0 if self.bucket is None else self.bucket.users
         return users == 0 and self._references() <= self._own_references
 
-    def order_after_copy(self) -> None:
+    def begin_use(self) -> None:
         """Make the current stream wait until the values are copied in."""
         if self.filled is not None:
+            self._ends = []
             stream = torch.cuda.current_stream(self.buffer.device)
-            if stream not in self.streams:
+            if stream not in self._streams:
                 stream.wait_event(self.filled)
                 # Once dropped, the memory is reused only after the kernels of this stream.
                 self.buffer.record_stream(stream)
-                self.streams.append(stream)
+                self._streams.append(stream)
 
-    def ends_of_uses(self) -> Iterator[Any]:
+    def end_use(self) -> None:
+        """Let later copies wait only for kernels that were launched before, if the slot is free."""
+        if self._streams and self.is_free:
+            self._ends = [stream.record_event() for stream in self._streams]
+
+    def ends_of_uses(self) -> list[Any]:
         """The events after which no kernel uses the values, and the copy out has ended."""
-        for stream in self.streams:
-            yield stream.record_event()
-        if self.emptied is not None:
-            yield self.emptied
+        ends = self._ends or [stream.record_event() for stream in self._streams]
+        return ends if self.emptied is None else [*ends, self.emptied]
+
+    def fill_ends(self, filled: Any) -> None:
+        """New values are there after the event *filled*."""
+        self.filled = filled
+        self._streams, self._ends = [], []
 
     def _references(self) -> int:
         return int(torch._C._storage_Use_Count(self.storage._cdata))

@@ -13,7 +13,6 @@ import torch
 
 from ..device.room import DeviceRoom
 from ..errors import OffloadError, UsageError
-from ..sizes import STREAMED_SLOTS
 from ..swap.access_order import AccessOrder
 from ..swap.tier import Tier
 from . import idle
@@ -22,7 +21,9 @@ from .home import Home
 from .saved import SavedTensors, pop, push
 from .slots import Slot, Slots
 
-AHEAD = STREAMED_SLOTS - 2  # in addition, one bucket is in use and one is being written back
+# Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
+# those of optimizer states, which are needed earlier.
+AHEAD = 3
 
 # Writes the values of parameters to the memory of each.
 Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]
@@ -68,6 +69,8 @@ class Streamer:
         self._order = AccessOrder()
         self._clock = 0
         self._last: Bucket | None = None
+        self._ahead = 0  # the place in the order up to which buckets are on the device
+        self._unused: set[Bucket] = set()  # fetched for a use to come
         self._first_module: weakref.ref[torch.nn.Module] | None = None
         self._assignments: dict[torch.nn.Parameter, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
@@ -176,7 +179,7 @@ class Streamer:
             place = bucket.place_of(parameter)
             copied = torch.empty(place.shape, dtype=place.dtype)
             if bucket.slot is not None:
-                bucket.slot.order_after_copy()
+                bucket.slot.begin_use()
                 copied.copy_(place.within(bucket.slot.buffer))
             else:
                 self._home.read(bucket, lambda memory: copied.copy_(place.within(memory)))
@@ -186,22 +189,34 @@ class Streamer:
 
     def _present(self, bucket: Bucket) -> Slot:
         slot = bucket.slot or self._fetch(bucket)
-        slot.order_after_copy()
+        slot.begin_use()
         return slot
 
     def _fetch(self, bucket: Bucket) -> Slot:
         slot = self.slots.take(self._next_use, self._empty, before=-math.inf)
         slot = slot or self.slots.exceed()
+        self._ahead = self._order.now
         self._fill(slot, bucket)
         with contextlib.suppress(OffloadError):  # it is stored, or the error raised, as it leaves
             self._store_next()
         return slot
 
-    def _fetch_ahead(self, bucket: Bucket) -> None:
-        slot = self.slots.take(self._next_use, self._empty, before=self._next_use(bucket))
-        if slot is not None:
-            self._fill(slot, bucket)
-            self._store_next()
+    def _fetch_following(self) -> None:
+        """Fetch the next `AHEAD` buckets in the order that are not on the device, as far as slots
+        are free for them.
+        """
+        order = self._order
+        self._ahead = max(self._ahead, order.now)
+        while len(self._unused) < AHEAD and self._ahead < order.now + len(order.period):
+            following = self._buckets[order.at(self._ahead).name]
+            if following.slot is None:
+                slot = self.slots.take(self._next_use, self._empty, before=self._ahead)
+                if slot is None:
+                    return
+                self._fill(slot, following)
+                self._unused.add(following)
+                self._store_next()
+            self._ahead += 1
 
     def _store_next(self) -> None:
         """Copy back the values of the slot that `take` would empty now, so that filling it need not wait."""
@@ -226,6 +241,7 @@ class Streamer:
         self._store_changes(slot, bucket)
         with torch.inference_mode(False):
             bucket.slot = slot.bucket = None
+            self._unused.discard(bucket)
             for place in bucket.places:
                 # It is idle already, unless a KeyboardInterrupt has ended a use.
                 place.parameter.__class__ = idle.IdleParameter
@@ -261,15 +277,15 @@ class Streamer:
         bucket.last_use = self._clock
         if bucket is self._last:
             return
+        if self._last is not None and self._last.slot is not None:
+            self._last.slot.end_use()
         self._last = bucket
+        self._unused.discard(bucket)
         self._order.use(bucket.name, bucket.nbytes, created=False)
         # A transfer that fails here fails again, and raises, where its bucket is used or leaves.
-        with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
-            if self._order.followed:
-                for distance in range(AHEAD):
-                    following = self._buckets[self._order.at(self._order.now + distance).name]
-                    if following.slot is None:
-                        self._fetch_ahead(following)
+        if self._order.followed:
+            with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
+                self._fetch_following()
 
     def _next_use(self, bucket: Bucket) -> float:
         """When *bucket* is used next; without a known order, later the longer its last use is ago."""
@@ -280,6 +296,8 @@ class Streamer:
 
     def _begin_period(self) -> None:
         self._order.step()
+        self._ahead = self._order.now
+        self._unused.clear()
         self._last = None
         self._tier.swapper.step()
         self.slots.trim(self._next_use, self._empty)
