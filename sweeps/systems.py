@@ -40,6 +40,7 @@ from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
 from .machine import facts
 from .meter import Meter
+from .probe import Probe
 from .report import columns, document, escaped, listed, ratios, shown, write
 
 _EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
@@ -366,6 +367,7 @@ def _train(job: dict[str, Any]) -> None:
     began = time.monotonic()
     step = SYSTEMS[job["system"]].make(job)
     send("made", seconds=time.monotonic() - began)
+    probe = Probe() if job["probe"] and cuda else None
     words = _example()["SHAPES"][job["model"]][5]
     for number in range(job["steps"]):
         shape = (job["batch"], job["sequence"])
@@ -377,7 +379,8 @@ def _train(job: dict[str, Any]) -> None:
                 torch.cuda.synchronize()
             dist.barrier()
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        send("step", number=number, loss=loss, gpu_bytes=peak, taken=taken)
+        counted = {"probe": probe.take()} if probe else {}
+        send("step", number=number, loss=loss, gpu_bytes=peak, taken=taken, **counted)
     del step
     gc.collect()  # FSDP2's reference cycles keep gloo's threads alive past interpreter exit
     dist.destroy_process_group()
@@ -392,6 +395,7 @@ def _train(job: dict[str, Any]) -> None:
 @option(
     "--gpu-memory", type=Size(), default=None, help="Of Offload for parameters; else what is free."
 )
+@option("--probe", is_flag=True, help="Print waits, copies and allocations, of CUDA only.")
 @option("--batch", type=COUNT, default=4, help="Sequences for each GPU.")
 @option("--sequence", type=COUNT, default=2048)
 @option(
