@@ -65,12 +65,15 @@ def step_by_kernels(
     Parameters: see `one_pass.step_in_one_pass`; `can_step_by_kernels` must be true. *look*: for far
     blocks of the new second moments.
     """
-    by, parts = kernels(buffer.device), [part for part in parts if part.weight.numel()]
+    by = kernels(buffer.device)
+    empty = [optimizer.state[part.parameter]["step"] for part in parts if not part.weight.numel()]
+    parts = [part for part in parts if part.weight.numel()]
     steps_there = all(optimizer.state[part.parameter]["step"].is_cuda for part in parts)
     if steps_there and all(
         _gives_bits_of_torch(buffer.device, type(optimizer), group) for group, _ in _by_group(parts)
     ):
         begin()
+        _advance(empty)
         _step_in_one_kernel(optimizer, state_format, layout, buffer, parts, seed, look)
         return
     splits = state_format.splits_master and layout.master is not None
@@ -82,6 +85,7 @@ def step_by_kernels(
         _unpacked(state_format, layout, buffer, part, scratch, widens=widens) for part in parts
     ]
     begin()
+    _advance(empty)
     for part, one, into in zip(parts, packed, unpacked, strict=True):
         if splits or one.moments or into.gradient is not None:
             by.unpack(one, into, part.gradient)
@@ -127,10 +131,16 @@ def _by_group(parts: Sequence[Part]) -> list[tuple[Any, list[Part]]]:
     return [(group, [part for part in parts if part.group is group]) for group in groups.values()]
 
 
+def _advance(steps: Sequence[torch.Tensor]) -> None:
+    if steps:
+        with torch.no_grad():
+            torch._foreach_add_(list(steps), 1)
+
+
 def _advanced(steps: Sequence[torch.Tensor], betas: tuple[float, float]) -> torch.Tensor:
     """Advance the step counts *steps*; return a row for each, the *betas* to its power."""
     with torch.no_grad():
-        torch._foreach_add_(list(steps), 1)
+        _advance(steps)
         counts = torch.stack(list(steps)) if len(steps) > 1 else steps[0][None]
         return torch.pow(_on_device(betas, counts.device), counts[:, None])
 
