@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,53 +25,11 @@ _ALIGNED_BYTES = 256  # the alignment of tensors in PyTorch's CUDA allocator
 _IN_FLIGHT_BYTES = 4 << 30
 
 
-class Stager(Protocol):
-    """Moves values of a tier to a device. The caller holds one value at a time: from `fetch` or
-    `renew` until `give_back`.
-    """
-
-    def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`,
-        without changing anything.
-        """
-
-    def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """Memory for *nbytes* that replaces the value *name*, which the caller may hold. Raises: as
-        `TensorSwapper.create`.
-        """
-
-    def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
-        """Release the caller's value, if it holds one. Of a *changed* value, the first *nbytes* are
-        kept; all by default. Never waits for a drive.
-        """
-
-    def bring(
-        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
-    ) -> list[torch.Tensor]:
-        """Copy weights and gradients from host memory to the device, the gradients after the event
-        *written*. The caller keeps the copies until `give_back`. Call it at most once before
-        `give_back`, and after `fetch` or `renew` if there is a value.
-        """
-
-    def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy the second tensor of each pair, on the device, into the first, in host memory. The
-        first tensor may be read after `drain`.
-        """
-
-    def drain(self) -> None:
-        """Wait until host memory has the contents of every value that the caller has released."""
-
-    def cancel(self) -> None:
-        """Drain, and release the caller's value with its contents in host memory. For use after an
-        exception that has not changed the swapper.
-        """
-
-    def recover(self) -> None:
-        """Drop all values and wait for all copies, after an exception. It does not use the swapper."""
-
-
 class HostStager:
-    """A `Stager` for updates on the CPU, which use values where they are."""
+    """Moves values of *tier* to the device of updates, and back. This class is for updates on the CPU,
+    which use values where they are. The caller holds one value at a time: from `fetch` or `renew` until
+    `give_back`.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -79,14 +37,18 @@ class HostStager:
         self._taking: str | None = None  # a name that is about to be held
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Stager`."""
+        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`,
+        without changing anything.
+        """
         self._taking = name
         memory = self._tier.swapper.swap_in(name)[:nbytes]
         self._held, self._taking = name, None
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Stager`."""
+        """Memory for *nbytes* that replaces the value *name*, which the caller may hold. Raises: as
+        `TensorSwapper.create`.
+        """
         self._held = None
         self._tier.forget([name])
         self._taking = name
@@ -95,37 +57,30 @@ class HostStager:
         return memory
 
     def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
-        """See `Stager`."""
+        """Release the caller's value, if it holds one. Of a *changed* value, the first *nbytes* are
+        kept; all by default. Never waits for a drive.
+        """
         if self._held is not None:
             name, self._held = self._held, None
             self._tier.swapper.release(name, changed=changed, nbytes=nbytes)
 
-    def bring(
-        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
-    ) -> list[torch.Tensor]:
-        """See `Stager`."""
-        return [*weights, *gradients]
-
-    def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """See `Stager`. It copies nothing: both tensors of a pair are the same tensor."""
-
     def drain(self) -> None:
-        """See `Stager`."""
+        """Wait until host memory has the contents of every value that the caller has released, and of
+        every tensor that `take_back` copies.
+        """
 
     def cancel(self) -> None:
-        """See `Stager`."""
-        name = self._taking if self._held is None else self._held
+        """Drain, and release the caller's value with its contents in host memory. For use after an
+        exception; the swapper may have ended the uses of all values already.
+        """
+        name = self._held or self._taking
         self._held = self._taking = None
         if name is not None:
-            self._tier.end_use(name, changed=True)
-
-    def recover(self) -> None:
-        """See `Stager`."""
-        self._held = self._taking = None
+            self._tier.end_use(name, changed=True)  # the value may be new
 
 
 class _Return(NamedTuple):
-    """A value whose copy is in flight: see `Stager.give_back`."""
+    """A value whose copy is in flight: see `HostStager.give_back`."""
 
     name: str
     changed: bool
@@ -205,10 +160,6 @@ class Returns:
             returned.done.synchronize()
             self._tier.end_use(returned.name, changed=returned.changed, nbytes=returned.nbytes)
 
-    def clear(self) -> None:
-        """Drop the values, after the swapper has ended their uses."""
-        self._returns.clear()
-
 
 class _Place:
     """Memory of the device for one bucket: its value, and *weights* and gradients from host memory.
@@ -221,8 +172,8 @@ class _Place:
         self.free: Any = None
 
 
-class DeviceStager:
-    """A `Stager` for updates on a GPU: copies to the GPU and back run while the current stream
+class DeviceStager(HostStager):
+    """As `HostStager`, for updates on a GPU: copies to the GPU and back run while the current stream
     computes.
 
     A value stays in use until its copy to the host has ended, so that the swapper never writes
@@ -230,36 +181,33 @@ class DeviceStager:
     """
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
-        self._tier = tier
+        super().__init__(tier)
         self._device = device
         self._copies = CopyStreams()
         self._places = deque(_Place() for _ in range(PLACES))
         self._returns = Returns(tier)
-        # The value that the caller holds: its name, its host memory, and the end of the copy from
-        # it.
-        self._held: tuple[str, torch.Tensor, Any] | None = None
-        self._taking: str | None = None  # a name that is about to be held
+        self._host = torch.empty(0)  # of the value that the caller holds
+        self._filled: Any = None  # the end of the copy from it, if there is one
         self._has_weights = False  # whether weights were copied since the last `give_back`
         self._taken_back: Any = None  # the event after the last weights that were copied back
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Stager`."""
+        """See `HostStager`."""
         self._returns.release(at_most=self._most_in_flight(name, nbytes))
         self._taking = name
         host = self._returns.with_room(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
         filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
         torch.cuda.current_stream(self._device).wait_event(filled)
-        self._held, self._taking = (name, host, filled), None
+        self._host, self._filled = host, filled
+        self._held, self._taking = name, None
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Stager`."""
-        if self._held is not None:
-            filled = self._held[2]
-            if filled is not None:
-                filled.synchronize()  # the copy reads the memory that is discarded
-            self._held = None
+        """See `HostStager`."""
+        if self._held is not None and self._filled is not None:
+            self._filled.synchronize()  # the copy reads the memory that is discarded
+        self._held = self._filled = None
         self._returns.release(at_most=0 if name in self._returns else PLACES - 1)
         self._tier.forget([name])
         self._taking = name
@@ -267,23 +215,23 @@ class DeviceStager:
         memory = self._place(nbytes)
         if self._places[0].free is not None:
             torch.cuda.current_stream(self._device).wait_event(self._places[0].free)
-        self._held, self._taking = (name, host, None), None
+        self._host = host
+        self._held, self._taking = name, None
         return memory
 
     def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
-        """See `Stager`."""
+        """See `HostStager`."""
         place = self._places[0]
         if self._held is None and not self._has_weights:
             return
         stream = torch.cuda.current_stream(self._device)
-        held, self._held, self._has_weights = self._held, None, False
-        if held is None and self._taken_back is not None:
+        name, self._held, self._has_weights = self._held, None, False
+        if name is None and self._taken_back is not None:
             stream.wait_event(self._taken_back)
         place.free = stream.record_event()
-        if held is not None and place.memory is not None:
-            name, host, _ = held
+        if name is not None and place.memory is not None:
             if changed:  # the stream is `take_back`'s, so this runs after it
-                kept = host[:nbytes]
+                kept = self._host[:nbytes]
                 place.free = self._copies.start(
                     kept, place.memory[: kept.numel()], after=place.free
                 )
@@ -293,7 +241,10 @@ class DeviceStager:
     def bring(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
     ) -> list[torch.Tensor]:
-        """See `Stager`."""
+        """Copy weights and gradients from host memory to the device, the gradients after the event
+        *written*. The caller keeps the copies until `give_back`. Call it at most once before
+        `give_back`, and after `fetch` or `renew` if there is a value.
+        """
         place, stream = self._places[0], torch.cuda.current_stream(self._device)
         parts = [*weights, *gradients]
         sizes = [-(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for part in parts]
@@ -316,34 +267,26 @@ class DeviceStager:
         return brought
 
     def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """See `Stager`."""
+        """Copy the second tensor of each pair, on the device, into the first, in host memory. The
+        first tensor may be read after `drain`.
+        """
         made = torch.cuda.current_stream(self._device).record_event()
         for target, source in pairs:
             self._taken_back = self._copies.start(target, source, after=made)
 
     def drain(self) -> None:
-        """See `Stager`."""
+        """See `HostStager`."""
         self._returns.release(at_most=0)
         if self._taken_back is not None:
             self._taken_back.synchronize()
             self._taken_back = None
 
     def cancel(self) -> None:
-        """See `Stager`."""
+        """See `HostStager`."""
         torch.cuda.synchronize(self._device)
-        name = self._taking if self._held is None else self._held[0]
-        self._held, self._taking, self._has_weights = None, None, False
-        if name is not None:
-            self._tier.end_use(name, changed=True)  # the value may be new
+        self._has_weights, self._taken_back = False, None
+        super().cancel()
         self._returns.cancel()
-        self._taken_back = None
-
-    def recover(self) -> None:
-        """See `Stager`."""
-        torch.cuda.synchronize(self._device)
-        self._held, self._taking, self._has_weights = None, None, False
-        self._taken_back = None
-        self._returns.clear()
 
     def _most_in_flight(self, name: str, nbytes: int) -> int:
         """How many values may be in flight to host memory when *name* is fetched."""

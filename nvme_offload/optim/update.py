@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..device.staging import Stager
+from ..device.staging import HostStager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
     Findings,
@@ -169,14 +169,14 @@ class Updater(Records):
         their present contents in host memory.
         """
         for stager in [*self._stagers.values(), self._host]:
-            stager.recover()
+            stager.cancel()
         for bucket in buckets:
             self._unbind(bucket)
             if not bucket.is_stored:  # its update has not ended
                 bucket.layout = None
 
     def reset(self, buckets: Iterable[Bucket]) -> None:
-        """As `recover`, before the swapper is reset."""
+        """As `recover`, before the tier is reset."""
         self.recover(buckets)
         self._forget_looks()
 
@@ -451,7 +451,7 @@ class Updater(Records):
     ) -> None:
         """Copy the weights *there*, where the update ran, to *flats*, and *apart* to parameters."""
         if bucket.visits_device:
-            stager = self._stager(bucket)
+            stager: Any = self._stager(bucket)
             stager.take_back(list(zip(flats, there, strict=True)))
             if apart:
                 stager.drain()
@@ -469,7 +469,8 @@ class Updater(Records):
         """Copies of weights and gradients on the device of the update, for a bucket that visits
         it.
         """
-        brought = self._stager(bucket).bring(flats, list(gradients.values()), self._written)
+        stager: Any = self._stager(bucket)
+        brought = stager.bring(flats, list(gradients.values()), self._written)
         there = dict(zip(gradients, brought[len(flats) :], strict=True))
         if self.notes_norms:
             for fragment, gradient in there.items():
@@ -611,7 +612,7 @@ class Updater(Records):
         )
         return memory, places
 
-    def _renewed(self, bucket: Unit, stager: Stager) -> torch.Tensor:
+    def _renewed(self, bucket: Unit, stager: HostStager) -> torch.Tensor:
         """Reserve more host memory if the value is larger than foreseen."""
         if bucket.nbytes > bucket.room_bytes:
             self.tier.require(bucket.nbytes - bucket.room_bytes)

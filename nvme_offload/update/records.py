@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from ..device.staging import DeviceStager, HostStager, Stager
+from ..device.staging import DeviceStager, HostStager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import Layout, StateFormat
 from ..optimizer_states.tree import Key
@@ -62,14 +62,14 @@ class Records:
         self._format = state_format
         self._name = name
         self._host = HostStager(tier)  # for units that are not on their device
-        self._stagers: dict[torch.device, Stager] = {}
+        self._stagers: dict[torch.device, HostStager] = {}
 
     def drain(self) -> None:
         """Return when the copies of all units to host memory have ended."""
         for stager in self._stagers.values():
             stager.drain()
 
-    def _stager(self, unit: Unit) -> Stager:
+    def _stager(self, unit: Unit) -> HostStager:
         stager = self._stagers.get(unit.device)
         if stager is None:
             stager = self._stagers[unit.device] = (
@@ -93,7 +93,7 @@ class Records:
         stager = self._stager(unit)
         return self._with_room(lambda: stager.fetch(unit.name, unit.room_bytes))
 
-    def _renewed(self, unit: Unit, stager: Stager) -> torch.Tensor:
+    def _renewed(self, unit: Unit, stager: HostStager) -> torch.Tensor:
         """A new value in place of the value of *unit*: zeros, but undefined in "exact"."""
         unit.room_bytes = max(unit.room_bytes, unit.nbytes)
         if not unit.nbytes:
