@@ -17,7 +17,7 @@ from .buckets import is_distributed
 
 if TYPE_CHECKING:
     from .buckets import Weight
-    from .update_queue import Step
+    from .overlap import Step
 
 _KEY = "_nvme_offload_awaited"  # key in the __dict__ of a tensor
 
@@ -117,30 +117,23 @@ class Waits:
         return self.__reduce_ex__(protocol)
 
 
-class AwaitedParameter(Waits, torch.nn.Parameter):
-    """A Parameter whose update is pending."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a Parameter: some programs call `type(parameter)`."""
-        return torch.nn.Parameter(*args, **kwargs)
+_WAITING: dict[type, Any] = {}
+_OWN: dict[type, Any] = {}
 
 
-class AwaitedTensor(Waits, torch.Tensor):
-    """A tensor that a pending update reads or changes."""
+def waiting_class(own: type, **members: Any) -> Any:
+    """Make the class, with *members*, that tensors of class *own* have until their updates have ended."""
 
-    @staticmethod
-    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a Tensor."""
-        return torch.Tensor(*args, **kwargs)
+    def make(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)  # some programs call `type(parameter)`
 
-
-_WAITING: dict[type, Any] = {torch.nn.Parameter: AwaitedParameter, torch.Tensor: AwaitedTensor}
-_OWN: dict[type, Any] = {waiting: own for own, waiting in _WAITING.items()}
+    made = type(f"Awaited{own.__name__}", (Waits, own), {"__new__": make, **members})
+    _WAITING[own], _OWN[made] = made, own
+    return made
 
 
-def admit(own: type, waiting: type) -> None:
-    """Tensors of class *own* have class *waiting* until their updates have ended."""
-    _WAITING[own], _OWN[waiting] = waiting, own
+AwaitedParameter = waiting_class(torch.nn.Parameter)
+AwaitedTensor = waiting_class(torch.Tensor)
 
 
 def has_waiting_class(tensor: torch.Tensor) -> bool:

@@ -164,7 +164,7 @@ class BackwardUpdates:
                 owner.overlap.add(owner, [bucket])
                 self._spend(bucket)
                 return
-        if not owner.overlap.queue.quiesce():
+        if not owner.overlap.quiesce():
             return  # an earlier update has failed; `step` raises its error
         if bucket.visits_device:
             self._drain_at_end()
@@ -229,7 +229,7 @@ class BackwardUpdates:
         def drain(owner: Steps) -> None:
             self._draining_pass = -1  # FSDP2 may reduce the gradients of another root after this
             with owner.lock:
-                if owner.overlap.queue.quiesce():
+                if owner.overlap.quiesce():
                     owner.updater.drain()
 
         _at_end_of_pass(self._owner.weakly(drain))
@@ -288,9 +288,7 @@ class BackwardUpdates:
         return ready
 
     def _note_norms(self, bucket: Bucket) -> None:
-        """Compute the norms of the gradients of *bucket*, which an update is about to consume. Without
-        this, `_spend` takes the norms from `Fragment.norm`.
-        """
+        """Keep the norms of gradients that `_spend` drops, and that no update brings to a GPU."""
         for weight in {fragment.weight for fragment in bucket.fragments} - self._norms.keys():
             gradient = weight.parameter.grad
             if gradient is not None:

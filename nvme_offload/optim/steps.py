@@ -26,13 +26,12 @@ from .gradient_hooks import GradientHooks
 from .inner import Maker
 from .modes import fixed_modes
 from .options import StepOptions, When
-from .overlap import Overlap
+from .overlap import Overlap, Step
 from .progress import Health, Progress
 from .provisional import ProvisionalUpdates
 from .states import States
 from .stats import UpdateClock, UpdateStats
 from .update import Options, Updater
-from .update_queue import Step
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class Steps:
             updated = plan.updated_weights(self.updated)
             for _, parameter in parameters_of(groups):
                 self.backward.check(parameter)
-                self.overlap.check(parameter)
+                self.overlap.require_awaitable(parameter)
                 if self.when.accumulate:
                     self.sums.check(parameter)
             try:
@@ -231,7 +230,7 @@ class Steps:
 
     def synchronize(self) -> None:
         """See `NVMeOptimizer.synchronize`."""
-        self.overlap.queue.wait()
+        self.overlap.wait()
         if not self.is_orphan:
             self.overlap.apply_options(self.groups)
 
@@ -250,14 +249,14 @@ class Steps:
     @property
     def last_stats(self) -> UpdateStats | None:
         """See `NVMeOptimizer.last_stats`."""
-        queue = self.overlap.queue
+        queue = self.overlap
         if self._last is None or not self.when.overlap_step or queue.has_jobs:
             return self._last
         return dataclasses.replace(self._last, update_wait_seconds=queue.waited_seconds)
 
     def make(self, closure: Callable[[], Any] | None) -> Any:
         """Make a step after *closure*, which computes gradients, and return its result."""
-        queue = self.overlap.queue
+        queue = self.overlap
         tried_again = queue.told
         queue.check()
         self.recover()
@@ -290,7 +289,7 @@ class Steps:
         self._end_provisional()
         due = self._due()
         if self.overlap.can_queue(due):
-            with self.overlap.queue.lock:  # no update begins before all are in order
+            with self.overlap.lock:  # no update begins before all are in order
                 self.overlap.add(self, due)
                 self._end_step()
         else:
@@ -492,7 +491,7 @@ class Steps:
 
     def recover(self) -> None:
         """Continue after a call that an exception has ended at any line."""
-        health, queue = self.health, self.overlap.queue
+        health, queue = self.health, self.overlap
         if queue.is_dead:
             health.mark_broken("the thread of the updates has ended")
         if self.backward.was_cut_short():
@@ -527,7 +526,7 @@ class Steps:
             self.settle()
         except Exception as error:
             _log.warning("updates are given up, since states are loaded: %s", error)
-            self.overlap.queue.abandon()
+            self.overlap.abandon()
 
     def close(self) -> None:
         """See `NVMeOptimizer.close`."""
@@ -558,7 +557,7 @@ class Steps:
 
     def _reset(self) -> None:
         """Forget all states, and gradients in host memory, even if they are damaged."""
-        self.overlap.queue.abandon()
+        self.overlap.abandon()
         for weight in self.binding.weights:
             weight.awaited = None  # it has the gradient of a step that was not made
         self.updater.reset(self.binding.buckets)

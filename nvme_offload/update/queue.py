@@ -219,9 +219,7 @@ class UpdateQueue:
                 self._changed.notify_all()
 
     def afterwards(self, act: Callable[[], None]) -> bool:
-        """Make the thread call *act* when no job is left to make. Returns immediately: whether
-        there are any.
-        """
+        """Make the thread call *act* when no job is left to make. Returns: whether there are any."""
         with self.lock:
             if self._is_idle():
                 return False
@@ -363,13 +361,11 @@ class UpdateQueue:
             if hasattr(error, "add_note"):
                 error.add_note(job.note)
         with self.lock:
-            if error is None:
-                for pending in job.pending:
-                    pending.left -= 1
-                    pending.event = event
-                self._ended(job, None)
-            else:
-                self._ended(job, error)
+            for pending in job.pending if error is None else ():
+                pending.left -= 1
+                pending.event = event
+            self._ended(job, error)
+            if error is not None:
                 self._jobs.appendleft(job)
                 self._failed, self._error = True, error
             # last: an exception before this line ends the thread, and `is_dead` detects it
@@ -404,9 +400,7 @@ def queues() -> list[UpdateQueue]:
 
 
 def _work(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:
-    """The function of the thread. An exception outside of a job ends it, and the next wait raises
-    it.
-    """
+    """Make jobs. An exception outside of a job ends the thread, and the next wait raises it."""
     try:
         _make_jobs(reference, changed)
     except BaseException as error:

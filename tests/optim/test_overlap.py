@@ -1213,7 +1213,7 @@ def test_a_del_may_close_it_in_the_midst_of_a_use(tmp_path):
     net, optimizer = begun(tmp_path)
 
     def use():
-        with optimizer._steps.overlap.queue.lock:  # the collector may run while this thread has it
+        with optimizer._steps.overlap.lock:  # the collector may run while this thread has it
             optimizer.step()
             optimizer.close()
 
@@ -1230,7 +1230,7 @@ def test_the_collector_waits_for_no_lock_in_whichever_thread_it_runs(tmp_path):
     _, optimizer = begun(tmp_path)
     optimizer.step()
     optimizer.synchronize()
-    queue = optimizer._steps.overlap.queue
+    queue = optimizer._steps.overlap
     queue.itself, lock, gone = queue, queue.lock, weakref.ref(queue)
     optimizer.close()
     with lock:
