@@ -124,9 +124,7 @@ class Returns:
         return found
 
     def release(self, at_most: int) -> None:
-        """Release the values whose copies have ended, and wait until at most *at_most* copies are
-        in flight.
-        """
+        """Release values whose copies have ended, and wait for all but *at_most* copies."""
         while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
             self._returns[0].done.synchronize()
             returned = self._returns.popleft()
@@ -142,9 +140,7 @@ class Returns:
             self._tier.swapper.release(name, changed=returned.changed, nbytes=returned.nbytes)
 
     def with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call *ask* for host memory, until enough copies have ended that used some. Raises:
-        OutOfHostMemoryError.
-        """
+        """Call *ask* until enough copies have ended. Raises: OutOfHostMemoryError."""
         while True:
             try:
                 return ask()

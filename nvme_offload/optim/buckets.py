@@ -140,9 +140,7 @@ class Weight:
         return self.seen not in (None, self._now())
 
     def settle_gradient(self) -> None:
-        """Redistribute the gradient to the placements of the parameter. Every rank has to call it,
-        for the same parameters in the same order.
-        """
+        """Redistribute the gradient to the placements of the parameter, on every rank."""
         parameter: Any = self.parameter
         if (
             parameter.grad is not None
@@ -367,9 +365,7 @@ class Bucket(Unit):
         return states, end
 
     def foreseen(self) -> tuple[dict[Key, torch.dtype], int]:
-        """The expected result of `arrange`, as far as the trial of the optimizer has shown its
-        states.
-        """
+        """The result of `arrange` that the trial of the optimizer lets expect."""
         if not self.traits.rest:
             return dict(self.traits.states), 0
         states, _, end = self._arranged(
@@ -448,9 +444,7 @@ class Bucket(Unit):
         return sorted({fragment.group for fragment in self.fragments})
 
     def block_names(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The numbers by which "compact" rounds each block, on *device* or the bucket's: the
-        parameter's number and the position in it, so that rounding does not depend on the buckets.
-        """
+        """The numbers by which "compact" rounds each block, independent of the division into buckets."""
         made_on = self.device if device is None else device  # so that a GPU waits for no copy
         return torch.cat(
             [
@@ -508,19 +502,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of *tensor*."""
     if not is_distributed(tensor):
         return tensor
-    return _to_local(tensor)
-
-
-@torch.no_grad()
-def _to_local(tensor: Any) -> torch.Tensor:
-    part: torch.Tensor = tensor.to_local()
+    distributed: Any = tensor
+    with torch.no_grad():
+        part: torch.Tensor = distributed.to_local()
     return part
 
 
 def local_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of *tensor*, without waiting for a pending update: for its shape, dtype and
-    device.
-    """
+    """`local` without a wait for a pending update: for the shape, dtype and device."""
     if not is_distributed(tensor):
         return tensor
     part: torch.Tensor = _dtensor()._local_tensor.__get__(tensor)

@@ -33,14 +33,7 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if group is None:
-        roots = {
-            _root_of(mesh)
-            for mesh in {
-                weight.parameter.device_mesh  # type: ignore[attr-defined]
-                for weight in weights
-                if is_distributed(weight.parameter)
-            }
-        }
+        roots = {_root_of(mesh) for mesh in _meshes(weights)}
         members = {rank for root in roots for rank in root.mesh.flatten().tolist()}
         if len(members) < 2:
             return None
@@ -52,6 +45,11 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
                 "parameters are distributed over several meshes, and none has all of their ranks: name these in group"
             )
     return of_group(group)
+
+
+def _meshes(weights: Sequence[Weight]) -> set[Any]:
+    parameters: list[Any] = [weight.parameter for weight in weights]
+    return {one.device_mesh for one in parameters if is_distributed(one)}
 
 
 def _root_of(mesh: Any) -> Any:
@@ -167,14 +165,9 @@ def is_in_order(weights: Sequence[Weight]) -> bool:
     """Whether the ranks of all meshes ascend. Otherwise FSDP2 cuts parameters in the order of
     ranks, and DTensor cuts them in the order of the mesh.
     """
-    meshes = {
-        weight.parameter.device_mesh  # type: ignore[attr-defined]
-        for weight in weights
-        if is_distributed(weight.parameter)
-    }
     return all(
         mesh.get_local_rank(number) == place
-        for mesh in meshes
+        for mesh in _meshes(weights)
         for number, place in enumerate(mesh.get_coordinate() or ())
     )
 

@@ -7,13 +7,13 @@ import copy
 import ctypes
 import dataclasses
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..device.staging import HostStager
+from ..device.staging import CPU, HostStager
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states import (
     Findings,
@@ -36,7 +36,7 @@ from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..sizes import PLACES
 from ..swap.tier import Tier
 from ..units import format_bytes
-from ..update.records import Records, Unit
+from ..update.records import Records, Unit, nothing
 from .buckets import Bucket, Fragment
 from .modes import callers_modes
 from .progress import Progress
@@ -156,18 +156,14 @@ class Updater(Records):
             self._give_back(bucket, changed=True)
 
     def keeps_layout(self, bucket: Bucket, seed: int) -> bool:
-        """Whether the state format leaves the layout of *bucket* unchanged in a step with this
-        *seed*.
-        """
+        """Whether a step with this *seed* leaves the layout of *bucket* unchanged."""
         self._heed(seed)
         return not looks_at(self._format, seed + 1) and not self._is_too_narrow(
             known(bucket.layout)
         )
 
     def recover(self, buckets: Iterable[Bucket]) -> None:
-        """Close all buckets after an exception. The swapper has ended the uses of all values, with
-        their present contents in host memory.
-        """
+        """Close all buckets after an exception, which has ended the uses of all values."""
         for stager in [*self._stagers.values(), self._host]:
             stager.cancel()
         for bucket in buckets:
@@ -184,17 +180,10 @@ class Updater(Records):
 
     @contextlib.contextmanager
     def kept(self, bucket: Bucket, ahead: Sequence[str] = ()) -> Iterator[torch.Tensor]:
-        """The bytes of a bucket's value, valid in the context. *ahead*: names of the next values,
-        to prefetch.
-        """
+        """The bytes of a bucket's value, valid in the context. *ahead*: names to prefetch."""
         if ahead:
             self.tier.swapper.prefetch(ahead)
-        memory = (
-            self._host.fetch(bucket.name, bucket.nbytes)
-            if bucket.nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        yield memory
+        yield self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
         self._host.give_back(changed=False)  # after an exception, `recover` ends the use
 
     @contextlib.contextmanager
@@ -222,43 +211,33 @@ class Updater(Records):
         """Re-create the bucket's value, for states of *forms*. *fill* writes them: it can get the
         place of each state, which has zeros, and of each master, which has the weights.
         """
-        if not self._store(bucket, forms, fill, groups):
-            self._store(bucket, forms, fill, groups)
-
-    def _store(
-        self,
-        bucket: Bucket,
-        forms: Mapping[Fragment, Mapping[Key, torch.Tensor]],
-        fill: Callable[[Find], None],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> bool:
-        """Return whether the states fit the state format. If not, the format has been widened."""
-        dtypes, rest_bytes = bucket.arrange(forms)
-        layout = bucket.layout = self._layout(bucket, dtypes)
-        bucket.rest_bytes = rest_bytes
-        memory = self._renewed(bucket, self._host)
-        # copies, since packing writes the rounded masters to them: loading states must not change
-        # the parameters
-        flats = _host_copies(bucket)
-        working = bucket.with_gaps(flats)
-        master, states = self._format.unpack(
-            layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout))
-        )
-        if master is not None:
-            for fragment, flat in zip(bucket.fragments, flats, strict=True):
-                fragment.flat_within(master).copy_(flat)
-        fill(_finder(master, states, memory[layout.nbytes :]))
-        names = bucket.block_names("cpu") if self._format.eight_bit else None
-        fits = not self._format.eight_bit or not self._widen(
-            layout, states, _LOADING, [groups[index] for index in bucket.groups]
-        )
-        if fits:
-            if self._widened_when == _LOADING:
-                round_near(layout, states, self._far, 0, names)
-            self._format.pack(layout, memory, working, master, states, 0, names)
-        self._host.give_back(changed=True, nbytes=bucket.nbytes)
-        bucket.is_stored = True
-        return fits
+        fits = False
+        while not fits:  # a second time once 8 bits have been too few
+            dtypes, rest_bytes = bucket.arrange(forms)
+            layout = bucket.layout = self._layout(bucket, dtypes)
+            bucket.rest_bytes = rest_bytes
+            memory = self._renewed(bucket, self._host)
+            # copies, since packing writes the rounded masters to them: loading states must not change
+            # the parameters
+            flats = _host_copies(bucket)
+            working = bucket.with_gaps(flats)
+            master, states = self._format.unpack(
+                layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout))
+            )
+            if master is not None:
+                for fragment, flat in zip(bucket.fragments, flats, strict=True):
+                    fragment.flat_within(master).copy_(flat)
+            fill(_finder(master, states, memory[layout.nbytes :]))
+            names = bucket.block_names("cpu") if self._format.eight_bit else None
+            fits = not self._format.eight_bit or not self._widen(
+                layout, states, _LOADING, [groups[index] for index in bucket.groups]
+            )
+            if fits:
+                if self._widened_when == _LOADING:
+                    round_near(layout, states, self._far, 0, names)
+                self._format.pack(layout, memory, working, master, states, 0, names)
+            self._host.give_back(changed=True, nbytes=bucket.nbytes)
+            bucket.is_stored = True
 
     # Internals.
 
@@ -296,27 +275,21 @@ class Updater(Records):
             or not is_packed_adam(bucket.inner, layout)
         ):
             return None
-        inner = self._inner(bucket, options)
-        flats: list[torch.Tensor] = []
-        gradients: dict[Fragment, torch.Tensor] = {}
-        put_back: list[tuple[Fragment, torch.Tensor]] = []
-        for fragment, weight in zip(bucket.fragments, bucket.weights(), strict=True):
-            flat = fragment.in_memory_order(weight)
-            flats.append(flat)
-            gradient = fragment.of_gradient()
-            if gradient is None:
-                continue
-            if (
-                fragment.keys.keys() != layout.states.keys()
-                or gradient.layout is not torch.strided
-                or any(strides != fragment.strides for strides in fragment.keys.values())
-            ):
-                return None
-            gradients[fragment] = fragment.in_memory_order(gradient.resolve_neg())
-            if flat.data_ptr() != weight.data_ptr() or fragment.is_scattered:
-                put_back.append((fragment, flat.as_strided(fragment.shape, fragment.strides)))
-        if looks and len(gradients) < len(bucket.fragments):  # it looks at all states
+        weights, flats, given = _given(bucket)
+        if looks and len(given) < len(bucket.fragments):  # it looks at all states
             return None
+        if any(
+            fragment.keys.keys() != layout.states.keys()
+            or gradient.layout is not torch.strided
+            or any(strides != fragment.strides for strides in fragment.keys.values())
+            for fragment, gradient in given.items()
+        ):
+            return None
+        gradients = {
+            fragment: fragment.in_memory_order(gradient.resolve_neg())
+            for fragment, gradient in given.items()
+        }
+        inner = self._inner(bucket, options)
         groups = dict(zip(bucket.groups, inner.param_groups, strict=True))
 
         def parts(there: Sequence[torch.Tensor], given: Iterable[torch.Tensor]) -> list[Part]:
@@ -360,7 +333,7 @@ class Updater(Records):
             if looks:
                 self._findings.note(bucket.device)
                 self._looked_in = seed
-        self._put_back(bucket, flats, there, put_back)
+        self._put_back(bucket, weights, flats, there, gradients)
         return inner
 
     def _bound(
@@ -376,35 +349,26 @@ class Updater(Records):
     ) -> torch.optim.Optimizer:
         """Bind the inner optimizer to the states in *memory*, call *act* with it, and pack the results."""
         layout = known(bucket.layout)
-        own = bucket.weights()
-        own_flats = [
-            fragment.in_memory_order(weight)
-            for fragment, weight in zip(bucket.fragments, own, strict=True)
-        ]
-        gradients = [fragment.of_gradient() for fragment in bucket.fragments]
-        weights, flats = own, own_flats
+        weights, flats, gradients = _given(bucket)
+        own, there = weights, flats
         if bucket.visits_device:
-            given = zip(bucket.fragments, gradients, strict=True)
-            flats, brought = self._brought(
-                bucket,
-                own_flats,
-                {fragment: gradient for fragment, gradient in given if gradient is not None},
-            )
-            gradients = [brought.get(fragment) for fragment in bucket.fragments]
-            weights = [
+            there, gradients = self._brought(bucket, flats, gradients)
+            own = [
                 flat.as_strided(fragment.shape, fragment.strides)
-                for fragment, flat in zip(bucket.fragments, flats, strict=True)
+                for fragment, flat in zip(bucket.fragments, there, strict=True)
             ]
-        working = bucket.with_gaps(flats)
+        working = bucket.with_gaps(there)
         widened, unpacked = self._room_beside(bucket, layout)
         master, states = self._format.unpack(layout, memory, working, unpacked)
-        for fragment, weight, gradient in zip(bucket.fragments, weights, gradients, strict=True):
+        for fragment, weight in zip(bucket.fragments, own, strict=True):
             if master is not None:
                 self._follow(fragment, weight, fragment.within(master))
             fragment.shadow.data = weight if master is None else fragment.within(master)
-            if gradient is not None:
+            if fragment in gradients:
                 fragment.shadow.grad = fragment.in_update_dtype(
-                    gradient, widened, copy=bucket.is_retained and not bucket.visits_device
+                    gradients[fragment],
+                    widened,
+                    copy=bucket.is_retained and not bucket.visits_device,
                 )
             for key, leaf in fragment.leaves.items():
                 leaf.data = fragment.state(key, states, memory[layout.nbytes :])
@@ -426,30 +390,29 @@ class Updater(Records):
                 self._findings.add(mark_far_blocks(layout, states, eps))
                 self._looked_in = seed
         self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
-        if master is not None or bucket.visits_device:
-            apart = [
-                (fragment, flat.as_strided(fragment.shape, fragment.strides))
-                for fragment, weight, flat in zip(bucket.fragments, own, own_flats, strict=True)
-                if weight.data_ptr() != flat.data_ptr() or fragment.is_scattered
-            ]
-        else:  # the inner optimizer has changed the weights themselves
-            apart = [
-                (fragment, weight)
-                for fragment, weight in zip(bucket.fragments, own, strict=True)
-                if fragment.is_scattered
-            ]
-        self._put_back(bucket, own_flats, flats, apart)
+        if master is None and not bucket.visits_device:
+            flats = weights  # the inner optimizer has changed the weights themselves
+        self._put_back(bucket, weights, flats, there)
         self._unbind(bucket)
         return inner
 
     def _put_back(
         self,
         bucket: Bucket,
+        weights: Sequence[torch.Tensor],
         flats: Sequence[torch.Tensor],
         there: Sequence[torch.Tensor],
-        apart: Sequence[tuple[Fragment, torch.Tensor]],
+        changed: Container[Fragment] | None = None,
     ) -> None:
-        """Copy the weights *there*, where the update ran, to *flats*, and *apart* to parameters."""
+        """Copy the weights *there*, where the update ran, to *flats*, and these, if they are copies, to
+        the *weights* of the *changed* fragments, or of all.
+        """
+        apart = [
+            (fragment, flat.as_strided(fragment.shape, fragment.strides))
+            for fragment, weight, flat in zip(bucket.fragments, weights, flats, strict=True)
+            if (changed is None or fragment in changed)
+            and (flat.data_ptr() != weight.data_ptr() or fragment.is_scattered)
+        ]
         if bucket.visits_device:
             stager: Any = self._stager(bucket)
             stager.take_back(list(zip(flats, there, strict=True)))
@@ -466,9 +429,7 @@ class Updater(Records):
         flats: Sequence[torch.Tensor],
         gradients: Mapping[Fragment, torch.Tensor],
     ) -> tuple[list[torch.Tensor], dict[Fragment, torch.Tensor]]:
-        """Copies of weights and gradients on the device of the update, for a bucket that visits
-        it.
-        """
+        """Copies of weights and gradients on the device that the bucket visits."""
         stager: Any = self._stager(bucket)
         brought = stager.bring(flats, list(gradients.values()), self._written)
         there = dict(zip(gradients, brought[len(flats) :], strict=True))
@@ -636,6 +597,19 @@ class Updater(Records):
 
 def _step(inner: torch.optim.Optimizer) -> None:
     raw_step(inner)(inner)
+
+
+def _given(
+    bucket: Bucket,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Mapping[Fragment, torch.Tensor]]:
+    """The weights of the fragments, the same in the order of memory, and the gradients."""
+    weights = bucket.weights()
+    flats = [
+        fragment.in_memory_order(weight)
+        for fragment, weight in zip(bucket.fragments, weights, strict=True)
+    ]
+    gradients = ((fragment, fragment.of_gradient()) for fragment in bucket.fragments)
+    return weights, flats, {one: gradient for one, gradient in gradients if gradient is not None}
 
 
 def _finder(

@@ -89,7 +89,7 @@ class Records:
         if not unit.is_stored:
             return self._renewed(unit, self._stager(unit))
         if not unit.nbytes:
-            return _nothing(unit.device)
+            return nothing(unit.device)
         stager = self._stager(unit)
         return self._with_room(lambda: stager.fetch(unit.name, unit.room_bytes))
 
@@ -97,7 +97,7 @@ class Records:
         """A new value in place of the value of *unit*: zeros, but undefined in "exact"."""
         unit.room_bytes = max(unit.room_bytes, unit.nbytes)
         if not unit.nbytes:
-            return _nothing(unit.device)
+            return nothing(unit.device)
         memory = self._with_room(lambda: stager.renew(unit.name, unit.room_bytes))
         if not self._format.in_place:  # low bits of masters that are zero say: as the weights are
             memory[: unit.nbytes].zero_()
@@ -152,5 +152,6 @@ class Records:
         )
 
 
-def _nothing(device: torch.device) -> torch.Tensor:
+def nothing(device: torch.device) -> torch.Tensor:
+    """The value of a unit without states."""
     return torch.empty(0, dtype=torch.uint8, device=device)
