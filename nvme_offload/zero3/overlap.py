@@ -1,5 +1,5 @@
 """`Overlap` implements `"overlap_step"` for one engine: it records the calls that DeepSpeed's `step`
-makes for each sub-group, and `Updates` makes them later.
+makes for each sub-group, and its thread makes them later.
 
 `step` itself makes the updates of a step that creates states, and all updates if deferring them
 could change results.
@@ -10,31 +10,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..device.staging import CPU
+from ..errors import InvariantError
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
-from ..update.queue import quiesce_all
+from ..update.queue import Job, Pending, quiesce_all
 from . import compat
 from .ahead import Ahead
 from .once_per_step import has_hooks, replaces_step
 from .replacing import replaces
-from .updates import Updates
+from .updates import Awaited, Updates
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-# The methods that DeepSpeed's `step` calls for each sub-group.
+# The methods that change a sub-group in DeepSpeed's `step`.
 STEPS = (
     "_prepare_sub_group",
-    "unscale_and_clip_grads",
+    "_multiply_gradient",
     "_optimizer_step",
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_sub_group",
@@ -44,45 +46,38 @@ _log = logging.getLogger(__name__)
 
 
 def route(stage3: Stage3, call: Callable[..., None]) -> dict[str, Callable[..., None]]:
-    """Make *stage3* call `call(name, index, *rest)` in place of each of `STEPS`. Returns: these
-    methods, by name.
-    """
+    """Make *stage3* call `call(name, index, *rest)` in place of each of `STEPS`; return these."""
     methods = {name: getattr(stage3, name) for name in STEPS}
     for name in STEPS:
         setattr(stage3, name, functools.partial(call, name))
     return methods
 
 
-class Scaling(NamedTuple):
-    """The loss scale and the largest norm, by which gradients are unscaled and clipped."""
-
-    loss_scale: Any
-    clip_grad: float
-
-
-class Overlap:
-    """The steps of *stage3*, whose optimizer states are in a tier. *scaling*: of the last step."""
+class Overlap(Updates):
+    """The steps of *stage3*, whose optimizer states are in a tier."""
 
     def __init__(self, stage3: Stage3) -> None:
+        super().__init__(stage3.tier)
         self._stage3 = stage3
-        gathered = Ahead(stage3.parameter_offload.get_param_coordinator())
-        self.updates = Updates(stage3.tier, lambda: gathered.fetches)
-        self.scaling = Scaling(1.0, 0.0)
+        self._gathered = Ahead(stage3.parameter_offload.get_param_coordinator())
+        # The number of uses of modules before the first use of each sub-group in this step.
+        self._uses: dict[int, int] = {}
         self._drive_seconds = 0.0  # that updates have waited for the drive
         self._noted: list[list[Callable[[], None]]] | None = None  # the step's calls, by sub-group
+        # The calls of the last updates, since the GPU may still read their arguments.
+        self._queued: Sequence[Sequence[Callable[[], None]]] = ()
         self._has_noted = False  # whether the last step that has begun deferred calls
         self._has_states = False  # whether a step has made states since the last load, if any
         self._told: set[str] = set()
         self._optimizer: Any = None  # the optimizer with its options at the time of the step
         self._order: list[int] = []  # the order in which the last step's sub-groups are updated
-        self._places: dict[int, int] = {}  # sub-group -> place in this order
         self._wanted: list[int] = []  # the order of the last forward pass
         self._methods = route(stage3, self._do_or_note)
 
     @property
     def holds_gradients(self) -> bool:
         """Whether updates that need the gradients of a step are pending, or have failed."""
-        return any(self._noted or ()) or self.updates.has_jobs
+        return any(self._noted or ()) or self.has_jobs
 
     @property
     def notes(self) -> bool:
@@ -140,25 +135,34 @@ class Overlap:
 
     def end(self, step: int) -> bool:
         """End DeepSpeed's `step`, the *step*th one. Returns: whether its updates are pending."""
-        noted = self._noted
-        if not self._stage3.overflow:
+        noted, self._noted = self._noted, None
+        stage3 = self._stage3
+        if not stage3.overflow:
             self._has_states = True
         if noted is None or not any(noted):  # an overflow
-            self._noted = None
             return False
-        stage3 = self._stage3
         self._order = self._in_order()
-        self._places = {index: place for place, index in enumerate(self._order)}
-        self.scaling = Scaling(stage3.loss_scale, stage3.clip_grad)
-        like = _like_this_thread()
-        self.updates.start(
-            step,
-            {index: stage3.fp16_groups[index] for index in self._order},
-            lambda index: self._make(index, noted[index], like),
-            functools.partial(self._finish, like),
-        )
-        self._noted = None
+        self.start(step, noted)
         return True
+
+    def start(self, step: int, noted: Sequence[Sequence[Callable[[], None]]]) -> None:
+        """Queue the calls *noted* for each sub-group in the *step*th step."""
+        groups, like = self._stage3.fp16_groups, _like_this_thread()
+        with self.lock:
+            if self.has_jobs:
+                raise InvariantError("updates of a step begin before the last ones have ended")
+            self._uses, self._queued = {}, noted
+            self._failed = True  # until all are queued
+            note = f"in the updates of step {step}"
+            for index in self._order:
+                make = functools.partial(self._make, index, noted[index], like)
+                self.put(Job(make, [Awaited(self, index, groups[index])], note))
+            self.put(Job(functools.partial(self._finish, like), note=note))
+            self._failed = False
+
+    def _used(self, pending: Pending) -> None:
+        if isinstance(pending, Awaited):
+            self._uses[pending.index] = self._gathered.fetches
 
     def cancel(self) -> bool:
         """Cancel a step that an exception has ended. Returns: whether it had deferred calls."""
@@ -167,24 +171,22 @@ class Overlap:
 
     def begin_load(self) -> None:
         """Prepare for a load of states: make the updates that can be made, and forget all other updates."""
-        error = self.updates.abandon()
+        error = self.abandon()
         if error is not None:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)
         self._noted, self._has_states = None, False
 
     def take_waits(self) -> tuple[float, float]:
-        """Seconds since the last call that the program waited for updates, and that updates waited
-        for the drive.
-        """
-        with self.updates.lock:
-            waits = self.updates.waited_seconds, self._drive_seconds
-            self.updates.waited_seconds = self._drive_seconds = 0.0
+        """Seconds since the last call that the program, and that updates waited."""
+        with self.lock:
+            waits = self.waited_seconds, self._drive_seconds
+            self.waited_seconds = self._drive_seconds = 0.0
             return waits
 
     def following(self, index: int, count: int) -> Sequence[int]:
         """At most *count* sub-groups in the last step's order of updates, from *index* on, if any."""
-        place = self._places.get(index, len(self._order))
-        return self._order[place : place + count]
+        rest = itertools.dropwhile(index.__ne__, self._order)
+        return list(itertools.islice(rest, count))
 
     def _in_order(self) -> list[int]:
         """The sub-groups in the model's order at first, then in the order of the step before, for
@@ -200,16 +202,16 @@ class Overlap:
             }
             places = [min(place.get(id(param), 0) for param in group) for group in groups]
             order = sorted(range(len(groups)), key=places.__getitem__)
-        used = self.updates.uses
-        uses = [used[index] for index in order if index in used]
+        uses = [self._uses[index] for index in order if index in self._uses]
         last, self._wanted = self._wanted, order
         if uses != sorted(uses):
-            self._wanted = sorted(order, key=lambda index: used.get(index, math.inf))
+            self._wanted = sorted(order, key=lambda index: self._uses.get(index, math.inf))
         return self._wanted if self._wanted == last else order
 
     # In the thread.
 
     def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> Any:
+        """Make the calls *actions* of sub-group *index*."""
         stage3 = self._stage3
         swapper = stage3.tier.swapper
         before = swapper.stats().waited_seconds
@@ -236,9 +238,7 @@ class Overlap:
 
 
 def with_own_options(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer with the state of *optimizer* and a copy of the present options of its groups.
-    It has no parameters.
-    """
+    """An optimizer without parameters, with the state and the present options of *optimizer*."""
     kind: Any = type(optimizer)
     if hasattr(kind, "__del__"):  # DeepSpeed's would free native state that both optimizers use
         kind = _without_del(kind)
@@ -301,9 +301,7 @@ def needs_order(stage3: Stage3) -> bool:
 
 
 def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context for updates in another thread: this thread's number of threads and device, and on a
-    GPU a separate stream.
-    """
+    """A context for updates in another thread: its number of threads, device and stream."""
     threads, accelerator = torch.get_num_threads(), get_accelerator()
     device = stream = None
     if accelerator.device_name() == "cuda":
@@ -331,8 +329,6 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
     "__enter__",
 )
 def enter(original: Callable[..., Any], init: Any) -> Any:
-    """Enter `zero.Init` after all updates: inside the context, DeepSpeed replaces torch's functions
-    that make tensors, in all threads.
-    """
+    """Enter `zero.Init` after all updates: it replaces torch's functions in all threads."""
     quiesce_all()
     return original(init)

@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from ..device.staging import CPU
 from ..errors import known
 from ..io import archive
-from . import awaited, compat, states
+from . import compat, states
 from .in_backward import InBackward, require_possible
 from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
@@ -28,7 +28,7 @@ from .reader import CheckpointReader
 from .stage3_access import Access
 from .step_stats import StepClock
 from .update_device import NO_STATES, impossible
-from .updates import partly_applied
+from .updates import is_awaited, partly_applied
 
 _NAMED = 5  # number of parameters that a warning lists
 
@@ -39,7 +39,6 @@ class Stage3(Access):
     """DeepSpeed's ZeRO-3 optimizer with parameters or states in this package's swappers."""
 
     has_offloaded_states = True
-    _clip_grad = 0.0
 
     def __init__(self, ds_config: Mapping[str, Any], /, *args: Any, **named: Any) -> None:
         self._read_settings(ds_config)
@@ -170,30 +169,6 @@ class Stage3(Access):
             self.powers.multiplied if compat.keeps_powers_for_a_step() else None,
         )
 
-    # Deferred updates read these values as they were in `step`.
-
-    @property
-    def loss_scale(self) -> Any:
-        """The loss scale, as in the base class."""
-        if self.overlap is None or not self.overlap.updates.is_worker():
-            return super().loss_scale
-        return self.overlap.scaling.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: Any) -> None:
-        super(Stage3, type(self)).loss_scale.fset(self, value)
-
-    @property
-    def clip_grad(self) -> float:
-        """The largest norm of the gradients, to which they are clipped."""
-        if self.overlap is None or not self.overlap.updates.is_worker():
-            return self._clip_grad
-        return self.overlap.scaling.clip_grad
-
-    @clip_grad.setter
-    def clip_grad(self, value: float) -> None:
-        self._clip_grad = value
-
     # Calls that wait for updates.
 
     def reset_swap_buffers(self) -> None:
@@ -218,7 +193,7 @@ class Stage3(Access):
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if (
                 has_value(param)
-                and not awaited.is_awaited(param)  # it has not been read since its update
+                and not is_awaited(param)  # it has not been read since its update
                 and not param.nvme_swapper.is_offloaded(param)
             ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])

@@ -243,13 +243,13 @@ class Tiered:
         another engine's call that holds the tier's locks.
         """
         if is_in_del():
-            if self.overlap is None or not self.overlap.updates.afterwards(self._drop):
+            if self.overlap is None or not self.overlap.afterwards(self._drop):
                 self._drop()
             return
         error = None
         if self.overlap is not None:
-            error = self.overlap.updates.abandon()
-            self.overlap.updates.stop(finish=False)
+            error = self.overlap.abandon()
+            self.overlap.stop(finish=False)
         self._drop()
         if self.swaps_natively:
             quiesce(self.tier)
@@ -349,14 +349,14 @@ class Tiered:
         Raises: the error of this engine's updates, if they failed.
         """
         if self.overlap is not None:
-            self.overlap.updates.wait()
+            self.overlap.wait()
         if self.clock is not None:
             quiesce(self.tier)
 
     def give_back(self) -> None:
         """Release everything that an interrupted call left in use, after pending updates."""
         if self.overlap is not None:
-            self.overlap.updates.quiesce()
+            self.overlap.quiesce()
         self.release_all()
 
     def release_all(self) -> None:

@@ -1,80 +1,37 @@
-"""`Updates`: the queued updates of an engine's sub-groups."""
+"""`Updates`: the queued updates of an engine in a tier, and the parameters that wait for them.
+
+DeepSpeed, its users and this package all reach the partition of a parameter through its attribute
+`ds_tensor`. While the update of any parameter is awaited, `torch.nn.Parameter` has a descriptor of
+this name, which takes precedence over the parameter's own attribute: every read waits.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import InvariantError, OffloadError
+from ..errors import OffloadError
 from ..swap.tier import Tier
-from ..update.queue import Job, Pending, UpdateQueue, queues
-from . import awaited
+from ..update.queue import Pending, UpdateQueue, queues
 
-
-class _SubGroup(Pending):
-    """The partitions of *params*, the parameters of sub-group *index*, whose update is in *queue*."""
-
-    def __init__(
-        self, queue: UpdateQueue, index: int, params: Sequence[torch.nn.Parameter]
-    ) -> None:
-        super().__init__()
-        self.index = index
-        self._params = params
-        self._use = functools.partial(queue.use, self)
-
-    def hold(self) -> None:
-        for param in self._params:
-            awaited.hold(param, self._use)
-
-    def order(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def restore(self) -> None:
-        for param in self._params:
-            awaited.let_go(param)
+_KEY = "_nvme_offload_awaited"  # in a parameter's __dict__: the `Awaited` that it waits for
+_NAME = "ds_tensor"
+_lock = threading.RLock()
 
 
 class Updates(UpdateQueue):
-    """Makes the updates of one step at a time, which read and write in *tier*. If an update fails,
-    the remaining updates are not made: until `abandon`, callers that wait for them receive the
-    error, once, or `partly_applied`.
-
-    Attributes: *uses*, the value of *now*, an increasing number, at the first use of each sub-group
-    of the step.
+    """Updates that read and write in *tier*. If one fails, the remaining ones are not made: until
+    `abandon`, callers that wait for them receive the error, once, or `partly_applied`.
     """
 
-    def __init__(self, tier: Tier, now: Callable[[], int]) -> None:
+    def __init__(self, tier: Tier) -> None:
         super().__init__()
         self.tier = tier
-        self.uses: dict[int, int] = {}
-        self._now = now
-
-    def start(
-        self,
-        step: int,
-        sub_groups: Mapping[int, Sequence[torch.nn.Parameter]],
-        make: Callable[[int], Any],
-        last: Callable[[], None],
-    ) -> None:
-        """Call *make* for each of *sub_groups* of the *step*th step, given with their parameters, in
-        their order, then *last*. *make*: see `Job`. The updates of the step before must be complete.
-        """
-        with self.lock:
-            if self.has_jobs:
-                raise InvariantError("updates of a step begin before the last ones have ended")
-            self.uses = {}
-            self._failed = True  # until all are queued
-            note = f"in the updates of step {step}"
-            for index, params in sub_groups.items():
-                pending = _SubGroup(self, index, params)
-                self.put(Job(functools.partial(make, index), [pending], note, index))
-            self.put(Job(last, note=note))
-            self._failed = False
 
     def _is_void(self) -> bool:
         return self.is_dead or self._failed
@@ -82,12 +39,76 @@ class Updates(UpdateQueue):
     def _give_up(self) -> BaseException | None:
         return partly_applied()
 
-    def _used(self, pending: Pending) -> None:
-        if isinstance(pending, _SubGroup):
-            self.uses[pending.index] = self._now()
-
     def _before_wait(self) -> None:
         self.tier.release_locks()
+
+
+class Awaited(Pending):
+    """The update of sub-group *index*, whose parameters are *params*; it is in *queue*."""
+
+    def __init__(self, queue: Updates, index: int, params: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.queue = queue
+        self.index = index
+        self._params = params
+
+    def hold(self) -> None:
+        """See `Pending`."""
+        with _lock:
+            _held.add(self)
+            for param in self._params:
+                param.__dict__[_KEY] = self
+            if not isinstance(torch.nn.Parameter.__dict__.get(_NAME), _Partition):
+                setattr(torch.nn.Parameter, _NAME, _Partition())
+
+    def order(self) -> None:
+        """See `Pending`."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def restore(self) -> None:
+        """See `Pending`."""
+        with _lock:
+            _held.discard(self)
+            for param in self._params:
+                param.__dict__.pop(_KEY, None)
+            if not _held and isinstance(torch.nn.Parameter.__dict__.get(_NAME), _Partition):
+                delattr(torch.nn.Parameter, _NAME)
+
+
+_held: weakref.WeakSet[Awaited] = weakref.WeakSet()
+
+
+class _Partition:
+    """The descriptor `ds_tensor` of `torch.nn.Parameter`."""
+
+    def __get__(self, param: Any, owner: Any = None) -> Any:
+        if param is None:
+            return self
+        _wait(param)
+        try:
+            return param.__dict__[_NAME]
+        except KeyError:
+            raise AttributeError(_NAME) from None
+
+    def __set__(self, param: Any, value: Any) -> None:
+        _wait(param)
+        param.__dict__[_NAME] = value
+
+    def __delete__(self, param: Any) -> None:
+        _wait(param)
+        del param.__dict__[_NAME]
+
+
+def _wait(param: Any) -> None:
+    awaited = param.__dict__.get(_KEY)
+    if awaited is not None:
+        awaited.queue.use(awaited)
+
+
+def is_awaited(param: torch.nn.Parameter) -> bool:
+    """Whether an update of *param* is queued or done, and its partition has not been read since."""
+    return _KEY in param.__dict__
 
 
 def partly_applied() -> OffloadError:

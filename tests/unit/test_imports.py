@@ -74,7 +74,6 @@ _ZERO3 = (
     "inference",
     "op",
     "ahead",
-    "awaited",
     "once_per_step",
     "optimizer_swapper",
     "overlap",

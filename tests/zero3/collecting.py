@@ -75,7 +75,7 @@ def main(request: dict[str, Any]) -> None:
         training._step(engine, 0, 0)
         # the making of an engine waits for all updates
         if amid_steps and engine.optimizer.overlap is not None and not request["destroyed"]:
-            collector.then.enter_context(engine.optimizer.overlap.updates.paused())
+            collector.then.enter_context(engine.optimizer.overlap.paused())
         training._step(engine, 1, 0)
         if request["destroyed"]:
             engine.destroy()

@@ -161,15 +161,15 @@ class Watch:
         return found
 
     def _count_overlapped(self) -> None:
-        from nvme_offload.zero3.updates import Updates
+        from nvme_offload.zero3.overlap import Overlap
 
-        start = Updates.start
+        start = Overlap.start
 
-        def counted(updates: Any, *args: Any) -> None:
+        def counted(overlap: Any, *args: Any) -> None:
             self.overlapped += 1
-            start(updates, *args)
+            start(overlap, *args)
 
-        Updates.start = counted  # type: ignore[method-assign]
+        Overlap.start = counted  # type: ignore[method-assign]
 
     def _kept(self, where: list[Any], kind: Any) -> Any:
         @functools.wraps(kind)
