@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ..sizes import (
     IN_MEMORY,
-    LARGEST_BUCKET_BYTES,
+    LARGEST_IN_MEMORY_BYTES,
     LARGEST_SUB_GROUP,
     LEAST_BUDGET_BYTES,
     PLACES,
@@ -202,17 +202,26 @@ class Needs(NamedTuple):
 
 
 def needs(
-    strategy: Strategy, model: Model, world: World, activations: int = 0, accumulation: int = 1
+    strategy: Strategy,
+    model: Model,
+    world: World,
+    activations: int = 0,
+    accumulation: int = 1,
+    gpu_memory: int = 0,
 ) -> Needs:
-    """The bytes of *strategy* for the states of *model*, and on the GPU for *activations* bytes,
-    which are freed before an update, after *accumulation* passes.
+    """The bytes of *strategy* for the states of *model*, and on a GPU with *gpu_memory* bytes for
+    *activations* bytes, which are freed before an update, after *accumulation* passes.
     """
     drive = 0.0
     if strategy.uses_drive:
         gradients = WIDE_BYTES if strategy.door == "deepspeed" else strategy.gradient_bytes
         drive = (strategy.state_bytes + gradients) * model.trained / world.size
         drive += strategy.parameter_bytes * model.parameters / world.size
-    gpu_bytes = _gpu_bytes(strategy, model, world, accumulation)
+    gpu_bytes = (
+        _plain_gpu_bytes(strategy, model, world, accumulation, gpu_memory)
+        if strategy.door == "plain"
+        else _gpu_bytes(strategy, model, world)
+    )
     if strategy.door == "zero3" and strategy.update_device == "gpu":  # sub-groups, one unpacked
         sub_group = _sub_group(model, world)
         unpacked = int((strategy.beside_bytes + strategy.gradient_bytes) * sub_group)
@@ -221,10 +230,8 @@ def needs(
     return Needs(gpu_bytes + activations, _host_bytes(strategy, model, world), int(drive))
 
 
-def _gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int) -> int:
+def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """Under ZeRO: weights, gradients in 16 bits, and 16 bytes of states and widened gradients."""
-    if strategy.door == "plain":
-        return _plain_gpu_bytes(strategy, model, world, accumulation)
     weights, trained, size = WEIGHT_BYTES * model.parameters, model.trained, world.size
     if strategy.stage == 1:  # gradients in 16 bits whole on every rank
         return weights + WEIGHT_BYTES * trained + int(16 * trained / size)
@@ -238,7 +245,9 @@ def _gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int
     return gathered + int(held / size)
 
 
-def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulation: int) -> int:
+def _plain_gpu_bytes(
+    strategy: Strategy, model: Model, world: World, accumulation: int, gpu_memory: int
+) -> int:
     """Weights and gradients in 16 bits, and the buckets in flight."""
     # gradients that are updated or copied in the backward pass exist for a layer or two at a time
     trained, block = model.trained / world.size, min(model.block, model.trained)
@@ -255,7 +264,7 @@ def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World, accumulatio
         # an embedding and a head stay, if they are more than twice as large as a bucket
         stays = 2 * largest if largest > 2 * STREAMED_BUCKET_BYTES else 0
         weights = min(STREAMED_SLOTS * (STREAMED_BUCKET_BYTES if stays else each) + stays, weights)
-    bucket = _bucket_elements(strategy, LARGEST_BUCKET_BYTES * IN_MEMORY)
+    bucket = _bucket_elements(strategy, LARGEST_IN_MEMORY_BYTES * IN_MEMORY, gpu_memory)
     staged = (PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, trained)
     return int(weights + WEIGHT_BYTES * (gradients + gathered) + staged)
 
@@ -281,10 +290,11 @@ def _largest(model: Model, world: World) -> float:
     return min(model.largest_parameter, model.trained) / world.size
 
 
-def _bucket_elements(strategy: Strategy, budget: int) -> float:
-    """Elements of a bucket of `NVMeOptimizer`."""
+def _bucket_elements(strategy: Strategy, budget: int, gpu_memory: int = 0) -> float:
+    """Elements of a bucket of `NVMeOptimizer`, at most. *gpu_memory*: see `bucket_elements`."""
     packing = 0 if strategy.update_device == "gpu" else _PACKING_BYTES[strategy.state_format]
-    return bucket_elements(budget, strategy.state_bytes, strategy.beside_bytes + packing)
+    beside = strategy.beside_bytes + packing
+    return bucket_elements(budget, strategy.state_bytes, beside, gpu_memory)
 
 
 def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:

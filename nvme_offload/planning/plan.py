@@ -321,7 +321,14 @@ def _plan(
     # DeepSpeed's estimates do not contain it, so it is not shown
     reduced = WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.trained) if trains and not plain else 0
     strategy = _placed(strategy, model, machine.gpu, world, activations, reduced)
-    gpu_bytes, host_bytes, space = needs(strategy, model, world, activations, work.accumulation)
+    gpu_bytes, host_bytes, space = needs(
+        strategy,
+        model,
+        world,
+        activations,
+        work.accumulation,
+        machine.gpu.memory_bytes if machine.gpu else 0,
+    )
     if (strategy.updates == "host gradients" or strategy.streams) and world.size > 1:
         cause = "Offload.parameters" if strategy.streams else 'accumulate="host"'
         problems[f"one rank, since {cause} does not take parameters of FSDP2"] = math.inf

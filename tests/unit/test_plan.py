@@ -799,9 +799,11 @@ def test_buckets_are_those_of_the_optimizer(state_format, on_gpu):
     value = strategy.state_bytes
     for budget in (10**9, 10**12):
         placed = strategy._replace(update_device="gpu" if on_gpu else "cpu")
-        found = placement._bucket_elements(placed, budget)
-        wanted = most_elements(budget, value, _beside_bytes(state_format, in_one_pass=on_gpu))
-        assert found == pytest.approx(wanted, rel=0.001)
+        beside = _beside_bytes(state_format, in_one_pass=on_gpu)
+        for memory in (0, 24 * 10**9, 150 * 10**9) if on_gpu else (0,):
+            found = placement._bucket_elements(placed, budget, memory)
+            wanted = most_elements(budget, value, beside, memory)
+            assert found == pytest.approx(wanted, rel=0.001)
 
 
 def test_what_is_in_memory_needs_no_room_on_the_drive():
