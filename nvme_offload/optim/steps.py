@@ -156,8 +156,6 @@ class Steps:
                 for bucket in buckets
                 if updated.issuperset(fragment.weight for fragment in bucket.fragments)
             )
-            if not self.updated:
-                self.options.forget()  # a step may have begun with other groups
             if len(buckets) == len(binding.buckets):  # the tier was reset
                 self.clock = UpdateClock(self.tier)
             if any(bucket.device.type == "cpu" for bucket in binding.buckets):
@@ -167,6 +165,9 @@ class Steps:
                     memory = self.updater.open(bucket)
                     self.updater.start(bucket, memory, self.options_of(bucket))
                     self.states.show(bucket)
+            if not self.updated:
+                # a step may have begun with other groups, or begin with other options
+                self.options.forget()
             self.drain()
             self._watch_gradients()
             self.sums.limit(binding.buckets)

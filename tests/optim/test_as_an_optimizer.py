@@ -33,37 +33,42 @@ from nvme_offload.errors import NoSpaceError, UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
 
 SCHEDULERS = {
-    "step": lambda one: lr_scheduler.StepLR(one, 2),
-    "multi-step": lambda one: lr_scheduler.MultiStepLR(one, [1, 3]),
-    "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.5**epoch),
-    "multiplicative": lambda one: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9),
-    "constant": lambda one: lr_scheduler.ConstantLR(one, total_iters=2),
-    "linear": lambda one: lr_scheduler.LinearLR(one),
-    "exponential": lambda one: lr_scheduler.ExponentialLR(one, 0.7),
-    "polynomial": lambda one: lr_scheduler.PolynomialLR(one, 4),
-    "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, 4),
-    "warm-restarts": lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 2),
-    "cyclic": lambda one: lr_scheduler.CyclicLR(
-        one, 1e-4, 1e-2, step_size_up=2, cycle_momentum=True
+    "step": lambda one, _: lr_scheduler.StepLR(one, 2),
+    "multi-step": lambda one, _: lr_scheduler.MultiStepLR(one, [1, 3]),
+    "lambda": lambda one, _: lr_scheduler.LambdaLR(one, lambda epoch: 0.5**epoch),
+    "multiplicative": lambda one, _: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9),
+    "constant": lambda one, _: lr_scheduler.ConstantLR(one, total_iters=2),
+    "linear": lambda one, _: lr_scheduler.LinearLR(one),
+    "exponential": lambda one, _: lr_scheduler.ExponentialLR(one, 0.7),
+    "polynomial": lambda one, _: lr_scheduler.PolynomialLR(one, 4),
+    "cosine": lambda one, _: lr_scheduler.CosineAnnealingLR(one, 4),
+    "warm-restarts": lambda one, _: lr_scheduler.CosineAnnealingWarmRestarts(one, 2),
+    "cyclic": lambda one, momentum: lr_scheduler.CyclicLR(
+        one, 1e-4, 1e-2, step_size_up=2, **momentum
     ),
-    "one-cycle": lambda one: lr_scheduler.OneCycleLR(one, 1e-2, total_steps=10),
-    "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0),
-    "sequential": lambda one: lr_scheduler.SequentialLR(
+    "one-cycle": lambda one, momentum: lr_scheduler.OneCycleLR(
+        one, 1e-2, total_steps=10, **momentum
+    ),
+    "plateau": lambda one, _: lr_scheduler.ReduceLROnPlateau(one, patience=0),
+    "sequential": lambda one, _: lr_scheduler.SequentialLR(
         one, [lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)], [2]
     ),
-    "chained": lambda one: lr_scheduler.ChainedScheduler(
+    "chained": lambda one, _: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)]
     ),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(tmp_path, name):
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_schedulers(tmp_path, name, optimizer_class):
+    """Adagrad has states before its first step, and a scheduler sets the rate of that step."""
     plain, ours = parameters(shapes=[(30, 20), (5,)]), parameters(shapes=[(30, 20), (5,)])
+    momentum = {"cycle_momentum": False} if optimizer_class is torch.optim.Adagrad else {}
     rates = []
-    with NVMeOptimizer(ours, paths=tmp_path) as optimizer:
-        for params, one in ((plain, torch.optim.AdamW(plain)), (ours, optimizer)):
-            scheduler = SCHEDULERS[name](one)
+    with NVMeOptimizer(ours, optimizer_class, paths=tmp_path) as optimizer:
+        for params, one in ((plain, optimizer_class(plain)), (ours, optimizer)):
+            scheduler = SCHEDULERS[name](one, momentum)
             for step in range(5):
                 set_gradients(params, step)
                 one.step()
