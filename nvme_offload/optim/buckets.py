@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _TAKEN = "_nvme_offload_taken"  # key in the __dict__ of a gradient
 _marks = itertools.count()
+# In place of `Fragment.changes`: the master is made from the weight; it follows any element that has
+# another value, since a change through `parameter.data` leaves no other trace.
+NO_MASTER, ANY_CHANGE = -1, -2
 SLOT_BYTES = 64  # a cache line: alignment of the states outside the layout
 
 
@@ -199,7 +202,9 @@ class Fragment:
     *rest*: the places of its other states. *strides*: of the shadow. *stepped*: it has had a
     gradient, so that its master may differ from the weight. *summed*: during an update, its part of
     a gradient that was in host memory. *norm*: of the part of a gradient that an update has brought
-    to a GPU, which has the norm.
+    to a GPU, which has the norm. *changes*: the changes of the weight before its master was loaded,
+    or `NO_MASTER` or `ANY_CHANGE`. *rounded*: the fingerprint of the weight after an update on the
+    CPU.
     """
 
     weight: Weight
@@ -216,6 +221,7 @@ class Fragment:
     strides: tuple[int, ...] = ()
     stepped: bool = False
     changes: int = 0
+    rounded: torch.Tensor | None = None
     summed: torch.Tensor | None = None
     norm: torch.Tensor | None = None
 

@@ -20,7 +20,7 @@ from ..io.archive import Part, Provider, offloaded
 from ..optimizer_states import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
-from .buckets import Bucket, Fragment, Weight, like, local
+from .buckets import ANY_CHANGE, Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater
 
@@ -175,10 +175,11 @@ def restore(
     groups: Sequence[Mapping[str, Any]],
     *,
     keep_dtypes: bool = False,
+    loaded: bool = True,
 ) -> None:
     """Store the states *given* in *bucket*, in the dtypes in which the optimizer makes them, or
-    unchanged with *keep_dtypes*. A weight that is not in *given* keeps its states; placeholders
-    stand for present states.
+    unchanged with *keep_dtypes*; small states are converted if they are *loaded*. A weight that is
+    not in *given* keeps its states; placeholders stand for present states.
     """
     kept: dict[Fragment, State] = {fragment: {} for fragment in bucket.fragments}
     keeping = [
@@ -195,7 +196,7 @@ def restore(
                     kept[fragment][key] = find(fragment, key).clone()
     sources = {
         fragment: _given(
-            fragment, given[fragment.weight], there, groups[fragment.group], keep_dtypes
+            fragment, given[fragment.weight], there, groups[fragment.group], keep_dtypes, loaded
         )
         if fragment.weight in given
         else there
@@ -222,8 +223,12 @@ def restore(
         for fragment, source in sources.items()
     }
     updater.store(bucket, leaves, fill, groups)
-    for fragment in bucket.fragments:
-        fragment.changes = fragment.weight.changes
+    for fragment, source in sources.items():
+        fragment.rounded = None
+        if MASTER not in source:  # it was made from the weight
+            fragment.changes = ANY_CHANGE
+        elif fragment.weight in given and not is_on_drive(given[fragment.weight][MASTER]):
+            fragment.changes = fragment.weight.changes
 
 
 def _given(
@@ -232,6 +237,7 @@ def _given(
     kept: Mapping[Key, torch.Tensor],
     group: Mapping[str, Any],
     keep_dtypes: bool,
+    loaded: bool,
 ) -> dict[Key, torch.Tensor]:
     """Set the states of *fragment* from *state*; return the values of its offloaded states."""
     values: dict[Key, torch.Tensor] = {}
@@ -262,7 +268,7 @@ def _given(
                     0, dtype=dtype, device=fragment.shadow.device
                 )
         else:
-            others[id(value)] = _small(key, value, fragment, group)
+            others[id(value)] = _small(key, value, fragment, group, loaded)
     fragment.states = replaced(
         {key: value for key, value in state.items() if key != MASTER}, others
     )
@@ -387,12 +393,18 @@ def in_a_row(values: torch.Tensor) -> torch.Tensor:
 
 
 def _small(
-    key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any]
+    key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any], loaded: bool
 ) -> torch.Tensor:
-    """*value*, which stays in memory, as torch.optim.Optimizer.load_state_dict converts it."""
-    if key == "step" and not group.get("fused"):
+    """A copy of *value*, which stays in memory, if *loaded* as torch.optim.Optimizer.load_state_dict
+    converts it. Otherwise it keeps its dtype, and follows a parameter that was moved.
+    """
+    fused = bool(group.get("fused"))
+    if key == "step" and not fused:
         return value.clone()
     dtype = value.dtype
+    if not loaded:
+        stays = value.is_cpu and key != "step"
+        return value.to(value.device if stays else fragment.shadow.device, copy=True)
     if key == "step":
         dtype = torch.float32
     elif value.is_floating_point():

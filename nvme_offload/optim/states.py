@@ -113,9 +113,16 @@ class States:
         self._owner.bucketing.check_keys(copies, self._owner.groups)
         return copies
 
-    def restore(self, given: Mapping[Weight, dict[str, Any]], *, bound_again: bool = False) -> None:
+    def restore(
+        self,
+        given: Mapping[Weight, dict[str, Any]],
+        *,
+        bound_again: bool = False,
+        loaded: bool = False,
+    ) -> None:
         """Store the states *given*. If their parameters are *bound again*, dtypes stay as torch has
-        them, and masters follow the parameters.
+        them, and masters follow the parameters. *loaded* states get the dtypes that load_state_dict
+        of torch gives them.
         """
         owner = self._owner
         owner.drain()
@@ -130,7 +137,14 @@ class States:
                     keeps = bound_again and owner.bucketing.goes_on_with(
                         bucket, given, owner.groups
                     )
-                    saved.restore(owner.updater, bucket, given, owner.groups, keep_dtypes=keeps)
+                    saved.restore(
+                        owner.updater,
+                        bucket,
+                        given,
+                        owner.groups,
+                        keep_dtypes=keeps,
+                        loaded=loaded,
+                    )
                     self.files.drop()
                     self.show(bucket)
             if bound_again:

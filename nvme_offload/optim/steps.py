@@ -553,7 +553,7 @@ class Steps:
         self.forget_step()
         self.provisional.forget(self.binding.buckets)
         self.updater.wide = wide
-        self.states.restore(given)
+        self.states.restore(given, loaded=True)
         self.count = count
 
     def _reset(self) -> None:

@@ -29,6 +29,7 @@ from ..optimizer_states import (
     widened,
 )
 from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
+from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.packed import Look
 from ..optimizer_states.traits import raw_step
@@ -37,7 +38,7 @@ from ..sizes import PLACES
 from ..swap.tier import Tier
 from ..units import format_bytes
 from ..update.records import Records, Unit, nothing
-from .buckets import Bucket, Fragment
+from .buckets import ANY_CHANGE, NO_MASTER, Bucket, Fragment
 from .modes import callers_modes
 from .progress import Progress
 
@@ -99,7 +100,7 @@ class Updater(Records):
                     fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}
                     fragment.look_at_strides()
                     fragment.stepped = False
-                    fragment.changes = -1  # so that the master is made from the weight
+                    fragment.changes = NO_MASTER
                 bucket.layout, bucket.rest_bytes, bucket.is_stored = layout, 0, False
             return self._opened(bucket)
 
@@ -149,6 +150,21 @@ class Updater(Records):
             fragment.weight.updated(always=True)
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
 
+    def step_alone(
+        self, groups: list[dict[str, Any]], options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The *options* after a step of an inner optimizer of *groups*, one group of samples without
+        gradients; unchanged if the class cannot step without gradients.
+        """
+        inner = self._made(groups)
+        inner.param_groups[0].update(copy.deepcopy(dict(options)))
+        try:
+            with callers_modes():
+                _step(inner)
+        except Exception:
+            return options
+        return inner.param_groups[0]
+
     def start(self, bucket: Bucket, memory: torch.Tensor, options: Options) -> None:
         """Store the states that the inner optimizer has before its first step, if any."""
         with self._on_stream(bucket):
@@ -183,8 +199,10 @@ class Updater(Records):
         """The bytes of a bucket's value, valid in the context. *ahead*: names to prefetch."""
         if ahead:
             self.tier.swapper.prefetch(ahead)
-        yield self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
-        self._host.give_back(changed=False)  # after an exception, `recover` ends the use
+        fetched = self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
+        changed = self._masters_follow(bucket, fetched)
+        yield fetched
+        self._host.give_back(changed=changed)  # after an exception, `recover` ends the use
 
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
@@ -420,8 +438,11 @@ class Updater(Records):
                 stager.drain()
         for fragment, weight in apart:
             fragment.put_weight(weight)
+        has_masters = self._format.in_place and bucket.update_dtype != bucket.dtype
         for fragment in bucket.fragments:
-            fragment.changes = fragment.weight.changes  # the master has followed these changes
+            fragment.changes, fragment.rounded = ANY_CHANGE, None
+            if has_masters and bucket.device.type == "cpu":
+                fragment.rounded = _bits(fragment, fragment.of_weight())
 
     def _brought(
         self,
@@ -502,15 +523,43 @@ class Updater(Records):
             self._scratch = torch.empty(elements, dtype=torch.float32)
         return self._scratch[:elements]
 
-    def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """Copy elements of the *weight* that the program has changed to the *master*."""
-        if fragment.changes != fragment.weight.changes and self._format.in_place:
-            new = (
-                torch.ones_like(weight, dtype=torch.bool)
-                if fragment.changes < 0
-                else master.to(weight.dtype) != weight
-            )
-            master.copy_(torch.where(new, weight.to(master.dtype), master))
+    def _masters_follow(self, bucket: Bucket, memory: torch.Tensor) -> bool:
+        """Whether a master in *memory*, on the CPU, has followed a change by the program."""
+        layout = bucket.layout
+        if layout is None or layout.master is None or not self._format.in_place:
+            return False
+        master = layout.master.of(memory).view(torch.float32)
+        followed = [
+            self._follow(fragment, fragment.of_weight().cpu(), fragment.within(master))
+            for fragment in bucket.fragments
+            if fragment.weight.is_as_bound
+        ]
+        return any(followed)
+
+    def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> bool:
+        """Copy elements of the *weight* that the program has changed to the *master*. On the CPU,
+        return whether there were any.
+        """
+        if fragment.changes == fragment.weight.changes or not self._format.in_place:
+            return False
+        if fragment.changes == NO_MASTER:
+            master.copy_(weight)
+            return True
+        waits = weight.device.type == "cpu"  # on a GPU, a comparison costs less than the answer
+        rounded = fragment.rounded
+        if waits and rounded is not None and torch.equal(rounded, _bits(fragment, weight)):
+            return False
+        new = master.to(weight.dtype) != weight
+        if waits and not new.any():
+            return False
+        master.copy_(torch.where(new, weight, master))
+        return True
+
+    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        inner = self.make(groups)
+        for name, value in self.attributes.items():
+            setattr(inner, name, value)
+        return inner
 
     def _inner(self, bucket: Bucket, options: Options) -> torch.optim.Optimizer:
         given = {index: copy.deepcopy(dict(options[index])) for index in bucket.groups}
@@ -519,9 +568,7 @@ class Updater(Records):
                 index: [fragment.shadow for fragment in bucket.fragments if fragment.group == index]
                 for index in given
             }
-            inner = self.make([{**given[index], "params": shadows[index]} for index in given])
-            for name, value in self.attributes.items():
-                setattr(inner, name, value)
+            inner = self._made([{**given[index], "params": shadows[index]} for index in given])
             loaded = {
                 fragment.shadow: fragment.states for fragment in bucket.fragments if fragment.states
             }
@@ -593,6 +640,11 @@ class Updater(Records):
         for fragment in bucket.fragments:
             fragment.shadow.grad = None
             drop_memory([*fragment.leaves.values(), fragment.shadow])
+
+
+def _bits(fragment: Fragment, weight: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of *weight* in the order of *fragment*."""
+    return fingerprint(fragment.in_memory_order(weight))
 
 
 def _step(inner: torch.optim.Optimizer) -> None:

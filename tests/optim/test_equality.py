@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import subprocess
@@ -21,6 +22,7 @@ from reference import (
     set_gradients,
     smallest,
     taken_by_fifty_steps,
+    tight,
     train,
     unlike,
 )
@@ -36,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
     # which divides by the number of elements
     shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
-    plain, roomy, tight = (parameters(dtype, shapes=shapes) for _ in range(3))
+    plain, roomy, ours = (parameters(dtype, shapes=shapes) for _ in range(3))
     reference = Reference(plain, OPTIMIZERS[name])
     train(plain, reference)
     with NVMeOptimizer(roomy, OPTIMIZERS[name], paths=tmp_path) as optimizer:
@@ -46,10 +48,10 @@ def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
         assert (optimizer.stats().bytes_read, optimizer.stats().bytes_written) == (0, 0)
         states = optimizer.state_dict()["state"]
     with smallest(
-        lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)
+        lambda cap: NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)
     ) as optimizer:
-        train(tight, optimizer)
-        assert differing(tight, plain) == []
+        train(ours, optimizer)
+        assert differing(ours, plain) == []
         expected = reference.optimizer.state_dict()["state"]
         if dtype != torch.float32:
             expected = {
@@ -313,17 +315,39 @@ def test_an_optimizer_that_counts_in_its_group(tmp_path):
     assert differing(ours, plain) == []
 
 
-def test_weights_that_the_program_changes_between_steps(tmp_path):
-    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    reference = Reference(plain, torch.optim.AdamW)
-    with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
+CHANGES = {
+    "in place": lambda parameter: parameter.clamp_(-0.5, 0.5),
+    "data": lambda parameter: parameter.data.clamp_(-0.5, 0.5),
+    "data that stays": lambda parameter: setattr(parameter, "data", parameter.data.mul_(0.5)),
+    "an older view": lambda parameter: parameter.kept.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@covering(
+    name=["adamw", "adamw-loop", "sgd-momentum", "lion", "adafactor"],
+    dtype=[torch.bfloat16, torch.float16],
+    mode=[{}, {"step_in_backward": "provisional"}, {"overlap_step": True}],
+    between=["nothing", "a state", "a load"],
+)
+def test_weights_that_the_program_changes_between_steps(
+    tmp_path, change, name, dtype, mode, between
+):
+    shapes = [shape for shape in SHAPES if 0 not in shape]  # by which Adafactor divides
+    plain, ours = parameters(dtype, shapes=shapes), parameters(dtype, shapes=shapes)
+    reference = Reference(plain, OPTIMIZERS[name])
+    with tight(ours, tmp_path, OPTIMIZERS[name], **mode) as optimizer:
+        for params in (plain, ours):
+            for parameter in params:
+                parameter.kept = parameter.data
         for step in range(4):
             train(plain, reference, steps=1, first=step)
             train(ours, optimizer, steps=1, first=step)
+            optimizer.synchronize()  # an older view does not wait
             with torch.no_grad():
                 for params in (plain, ours):
                     for parameter in params:
-                        parameter.clamp_(-0.5, 0.5)
+                        CHANGES[change](parameter)
                 # where they are other weights now, the masters are what the weights are
                 for parameter, master in reference.pairs:
                     master.copy_(
@@ -331,6 +355,12 @@ def test_weights_that_the_program_changes_between_steps(tmp_path):
                             master.to(parameter.dtype) == parameter, master, parameter.float()
                         )
                     )
+            if between == "a state":  # of one of the parameters of a bucket
+                state = optimizer.state[ours[0]]
+                key = next(key for key, value in state.items() if torch.is_tensor(value))
+                state[key] = state[key].clone()
+        if between == "a load":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(plain, reference, steps=1, first=9)
         train(ours, optimizer, steps=1, first=9)
     assert differing(ours, plain) == []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
-from reference import Reference, differing, parameters, tight, train
+from reference import Reference, differing, parameters, tight, train, unlike
 
 from nvme_offload.errors import UsageError
 
@@ -86,6 +86,23 @@ def test_what_is_done_to_a_state_takes_effect(tmp_path, change):
             for parameter in params[:3]:
                 change(one.state[parameter])
             train(params, one, first=3)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("mode", [{}, {"step_in_backward": "provisional"}], ids=str)
+def test_a_change_of_one_state_leaves_the_dtypes_of_others(tmp_path, mode):
+    """NAdam keeps mu_product in fp32 with 16-bit parameters, of which load_state_dict makes 16
+    bits.
+    """
+    plain, ours = (parameters(torch.bfloat16, shapes=SHAPES) for _ in range(2))
+    reference = torch.optim.NAdam(plain, lr=0.01)
+    with tight(ours, tmp_path, torch.optim.NAdam, lr=0.01, masters=False, **mode) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            train(params, one, 2)
+            for parameter in params:
+                one.state[parameter]["exp_avg"].mul_(0.5)
+            train(params, one, 2, first=2)
+        assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
     assert differing(ours, plain) == []
 
 
