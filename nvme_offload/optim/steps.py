@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .budget import Budget, DividedOtherwiseError
 from .gradient_hooks import GradientHooks
 from .inner import Maker
 from .modes import fixed_modes
-from .options import StepOptions, When
+from .options import StepOptions, When, differences, samples_of
 from .overlap import Overlap, Step
 from .progress import Health, Progress
 from .provisional import ProvisionalUpdates
@@ -289,7 +289,8 @@ class Steps:
         self.health.calls.running = True
         self._end_provisional()
         due = self._due()
-        if self.overlap.can_queue(due):
+        idle = self._left_by_idle_groups(due)
+        if not idle and self.overlap.can_queue(due):
             with self.overlap.lock:  # no update begins before all are in order
                 self.overlap.add(self, due)
                 self._end_step()
@@ -303,6 +304,7 @@ class Steps:
                 self.tier.swapper.prefetch(self.sums.names(due))
                 for bucket in due:
                     self.update_now(bucket)
+                self.options.left(idle)
                 self.drain()
                 counts = self._counts
                 self._end_step()
@@ -325,6 +327,24 @@ class Steps:
         for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}:
             check_gradient(weight)
         return due
+
+    def _left_by_idle_groups(self, due: Iterable[Bucket]) -> Options:
+        """The options of groups without updates that the optimizer changes nevertheless, such as a
+        number of steps.
+        """
+        if all(weight.traits.why == "known" for weight in self.binding.weights):
+            return {}
+        busy = {index for bucket in {*due, *self.updated} for index in bucket.groups}
+        given = {
+            index: self.options.of(index, group)
+            for index, group in enumerate(self.groups)
+            if index not in busy
+        }
+        left = {
+            index: self.updater.step_alone(samples_of([self.groups[index]]), options)
+            for index, options in given.items()
+        }
+        return {index: left[index] for index, _, _ in differences(given, left)}
 
     def update_now(self, bucket: Bucket) -> None:
         """Update the parameters of *bucket* in this call."""

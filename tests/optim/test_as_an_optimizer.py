@@ -380,6 +380,33 @@ def test_groups_without_parameters_and_with_frozen_ones_only(tmp_path):
     assert float(frozen.sum()) == 1000
 
 
+@pytest.mark.parametrize("mode", [{}, {"step_in_backward": True}, {"overlap_step": True}], ids=str)
+def test_groups_without_gradients_count_their_steps(tmp_path, mode):
+    """Lion divides its decay by the count of the group."""
+
+    def run(params, optimizer):
+        one, other = (params[index : index + 2] for index in (0, 2))
+        for step in range(6):
+            optimizer.zero_grad()
+            for parameter in [[], one, other, one, [*one, *other], other][step]:
+                (parameter * (step + 1)).sin().sum().backward()
+            optimizer.step()
+            yield [group["count"] for group in optimizer.param_groups]
+
+    found = []
+    for kind in (Lion, functools.partial(NVMeOptimizer, optimizer_class=Lion, **mode)):
+        params = parameters(shapes=[(30, 20), (5,), (40, 10), (7,)])
+        groups = [{"params": params[:2]}, {"params": params[2:]}, {"params": []}]
+        place = {} if kind is Lion else {"paths": tmp_path}
+        optimizer = kind(groups, lr=0.01, weight_decay=0.5, **place)
+        found.append((list(run(params, optimizer)), params))
+        if kind is not Lion:
+            optimizer.close()
+    (plain, expected), (counts, ours) = found
+    assert counts == plain == [[step] * 3 for step in range(1, 7)]
+    assert differing(ours, expected) == []
+
+
 class ByRows(torch.optim.SGD):
     """Divides each row by its norm, and vectors by theirs."""
 
