@@ -106,13 +106,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
+_modules_set_aside = 0
+
+
+@pytest.fixture(autouse=True)
 def imported_is_set_aside() -> None:
-    """Exclude objects imported before a module's tests from garbage collection: many tests collect,
-    and torch has millions of objects.
+    """Exclude the objects of imported modules from garbage collection: many tests collect, and torch
+    has millions of objects.
     """
-    gc.collect()
-    gc.freeze()
+    global _modules_set_aside
+    if len(sys.modules) > _modules_set_aside:  # also what the test before has imported
+        gc.collect()
+        gc.freeze()
+        _modules_set_aside = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
