@@ -96,14 +96,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("filesystem", FILESYSTEMS if everywhere else FILESYSTEMS[:1])
 
 
+# The files that take longest, the slow tests of most of them minutes.
+LONGEST = (
+    *("test_recovery.py", "test_packaging.py", "test_zero3_overlap.py", "test_stage_1_and_2.py"),
+    *("test_transformers_doors.py", "test_parity.py", "test_systems.py", "test_big_models.py"),
+    *("test_interrupts.py", "test_model.py", "test_weights_alone.py", "test_ranks.py"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folders whose files take longest: xdist hands out whole files in this order,
-    and short files keep all workers busy until the end.
+    """Begin with the files that take longest, and then with the folders whose files do: xdist hands
+    out whole files in this order, and short files keep all workers busy until the end.
     """
-    folders = ("zero3", "optim")
-    items.sort(
-        key=lambda item: next((folders.index(one) for one in folders if one in item.path.parts), 2)
-    )
+
+    def place(item: pytest.Item) -> int:
+        parts = (*LONGEST, "zero3", "optim")
+        return min((parts.index(part) for part in item.path.parts if part in parts), default=99)
+
+    items.sort(key=place)
 
 
 _modules_set_aside = 0

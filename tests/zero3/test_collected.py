@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
+from covering import covering
 from launch import Case, finish, start
 
 SCRIPT = Path(__file__).with_name("collecting.py")
@@ -19,8 +19,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("destroyed", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@covering(name=list(CASES), destroyed=[False, True])
 def test_an_engine_found_by_the_collector_stops_and_leaves_nothing(name, destroyed, tmp_path):
     with start(
         [],
