@@ -58,7 +58,9 @@ class Bucket:
         self.shown: list[Any] = []  # the parameters in use
         self.written = False  # the slot may have changes that the versions do not show
         self.versions: list[int] = []  # of the parameters when slot and tier were last equal
-        self.last_use = 0
+        # The position of the next use in the order; without a known order, later the longer its
+        # last use is ago.
+        self.next_use = 0.0
         self._offsets = [place.offset for place in self.places]
 
     def at(self, offset: int) -> torch.nn.Parameter:

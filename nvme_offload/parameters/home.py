@@ -40,15 +40,11 @@ class Home:
     def read(self, bucket: Bucket, use: Callable[[torch.Tensor], Any]) -> None:
         """Call *use* with the bytes of *bucket* in host memory, valid for the time of the call."""
         self._returns.end(bucket.name)
-        memory = self._obtain(bucket, self._tier.swapper.swap_in)
+        memory = self._obtain(bucket, self._tier.swapper.swap_in, stays=False)
         try:
             use(memory)
         finally:
             self._tier.end_use(bucket.name, changed=False)
-
-    def stays(self, bucket: Bucket) -> bool:
-        """Whether the values of *bucket* stay in host memory, so that no call waits for a drive."""
-        return self._tier.swapper.stays(bucket.name)
 
     def fill(self, slot: Slot, bucket: Bucket) -> None:
         """Copy the values of *bucket* into *slot*. Raises: as `TensorSwapper.swap_in`."""
@@ -66,7 +62,7 @@ class Home:
             return self._tier.swapper.create(name, bucket.nbytes)
 
         if self._device.type != "cuda":
-            memory = self._obtain(bucket, create)
+            memory = self._obtain(bucket, create, stays=False)
             try:
                 memory.copy_(source)
             finally:
@@ -84,10 +80,11 @@ class Home:
         back: bool = False,
     ) -> Any:
         """Start a copy of *bucket* to *values* in *slot*, or *back*. Returns: the event at its end."""
-        resumed = self._returns.resume(bucket.name) if self.stays(bucket) else None
+        stays = self._tier.swapper.stays(bucket.name)
+        resumed = self._returns.resume(bucket.name) if stays else None
         if resumed is None:
             self._returns.end(bucket.name)
-            memory, changed = self._obtain(bucket, ask), back
+            memory, changed = self._obtain(bucket, ask, stays=stays), back
         else:
             # A wait for the copy in flight would take the CPU's lead over the GPU.
             memory, changed = known(resumed.memory), back or resumed.changed
@@ -99,7 +96,9 @@ class Home:
         self._returns.add(bucket.name, changed=changed, done=done, memory=memory)
         return done
 
-    def _obtain(self, bucket: Bucket, ask: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Host memory of *bucket*. This may wait for copies of other buckets."""
-        self._returns.release(at_most=len(self._returns) if self.stays(bucket) else _IN_FLIGHT)
+    def _obtain(
+        self, bucket: Bucket, ask: Callable[[str], torch.Tensor], *, stays: bool
+    ) -> torch.Tensor:
+        """Host memory of *bucket*. Unless it *stays* there, this may wait for copies of others."""
+        self._returns.release(at_most=len(self._returns) if stays else _IN_FLIGHT)
         return self._returns.with_room(lambda: ask(bucket.name))

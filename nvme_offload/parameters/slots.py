@@ -114,46 +114,48 @@ class Slots:
         slot = self._by_storage.get(tensor.untyped_storage()._cdata)
         return None if slot is None or slot.bucket is None else slot
 
-    def take(
-        self, when_used: Callable[[Bucket], float], empty: Callable[[Slot], None], before: float
-    ) -> Slot | None:
+    def take(self, empty: Callable[[Slot], None], before: float) -> Slot | None:
         """An empty slot. If there is none, *empty* empties the free slot whose bucket is used last,
-        as *when_used* says, but only after *before*. None if no slot qualifies. Raises: as *empty*.
+        but only after *before*. None if no slot qualifies. Raises: as *empty*.
         """
         while True:
-            unused = [slot for slot in self._slots if slot.bucket is None]
-            if unused:
-                return unused[0]
+            chosen = next((slot for slot in self._slots if slot.bucket is None), None)
+            if chosen is not None:
+                return chosen
             if len(self._slots) < self.count:
                 return self._add()
-            chosen = self._used_last(when_used)
-            if chosen is None or _when(chosen, when_used) <= before:
+            chosen = self._used_last(before)
+            if chosen is None:
                 return None
             empty(chosen)
             if len(self._slots) > self.count:
                 self._drop(chosen)
 
-    def next_to_leave(self, when_used: Callable[[Bucket], float]) -> Slot | None:
+    def next_to_leave(self) -> Slot | None:
         """The slot that `take` would empty now; None if it would empty none."""
         if len(self._slots) < self.count or any(slot.bucket is None for slot in self._slots):
             return None
-        return self._used_last(when_used)
+        return self._used_last()
 
-    def trim(self, when_used: Callable[[Bucket], float], empty: Callable[[Slot], None]) -> None:
+    def trim(self, empty: Callable[[Slot], None]) -> None:
         """Return to the number of slots that was asked for, as far as no tensor refers to the others.
         Raises: as *empty*.
         """
         while len(self._slots) > self.count:
-            chosen = self._used_last(when_used)
+            chosen = self._used_last()
             if chosen is None:
                 return
             empty(chosen)
             self._drop(chosen)
 
-    def _used_last(self, when_used: Callable[[Bucket], float]) -> Slot | None:
-        """The free slot whose bucket is used last."""
-        free = [slot for slot in self._slots if slot.is_free]
-        return max(free, key=lambda slot: _when(slot, when_used), default=None)
+    def _used_last(self, before: float = -math.inf) -> Slot | None:
+        """The free slot whose bucket is used last, after *before*."""
+        chosen, latest = None, before
+        for slot in self._slots:
+            when = math.inf if slot.bucket is None else slot.bucket.next_use
+            if when > latest and slot.is_free:
+                chosen, latest = slot, when
+        return chosen
 
     def exceed(self) -> Slot:
         """One slot more, for a bucket that is needed while tensors refer to all others."""
@@ -175,7 +177,3 @@ class Slots:
     def _drop(self, slot: Slot) -> None:
         self._slots.remove(slot)
         del self._by_storage[slot.storage._cdata]
-
-
-def _when(slot: Slot, when_used: Callable[[Bucket], float]) -> float:
-    return math.inf if slot.bucket is None else when_used(slot.bucket)

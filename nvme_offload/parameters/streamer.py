@@ -73,7 +73,7 @@ class Streamer:
         self._unused: set[Bucket] = set()  # fetched for a use to come
         self._first_module: weakref.ref[torch.nn.Module] | None = None
         self._assignments: dict[torch.nn.Parameter, int] = {}
-        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._placeholders: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
         self._running = _Running()
         self._model = weakref.ref(model)
         self._admit(buckets, load)
@@ -193,7 +193,7 @@ class Streamer:
         return slot
 
     def _fetch(self, bucket: Bucket) -> Slot:
-        slot = self.slots.take(self._next_use, self._empty, before=-math.inf)
+        slot = self.slots.take(self._empty, before=-math.inf)
         slot = slot or self.slots.exceed()
         self._ahead = self._order.now
         self._fill(slot, bucket)
@@ -210,7 +210,7 @@ class Streamer:
         while len(self._unused) < AHEAD and self._ahead < order.now + len(order.period):
             following = self._buckets[order.at(self._ahead).name]
             if following.slot is None:
-                slot = self.slots.take(self._next_use, self._empty, before=self._ahead)
+                slot = self.slots.take(self._empty, before=self._ahead)
                 if slot is None:
                     return
                 self._fill(slot, following)
@@ -220,7 +220,7 @@ class Streamer:
 
     def _store_next(self) -> None:
         """Copy back the values of the slot that `take` would empty now, so that filling it need not wait."""
-        slot = self.slots.next_to_leave(self._next_use)
+        slot = self.slots.next_to_leave()
         if slot is not None and slot.bucket is not None:
             self._store_changes(slot, slot.bucket)
 
@@ -264,35 +264,44 @@ class Streamer:
 
     def _placeholder(self, place: Place) -> torch.Tensor:
         """Memory for one element, NaN in every floating-point dtype."""
-        if place.dtype not in self._placeholders:
+        key = place.dtype, place.shape
+        if key not in self._placeholders:
             ones = torch.full((place.dtype.itemsize,), 255, dtype=torch.uint8, device=self._device)
-            self._placeholders[place.dtype] = ones.view(place.dtype)
-        return self._placeholders[place.dtype].expand(place.shape)
+            self._placeholders[key] = ones.view(place.dtype).expand(place.shape)
+        return self._placeholders[key]
 
     # The order of uses.
 
     def _note(self, bucket: Bucket) -> None:
         """Record a use of *bucket*, and fetch the buckets that are used next."""
-        self._clock += 1
-        bucket.last_use = self._clock
         if bucket is self._last:
             return
         if self._last is not None and self._last.slot is not None:
             self._last.slot.end_use()
         self._last = bucket
         self._unused.discard(bucket)
+        expected = self._order.now + 1
         self._order.use(bucket.name, bucket.nbytes, created=False)
-        # A transfer that fails here fails again, and raises, where its bucket is used or leaves.
-        if self._order.followed:
-            with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
-                self._fetch_following()
-
-    def _next_use(self, bucket: Bucket) -> float:
-        """When *bucket* is used next; without a known order, later the longer its last use is ago."""
         if not self._order.followed:
-            return -bucket.last_use
+            self._clock += 1
+            bucket.next_use = -self._clock
+            return
+        if self._order.now == expected:
+            self._find_next_use(bucket)
+        else:
+            self._find_next_uses()
+        # A transfer that fails here fails again, and raises, where its bucket is used or leaves.
+        with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
+            self._fetch_following()
+
+    def _find_next_use(self, bucket: Bucket) -> None:
         position = self._order.next_use(bucket.name)
-        return math.inf if position is None else position
+        bucket.next_use = math.inf if position is None else position
+
+    def _find_next_uses(self) -> None:
+        if self._order.followed:
+            for bucket in self._buckets.values():
+                self._find_next_use(bucket)
 
     def _begin_period(self) -> None:
         self._order.step()
@@ -300,7 +309,8 @@ class Streamer:
         self._unused.clear()
         self._last = None
         self._tier.swapper.step()
-        self.slots.trim(self._next_use, self._empty)
+        self._find_next_uses()
+        self.slots.trim(self._empty)
         if self._room is not None:
             more = self.slots.each_nbytes
             while self.slots.count < len(self._buckets) and self._room.suffices(
