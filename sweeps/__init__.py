@@ -3,6 +3,7 @@
 | benchmark | measures |
 |---|---|
 | `systems` | models of 1 to 70 B by this package, DeepSpeed, FSDP2 and others, on one GPU or several |
+| `inference` | a model of 1 to 70 B from the drive, compared with accelerate: tokens, and loading |
 | `training` | ZeRO-3 and plain PyTorch with their bits, bytes and the drive's floor, by phase of a step |
 | `formats` | losses of state formats, by seed |
 | `activations` | ways to keep activations: time and memory |

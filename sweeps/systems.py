@@ -75,7 +75,7 @@ class System(NamedTuple):
 
 
 @functools.cache
-def _example() -> dict[str, Any]:
+def example() -> dict[str, Any]:
     """The definitions of examples/big_models/train.py."""
     return runpy.run_path(str(_EXAMPLE))
 
@@ -86,7 +86,7 @@ def _device() -> torch.device:
 
 def _model(job: dict[str, Any], gpus: int = 1, device: torch.device | None = None) -> Any:
     """The model, sharded over *gpus* by FSDP2."""
-    return _example()["make_model"](job["model"], device or _device(), gpus)
+    return example()["make_model"](job["model"], device or _device(), gpus)
 
 
 def _plain(
@@ -368,7 +368,7 @@ def _train(job: dict[str, Any]) -> None:
     step = SYSTEMS[job["system"]].make(job)
     send("made", seconds=time.monotonic() - began)
     probe = Probe() if job["probe"] and cuda else None
-    words = _example()["SHAPES"][job["model"]][5]
+    words = example()["SHAPES"][job["model"]][5]
     for number in range(job["steps"]):
         shape = (job["batch"], job["sequence"])
         batch = torch.randint(words, shape, generator=tokens).to(_device())
@@ -428,7 +428,7 @@ def main(
         f"{options['model']} on {options['gpus']} GPU, {options['batch']} x {options['sequence']} tokens each"
     )
     results = Results(described, options, _elements(options["model"]), {}, [], list(notes))
-    _find_speeds(results, directory)
+    find_speeds(results, directory)
     with turns.interruptible(described, results.notes):
         for number in turns.rounds(rounds, seconds, results.notes):
             for name in turns.there_and_back(systems, number):
@@ -438,7 +438,7 @@ def main(
     click.echo(text)
 
 
-def _find_speeds(results: Results, directory: Path) -> None:
+def find_speeds(results: Any, directory: Path) -> None:
     """Take the speeds of the drive of *directory* from its profile, if there is one."""
     try:
         profile = profile_shelf.find(directory)
@@ -556,9 +556,8 @@ def render(results: Results) -> str:
 
 def _elements(model: str) -> int:
     """The number of its parameters, without memory for them."""
-    example = _example()
     with torch.device("meta"):
-        made = example["make_model"](model, torch.device("meta"), 1)
+        made = example()["make_model"](model, torch.device("meta"), 1)
     return sum(parameter.numel() for parameter in made.parameters())
 
 

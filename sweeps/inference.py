@@ -1,0 +1,289 @@
+"""Inference of a model from a drive, by this package and by accelerate: `python3 -m sweeps.inference
+DIR --model 1b`, from the root of the repository.
+
+Each side is a separate process that loads the same weights, made on DIR, and then makes tokens one
+at a time with a cache of keys and values. Files are dropped from the page cache before each token,
+as if the model were larger than memory.
+
+Source: accelerate's `disk_offload`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pandas as pd
+import torch
+
+from . import apart, command, turns
+from .command import COUNT, Names, Size, option, say
+from .machine import facts
+from .meter import Meter, restart_peak, status
+from .report import columns, document, escaped, listed, ratios, shown, write
+from .systems import example, find_speeds
+
+_SETTLING = 2  # tokens: the first is the prompt's, after the second the order is learned
+_PROMPT = 16  # tokens
+
+
+@dataclasses.dataclass
+class Results:
+    """facts: machine and command, by name. options: of the command. nbytes: of the weights. speeds:
+    the drive's, in GB/s by phase; {} without a profile. runs: in order.
+    """
+
+    facts: dict[str, str]
+    options: dict[str, Any]
+    nbytes: int
+    speeds: dict[str, float]
+    runs: list[dict[str, Any]]
+    notes: list[str]
+
+
+def _empty_model(shape: str) -> Any:
+    """A Llama without values but those of its buffers."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    width, inner, layers, heads, kv_heads, words, tied = example()["SHAPES"][shape]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=words,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+def _make_weights(job: dict[str, Any]) -> None:
+    """Write random weights as safetensors."""
+    model = _empty_model(job["model"])
+    rotary = model.model.rotary_emb
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(rotary)(model.config)
+    model.tie_weights()
+    weights = [weight.detach() for weight in model.parameters()]
+    example()["fill"](weights, model.config.initializer_range, 0)
+    model.save_pretrained(job["weights"])
+
+
+def _ours(job: dict[str, Any], device: torch.device) -> tuple[Any, int]:
+    """Parameters that stream from files of safetensors, and the bytes of memory that they may use."""
+    from nvme_offload import Offload
+
+    model = _empty_model(job["model"])
+    model.offload = Offload(job["directory"], host_memory=job["host_memory"])
+    model.offload.parameters(
+        model, device, weights=job["weights"], gpu_memory=job["gpu_memory"] or "auto"
+    )
+    on_device = sum(buffer.nbytes for buffer in model.buffers()) + (job["gpu_memory"] or 0)
+    return model, job["host_memory"] + (on_device if device.type == "cpu" else 0)
+
+
+def _accelerate(job: dict[str, Any], device: torch.device) -> tuple[Any, int]:
+    """`disk_offload`, of a model that was loaded to memory."""
+    from accelerate import disk_offload
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job["weights"], dtype=torch.bfloat16)
+    return disk_offload(model, job["directory"], execution_device=device).eval(), 0
+
+
+SIDES: dict[str, tuple[str, Callable[[dict[str, Any], torch.device], tuple[Any, int]]]] = {
+    "offload": ("Offload: streamed parameters", _ours),
+    "accelerate": ("accelerate, `disk_offload`", _accelerate),
+}
+
+
+def _drop_page_cache(*directories: str) -> None:
+    for directory in directories:
+        for file in Path(directory).rglob("*"):
+            if file.is_file():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+
+def _infer(job: dict[str, Any]) -> None:
+    """Run one side in this process, which reports every token."""
+    send = apart.event_sender()
+    if job["side"] == "weights":
+        _make_weights(job)
+        return
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    import transformers  # noqa: F401  # its memory is not the model's
+
+    example()
+    os.sync()  # what was written before is not this side's traffic
+    _drop_page_cache(job["weights"])
+    meter = Meter(Path(job["directory"]))
+    gc.collect()
+    restart_peak()
+    before = status()["VmRSS"]
+    with meter.stretch() as taken:
+        model, budget = SIDES[job["side"]][1](job, device)
+    send("made", taken=taken, over_bytes=status()["VmHWM"] - before - budget)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(0, model.config.vocab_size, (1, _PROMPT), generator=generator).to(device)
+    cache = None
+    with torch.inference_mode():
+        for number in range(job["tokens"] + _SETTLING):
+            _drop_page_cache(job["directory"], job["weights"])
+            with meter.stretch() as taken:
+                out = model(words, past_key_values=cache, use_cache=True)
+                logits = out.logits[:, -1].float().cpu()
+            words, cache = logits.argmax(-1, keepdim=True).to(device), out.past_key_values
+            digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+            peak = torch.cuda.max_memory_allocated() if cuda else 0
+            send("token", number=number, taken=taken, logits=digest, gpu_bytes=peak)
+
+
+@click.command()
+@command.directory
+@option("--model", default="1b", help="A model of examples/big_models/train.py.")
+@option("--sides", type=Names(SIDES), default=",".join(SIDES), help="With commas between.")
+@option("--host-memory", type=Size("1MB"), default="1GB", help="Of Offload.")
+@option("--gpu-memory", type=Size(), default=None, help="Of Offload; else what is free.")
+@option("--tokens", type=COUNT, default=8, help=f"After {_SETTLING} that do not count.")
+@option("--timeout", type=float, default=560, help="Of a side, in seconds.")
+@option("--rounds", type=COUNT, default=2, help="Each runs every side once.")
+@command.seconds()
+@command.output("Write OUTPUT.md and OUTPUT.json, after every side.")
+@command.note
+def main(
+    directory: Path,
+    sides: list[str],
+    timeout: float,
+    rounds: int,
+    seconds: float | None,
+    output: Path | None,
+    notes: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Make tokens by each side from weights on the drive of DIRECTORY, and print a report in
+    Markdown. Ratios are to the first of --sides.
+    """
+    command.stop_at_sigterm()
+    described = facts(directory, "sweeps.inference")
+    results = Results(described, options, 0, {}, [], list(notes))
+    find_speeds(results, directory)
+    with apart.place("inference", directory) as work:
+        job = {**options, "weights": str(work / "weights")}
+        _, error = apart.run("sweeps.inference", {**job, "side": "weights"}, work, timeout)
+        if error is not None:
+            raise click.ClickException(f"no weights: {error}")
+        results.nbytes = sum(file.stat().st_size for file in (work / "weights").iterdir())
+        with turns.interruptible(described, results.notes):
+            for number in turns.rounds(rounds, seconds, results.notes):
+                for name in turns.there_and_back(sides, number):
+                    with apart.place("side", work) as own:
+                        events, error = apart.run(
+                            "sweeps.inference",
+                            {**job, "side": name, "directory": str(own)},
+                            own,
+                            timeout,
+                            on_event=lambda event: say(json.dumps(event)),
+                        )
+                    run = {"side": name, "round": number, "error": error, "events": events}
+                    results.runs.append(run)
+                    write(output, render(results), dataclasses.asdict(results))
+    write(output, text := render(results), dataclasses.asdict(results))
+    click.echo(text)
+
+
+def _figures(run: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a run, medians over the tokens that count; "tokens" is 0 if it had none."""
+    tokens = apart.of(run["events"], "token")
+    settled = [token["taken"] for token in tokens if token["number"] >= _SETTLING]
+    figures = {"side": run["side"], "round": run["round"], "tokens": len(settled)}
+    if not settled:
+        return figures
+    made, taken = apart.of(run["events"], "made")[0], pd.DataFrame(settled).median()
+    return {
+        **figures,
+        "seconds": taken["seconds"],
+        "read": taken["read_bytes"] / 1e9,
+        "loading": made["taken"]["seconds"],
+        "over": made["over_bytes"] / 1e9,
+        "gpu": tokens[-1]["gpu_bytes"] / 1e9,
+    }
+
+
+def render(results: Results) -> str:
+    """The report in Markdown."""
+    runs = pd.DataFrame([_figures(run) for run in results.runs])
+    names = list(dict.fromkeys(run["side"] for run in results.runs))
+    by_name = {name: runs[runs.side == name].set_index("round") for name in names}
+    nbytes = results.nbytes / 1e9
+
+    def known(cell: Callable[[pd.Series], str]) -> Callable[[str], str]:
+        def figure(name: str) -> str:
+            mine = by_name[name]
+            return cell(mine.median(numeric_only=True)) if mine.tokens.sum() else ""
+
+        return figure
+
+    def ratio(name: str) -> str:
+        if not by_name[name].tokens.sum() or not by_name[names[0]].tokens.sum():
+            return ""
+        return shown(ratios(by_name[name].seconds, by_name[names[0]].seconds))
+
+    digests = [
+        [token["logits"] for token in apart.of(run["events"], "token")]
+        for run in results.runs
+        if not run["error"]
+    ]
+    cells: dict[str, Callable[[str], str]] = {
+        "": lambda name: SIDES[name][0],
+        "tokens that count": lambda name: str(by_name[name].tokens.sum()),
+        "s a token": known(lambda run: f"{run.seconds:.3f}"),
+        "tokens a second": known(lambda run: f"{1 / run.seconds:.2f}"),
+        f"time over {names[0] if names else 'the first'}": ratio,
+        "GB read a token": known(lambda run: f"{run.read:.2f}"),
+        "GB/s": known(lambda run: f"{run.read / run.seconds:.2f}"),
+        "GPU, GB": known(lambda run: f"{run.gpu:.1f}"),
+        "s to load": known(lambda run: f"{run.loading:.1f}"),
+        "loaded, GB/s": known(lambda run: f"{nbytes / run.loading:.2f}"),
+        "peak of memory in loading beyond the budget, GB": known(lambda run: f"{run.over:.2f}"),
+    }
+    same = all(one == digests[0] for one in digests)
+    stopped = [
+        f"- {SIDES[run['side']][0]}: {escaped(run['error'])}"
+        for run in results.runs
+        if run["error"]
+    ]
+    return document(
+        f"# {results.options['model']}: inference from the drive",
+        listed(results.facts),
+        f"{nbytes:.2f} GB of weights. Each figure is the median over the rounds of the median over a run's tokens past the first {_SETTLING}; "
+        "each ratio is the median over the rounds of the ratio in one round. Bytes read are of the side's process. "
+        "The budget is host_memory, and gpu_memory where the device is the CPU.",
+        columns(names, cells),
+        f"The logits of all tokens are {'equal bit for bit in all runs' if same else 'not equal'}."
+        if len(digests) > 1
+        else "",
+        "\n".join(stopped),
+        *results.notes,
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].endswith("job.json"):  # the process of a side
+        _infer(json.loads(Path(sys.argv[1]).read_text()))
+    else:
+        command.run(main, "sweeps.inference")

@@ -1,0 +1,53 @@
+"""The report of `python -m sweeps.inference`, from the events of runs."""
+
+from __future__ import annotations
+
+from sweeps.inference import Results, render
+
+
+def run(side, number, seconds, logits="a", error=None):
+    """The events of a run of three tokens, of which one counts."""
+    events = [{"event": "made", "taken": {"seconds": 2.0}, "over_bytes": 3e8}]
+    for token in range(3):
+        taken = {"seconds": seconds if token == 2 else 50.0, "read_bytes": 8e9}
+        events.append(
+            {"event": "token", "number": token, "taken": taken, "logits": logits, "gpu_bytes": 1e9}
+        )
+    events = events[: 2 if error else None]
+    return {"side": side, "round": number, "error": error, "events": events}
+
+
+def report(*runs):
+    """The row of each side in the report, by heading, and the whole text."""
+    text = render(Results({}, {"model": "tiny"}, 4 * 10**9, {}, list(runs), ["A note."]))
+    head, _, *rows = [
+        line.strip("| ").split(" | ") for line in text.split("\n") if line.startswith("|")
+    ]
+    return [dict(zip(["", *head], row, strict=False)) for row in rows], text
+
+
+def test_a_row_has_the_ratio_within_each_round_and_the_speed_of_loading():
+    (ours, others), text = report(
+        run("offload", 0, 2.0),
+        run("accelerate", 0, 6.0),
+        run("accelerate", 1, 4.0),
+        run("offload", 1, 4.0),
+    )
+    assert ours["s a token"] == "3.000"
+    assert ours["loaded, GB/s"] == "2.00"
+    assert ours["peak of memory in loading beyond the budget, GB"] == "0.30"
+    assert others["time over offload"] == "2.00 [1.00 to 3.00]"
+    assert "equal bit for bit in all runs" in text
+    assert "A note." in text
+
+
+def test_other_logits_and_a_failed_side_are_reported():
+    (_, failed), text = report(
+        run("offload", 0, 2.0),
+        run("offload", 1, 2.0, logits="b"),
+        run("accelerate", 0, 1.0, error="out | of memory"),
+    )
+    assert "The logits of all tokens are not equal." in text
+    assert failed["tokens that count"] == "0"
+    assert not failed.get("s a token")
+    assert "- accelerate, `disk_offload`: out \\| of memory" in text
