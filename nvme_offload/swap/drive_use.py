@@ -105,7 +105,8 @@ class Meter:
         self._tuned: float | None = None
         with contextlib.suppress(OffloadError, OSError):  # never swept
             profiles = [profile_shelf.find(path) for path in tier.paths]
-            self._tuned = sum(each.performance["mixed"].gb_per_s for each in profiles) * 1e9
+            drives = {each.drive["identity"]: each for each in profiles}.values()
+            self._tuned = sum(each.performance["mixed"].gb_per_s for each in drives) * 1e9
             for path, profile in zip(tier.paths, profiles, strict=True):
                 _log_endurance(path, profile)
         self._disks = Disks(tier.paths)

@@ -13,7 +13,9 @@ import types
 import pytest
 import torch
 from patience import PATIENCE
+from profiles import profile
 
+from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.disk_counters import DiskCounters, Disks, busy_share
 from nvme_offload.swap import live
@@ -30,6 +32,18 @@ def tier(tmp_path):
     made.require(4 * MIB)
     yield made
     made.close()
+
+
+def test_a_drive_with_several_paths_has_its_speed_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    paths = tmp_path / "one", tmp_path / "two"
+    for path in paths:
+        path.mkdir()
+    profile_shelf.keep(profile(2.0, at=tmp_path))
+    tier = Tier([*map(str, paths)], AioConfig(backend="posix", direct="auto"), host_memory=MIB)
+    tier.require(MIB)
+    assert Meter(tier).take()["tuned_bytes_per_second"] == 2e9
+    tier.close()
 
 
 def use(tier, *names):
