@@ -69,10 +69,10 @@ CONTRACT: Mapping[str, str] = {
         torch_autocast_gradscaler >=0.17.6 clip_grad dp_process_group dtype dynamic_loss_scale
         fp16_groups fp16_partitioned_groups_flat fp16_partitioned_groups_flat_numel
         fp32_partitioned_groups_flat grad_position gradient_accumulation_dtype inf_or_nan_tracker
-        loss_scale loss_scaler micro_step_id module norm_for_param_grads
+        loss_scale micro_step_id module norm_for_param_grads
         offload_optimizer_fast_init optimizer optimizer_swapper overflow
         param_groups_fp16_flat_cpu_memory parameter_offload params_already_reduced
-        params_in_nvme_and_cpu persistent_parameters reduce_and_partition_stream state
+        params_in_nvme_and_cpu persistent_parameters state
         sub_group_to_group_id subgroup_to_device swap_optimizer timers trainable_param_groups
     """,
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
@@ -162,12 +162,12 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.checkpoint.constants": """
         BASE_OPTIMIZER_STATE FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES
-        LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS
+        OPTIMIZER_STATE_DICT PARAM PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS
     """,
     "deepspeed.comm": "get_rank(...) get_world_size(...)",
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
         current_device() current_device_name() current_stream(...) device_name(device_index)
-        is_synchronized_device() resolves_data_dependency() set_device(device_index)
+        is_synchronized_device() set_device(device_index)
         stream(stream) Stream
     """,
     "deepspeed.accelerator": "get_accelerator()",
