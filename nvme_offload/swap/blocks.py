@@ -39,6 +39,7 @@ class Blocks:
     def __init__(self, nbytes: int, granule: int) -> None:
         self.arena = Arena(nbytes)
         self.prefetched = Prefetched()
+        self.in_use: dict[str, Value] = {}
         self.reservations: dict[str, Value] = {}  # blocks for values that are created later
         # Values in memory of which the drive may have a copy, current or stale, oldest first.
         self.copies: dict[str, Value] = {}
@@ -53,6 +54,19 @@ class Blocks:
     def rounded(self, nbytes: int) -> int:
         """The size of a block for *nbytes*. A value of 0 bytes has a block too."""
         return max(-(-nbytes // self._granule), 1) * self._granule
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Start and end of each gap between values in use."""
+        found = []
+        position = 0
+        blocks = [value.block for value in self.in_use.values() if value.block is not None]
+        for block in sorted(blocks, key=lambda block: block.start):
+            if block.start > position:
+                found.append((position, block.start))
+            position = block.end
+        if position < self.arena.nbytes:
+            found.append((position, self.arena.nbytes))
+        return found
 
     def place(self, value: Value, start: int) -> None:
         """Allocate the block of *value* at *start*, which is reclaimable."""

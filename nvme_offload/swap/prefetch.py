@@ -10,7 +10,7 @@ from .access_order import AccessOrder
 from .blocks import Blocks
 from .residency import Residency
 from .value_states import State
-from .values import Need, Uses, Value
+from .values import Need, Value
 from .victims import HINTED, Victims
 
 _POSITIONS_PER_CALL = 256  # positions that one call of `advance` looks ahead
@@ -29,7 +29,6 @@ class Prefetcher:
         blocks: Blocks,
         victims: Victims,
         residency: Residency,
-        uses: Uses,
         need: Need,
     ) -> None:
         self.cursor = 0  # a position of the learned order
@@ -39,7 +38,6 @@ class Prefetcher:
         self._blocks = blocks
         self._victims = victims
         self._residency = residency
-        self._uses = uses
         self._need = need
         self._hints: OrderedDict[str, None] = OrderedDict()  # not acted on yet
 
@@ -160,7 +158,12 @@ class Prefetcher:
         """Whether *size* more bytes may be prefetched: with residents, all transient memory."""
         taken = self._blocks.prefetched.nbytes + size
         if self._residency.homes:
-            return taken + self._uses.transient_bytes <= self._residency.transient_bytes
+            taken += sum(
+                value.size
+                for value in self._blocks.in_use.values()
+                if not (value.lowest or self._residency.has(value))
+            )
+            return taken <= self._residency.transient_bytes
         return taken <= self.lookahead_bytes
 
     def _place(self, value: Value, position: int, priority: int) -> bool:
@@ -180,7 +183,6 @@ class Prefetcher:
             return True
         size = self._blocks.rounded(nbytes)
         value = Value(name, nbytes, nbytes, size, exists=False)
-        value.home = self._residency.home(name, size)
         if not self._place(value, position, position):
             return False
         self._blocks.reservations[name] = value
@@ -208,7 +210,7 @@ class Prefetcher:
             and block.reclaimable
             and block.start < self._blocks.arena.boundary
             and self._residency.homes
-            and value.home is None
+            and self._residency.home(value) is None
             and not self._may_move(value)
         ):
             # It would stay in the residents' part. It is reclaimable there, and still in memory.
@@ -257,9 +259,9 @@ class Prefetcher:
 
     def _may_move(self, value: Value) -> bool:
         """Whether *value* is in the wrong part, and fits in the right one."""
-        arena = self._blocks.arena
-        if value.home is not None:
-            return arena.is_reclaimable(value.home, value.home + value.size)
+        arena, home = self._blocks.arena, self._residency.home(value)
+        if home is not None:
+            return arena.is_reclaimable(home, home + value.size)
         return (
             known(value.block).start < arena.boundary
             and arena.best_fit(value.size, above=True) is not None

@@ -28,16 +28,16 @@ class Residency:
         self.stays = False
         self._may_add = True  # no resident had to leave yet, so others may be added
 
-    def home(self, name: str, size: int) -> int | None:
-        """The offset of the place for *name*, of *size* bytes; None if it is not a resident."""
-        found = self.homes.get(name)
-        return None if found is None or found[1] != size else found[0]
+    def home(self, value: Value) -> int | None:
+        """The offset of the place for *value*; None if it is not a resident."""
+        start, size = self.homes.get(value.name, (None, 0))
+        return start if size == value.size else None
 
     def has(self, value: Value) -> bool:
         """Whether *value* is a resident, and in its place."""
-        return self.everything or (
-            value.home is not None and value.block is not None and value.block.start == value.home
-        )
+        if self.everything or value.block is None:
+            return self.everything
+        return value.block.start == self.home(value)
 
     def keep_everything(self) -> bool:
         """Keep all values where they are, because they fit. Returns: whether there were residents."""

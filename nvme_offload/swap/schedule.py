@@ -15,7 +15,7 @@ from .prefetch import Prefetcher
 from .residency import Residency
 from .residents import Chooser
 from .value_states import Event, State
-from .values import EVICTABLE, IDLE, Need, Uses, Value, check
+from .values import EVICTABLE, IDLE, Need, Value, check
 from .victims import Victims
 
 _STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is stale
@@ -57,18 +57,16 @@ class Schedule:
     ) -> None:
         self.order = AccessOrder()
         self._values: dict[str, Value] = {}
-        self._uses = Uses()
         self._need = Need()
         self.blocks = Blocks(nbytes, granule)
         self._residency = Residency()
-        self._victims = Victims(self.blocks, self.order, self._residency, self._uses, self._need)
+        self._victims = Victims(self.blocks, self.order, self._residency, self._need)
         self._prefetcher = Prefetcher(
             self._values,
             self.order,
             self.blocks,
             self._victims,
             self._residency,
-            self._uses,
             self._need,
         )
         self._count = 0  # number of uses so far
@@ -146,7 +144,6 @@ class Schedule:
                 value = None
             if value is None:
                 value = Value(name, nbytes, nbytes, size)
-                value.home = self._residency.home(name, size)
             value.exists = True
             value.nbytes = value.value_bytes = nbytes
             value.lowest = lowest
@@ -192,7 +189,7 @@ class Schedule:
         value.stamp = 0
         self.blocks.prefetched.remove(value)
         need.value = None
-        self._uses.begin(value, self._residency.has(value))
+        self.blocks.in_use[name] = value
         return block.start, was_read
 
     def cancel_need(self, name: str) -> None:
@@ -363,11 +360,11 @@ class Schedule:
 
     def in_use(self) -> bool:
         """Whether any value is in use."""
-        return bool(self._uses.values)
+        return bool(self.blocks.in_use)
 
     def names_in_use(self) -> list[str]:
         """Every value in use that is not placed lowest."""
-        return [name for name, value in self._uses.values.items() if not value.lowest]
+        return [name for name, value in self.blocks.in_use.items() if not value.lowest]
 
     def finished(self, transfer: Transfer, succeeded: bool) -> None:
         """Record that *transfer* has ended; a failed one is retried when it is needed."""
@@ -425,7 +422,7 @@ class Schedule:
         self._prefetcher.on_use(value, expected)
 
     def _end_use(self, value: Value) -> None:
-        self._uses.end(value)
+        del self.blocks.in_use[value.name]
         self.order.ended(value.name)
 
     def _provide(self, value: Value) -> None:
@@ -451,7 +448,7 @@ class Schedule:
         lowest = max(
             (
                 value.block.end
-                for value in self._uses.values.values()
+                for value in self.blocks.in_use.values()
                 if value.lowest and value.block is not None
             ),
             default=0,
@@ -459,7 +456,8 @@ class Schedule:
         if sum(sizes.values()) <= self.nbytes - lowest:
             changed = residency.keep_everything()
         else:
-            chooser = Chooser(period, sizes, self._uses.nbytes, self._asked_lookahead)
+            carried = sum(value.size for value in self.blocks.in_use.values() if not value.lowest)
+            chooser = Chooser(period, sizes, carried, self._asked_lookahead)
             present = {
                 value.name: value.block.start
                 for value in self._values.values()
@@ -469,9 +467,6 @@ class Schedule:
         if not changed:
             return
         self.blocks.arena.set_boundary(residency.boundary)
-        for value in self._values.values():
-            self.blocks.operations += 1
-            value.home = residency.home(value.name, value.size)
         self._victims.clear()
         for value in [value for value in self._values.values() if value.is_kept]:
             if not residency.homes or residency.has(value) or value.state not in EVICTABLE:
@@ -499,11 +494,11 @@ class Schedule:
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
         """Raises: OutOfHostMemoryError if *size* bytes do not fit next to the values in use."""
         if self.blocks.arena.best_fit(size, above=True) is not None or any(
-            end - start >= size for start, end in self._uses.gaps(self.nbytes)
+            end - start >= size for start, end in self.blocks.gaps()
         ):
             return
         in_use = sorted(
-            self._uses.values.values(),
+            self.blocks.in_use.values(),
             key=lambda value: value.block.start if value.block is not None else 0,
         )
         used = sum(value.size for value in in_use)

@@ -1,4 +1,4 @@
-"""`Value`: the planner's record of a value. `Block`: its memory. `Uses`: the values in use. `Need`: the value that is
+"""`Value`: the planner's record of a value. `Block`: its memory. `Need`: the value that is
 requested next.
 """
 
@@ -28,11 +28,9 @@ class Value:
     block: Block | None = None
     read: Transfer | None = None
     write: Transfer | None = None  # in flight, from its block or from an earlier block
-    home: int | None = None  # the offset reserved for it as a resident
     # The position of the use for which it was read or reserved; -1 for a hint.
     prefetched_for: int | None = None
     prefetched_unused: bool = False  # read and not used since
-    transient: bool = False  # in use, and not a resident
     read_failed: bool = False
     retained_bytes: int | None = None  # bytes of the on-drive version to which `roll_back` returns
     keeps_copy: bool = False  # keeps its copy on the drive until its next use ends
@@ -61,46 +59,6 @@ class Block:
     owner: Value | None = None  # of the contents
     writes: tuple[Transfer, ...] = ()  # from these bytes; they must end before the next contents
     reclaimable: bool = False  # another value may get the block
-
-
-class Uses:
-    """The values in use. Neither count has values placed lowest."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Value] = {}
-        self.nbytes = 0
-        self.transient_bytes = 0
-
-    def begin(self, value: Value, resident: bool) -> None:
-        """Start the use of *value*."""
-        self.values[value.name] = value
-        if not value.lowest:
-            self.nbytes += value.size
-            if not resident:
-                value.transient = True
-                self.transient_bytes += value.size
-
-    def end(self, value: Value) -> None:
-        """End the use of *value*."""
-        del self.values[value.name]
-        if not value.lowest:
-            self.nbytes -= value.size
-        if value.transient:
-            value.transient = False
-            self.transient_bytes -= value.size
-
-    def gaps(self, nbytes: int) -> list[tuple[int, int]]:
-        """Start and end of each gap between values in use, in memory of *nbytes*."""
-        found = []
-        position = 0
-        blocks = [value.block for value in self.values.values() if value.block is not None]
-        for block in sorted(blocks, key=lambda block: block.start):
-            if block.start > position:
-                found.append((position, block.start))
-            position = block.end
-        if position < nbytes:
-            found.append((position, nbytes))
-        return found
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,7 +10,7 @@ from .access_order import AccessOrder
 from .blocks import Blocks
 from .residency import Residency
 from .value_states import State
-from .values import EVICTABLE, Block, Need, Uses, Value
+from .values import EVICTABLE, Block, Need, Value
 
 # The next use of a value as a number, for Belady eviction: the victim is the value whose next use
 # is farthest. Positions of the learned order lie between these two.
@@ -26,13 +26,12 @@ class Victims:
     """The candidates for eviction, farthest next use first, residents apart."""
 
     def __init__(
-        self, blocks: Blocks, order: AccessOrder, residency: Residency, uses: Uses, need: Need
+        self, blocks: Blocks, order: AccessOrder, residency: Residency, need: Need
     ) -> None:
         self._blocks = blocks
         self._arena = blocks.arena
         self._order = order
         self._residency = residency
-        self._uses = uses
         self._need = need
         self._heaps: tuple[_Heap, _Heap] = ([], [])
         self._stamps = 0
@@ -64,13 +63,12 @@ class Victims:
     def find_space(self, value: Value, position: int | None) -> int | None:
         """An offset that *value* can get now, or None. Evicts values used later than *position*."""
         if value.lowest:
-            gaps = self._uses.gaps(self._arena.nbytes)
+            gaps = self._blocks.gaps()
             lowest = next(start for start, end in gaps if end - start >= value.size)
             return self._evict_range(value.size, lowest)
-        if value.home is not None and self._arena.is_reclaimable(
-            value.home, value.home + value.size
-        ):
-            return value.home
+        home = self._residency.home(value)
+        if home is not None and self._arena.is_reclaimable(home, home + value.size):
+            return home
         size = value.size
         start = self._arena.best_fit(size, above=True)
         if start is None and not self._residency.homes and position is None:
@@ -82,7 +80,7 @@ class Victims:
             if start is None:
                 start = self._evict_for(size, self._heaps[True], None)
             if start is None:
-                gaps = self._uses.gaps(self._arena.nbytes)
+                gaps = self._blocks.gaps()
                 largest = max(gaps, key=lambda gap: (gap[1] - gap[0], -gap[0]))[0]
                 start = self._evict_range(size, largest)
         return start
