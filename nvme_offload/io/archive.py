@@ -71,9 +71,9 @@ def offloaded(
     """A tensor without memory, which consists of *parts*. Its *strides* leave no gaps."""
     with _fake_mode():
         tensor = (
-            torch.empty(shape, dtype=dtype)
+            torch.empty(shape, dtype=dtype, device="cpu")
             if strides is None
-            else torch.empty_strided(shape, strides, dtype=dtype)
+            else torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         )
     tensor.parts = tuple(parts)  # type: ignore[attr-defined]
     return tensor
@@ -247,7 +247,7 @@ def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
         return []
     if tensor.dtype == into.dtype and into.is_cpu:
         return [tensor.stored.read(into, tensor, start + int(tensor.storage_offset()))]
-    staging = torch.empty(into.numel(), dtype=tensor.dtype)
+    staging = torch.empty(into.numel(), dtype=tensor.dtype, device="cpu")
     wait_all(fetch(tensor, start, staging))
     into.copy_(staging)
     return []
@@ -261,9 +261,8 @@ def whole(tree: Any) -> Any:
 
 
 def _read(value: Any) -> torch.Tensor:
-    buffer = torch.empty(
-        value.untyped_storage().nbytes() // value.dtype.itemsize, dtype=value.dtype
-    )
+    numel = value.untyped_storage().nbytes() // value.dtype.itemsize
+    buffer = torch.empty(numel, dtype=value.dtype, device="cpu")
     value.stored.read(buffer, value, 0).wait()
     return buffer.as_strided(value.shape, value.stride(), value.storage_offset()).clone()
 

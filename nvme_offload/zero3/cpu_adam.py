@@ -68,7 +68,7 @@ class AdamPowers:
             return
         betas = tuple(saved.get("betas") or optimizer.param_groups[groups[-1]]["betas"])
         self._betas, self.multiplied = betas, min(saved.get("multiplied", step), step)
-        empty = [torch.empty(0) for _ in range(4)]
+        empty = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(4)]
 
         def advance(at: int, by: tuple[float, ...]) -> None:
             optimizer.ds_opt_adam.adam_update(
@@ -190,7 +190,7 @@ def _same_bits(constants: Any, expected: tuple[torch.Tensor, ...]) -> bool:
     exact = FORMATS["exact"]
     layout = exact.layout(_SAMPLE, _STATES, torch.float32)
     weight, gradient, *moments = _sample()
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     places = [slot.values.of(buffer).view(torch.float32) for slot in layout.states.values()]
     for place, moment in zip(places, moments, strict=True):
         place.copy_(moment)

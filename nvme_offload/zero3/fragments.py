@@ -117,8 +117,10 @@ def _set_full_hp_param(
         param._hp_mapping.set_hp_fragment(value, optim_state_key)
     if optim_state_key is None and not owner.state_format.in_place:
         # In these formats the 16-bit weight is part of its master weight: set it on all ranks.
-        rounded = torch.empty(value.numel(), dtype=torch.bfloat16)
-        low = torch.empty(value.numel(), dtype=torch.int16)
+        rounded, low = (
+            torch.empty(value.numel(), dtype=dtype, device="cpu")
+            for dtype in (torch.bfloat16, torch.int16)
+        )
         split(value.detach().flatten().float().cpu(), rounded, low)
         param.data.copy_(rounded.view_as(param))
 

@@ -32,7 +32,7 @@ def locked_tensor(
     if example.is_quantized:
         raise UsageError(f"a tensor of {example.dtype} has no fixed scale in memory")
     if count == 0:
-        return torch.empty(0, dtype=example.dtype)
+        return torch.empty(0, dtype=example.dtype, device="cpu")
     nbytes = count * example.dtype.itemsize
     # The storage of a tensor made from an array holds the array until it is freed.
     array = np.frombuffer(lock(nbytes), np.uint8, nbytes)
@@ -41,7 +41,7 @@ def locked_tensor(
     weakref.finalize(array, _locked.pop, address, None).atexit = False
     # Not a view of a uint8 tensor: deepspeed.utils.pin_memory assumes that the end of this tensor
     # is the end of its views.
-    return torch.empty(0, dtype=example.dtype).set_(
+    return torch.empty(0, dtype=example.dtype, device="cpu").set_(
         torch.from_numpy(array).untyped_storage(), 0, (count,), (1,)
     )
 

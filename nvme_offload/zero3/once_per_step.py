@@ -150,7 +150,13 @@ def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         samples = [
             torch.nn.Parameter(
-                torch.randn(UNIT, generator=torch.Generator().manual_seed(seed)) * 10.0**-seed
+                torch.randn(
+                    UNIT,
+                    generator=torch.Generator().manual_seed(seed),
+                    dtype=torch.float32,
+                    device="cpu",
+                )
+                * 10.0**-seed
             )
             for seed in range(2)
         ]
@@ -172,9 +178,9 @@ def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
 
 def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
     """Update the scale of *scaler* after a step. *found_inf*: a gradient was not finite."""
-    sample = torch.zeros(1, requires_grad=True)
-    sample.grad = torch.full((1,), torch.inf if found_inf else 0.0)
-    scaler.scale(torch.zeros(1))  # creates the scale of a scaler that has scaled no loss
+    sample = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    sample.grad = torch.full_like(sample, torch.inf if found_inf else 0.0, requires_grad=False)
+    scaler.scale(sample)  # creates the scale of a scaler that has scaled no loss
     scaler.unscale_(torch.optim.SGD([sample]))
     scaler.update()
 

@@ -282,7 +282,7 @@ class aio_handle:
         if not moves_as_it_is(buffer):
             # torch's allocator caches pinned memory.
             operation.staging = torch.empty(
-                buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda
+                buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda
             )
             if writing:
                 operation.staging.copy_(buffer)

@@ -88,7 +88,8 @@ class Operation:
         import torch
 
         moved = _bytes_of(self.staging)
-        again = torch.empty(min(moved.numel(), _VALIDATION_BYTES), dtype=torch.uint8)
+        size = min(moved.numel(), _VALIDATION_BYTES)
+        again = torch.empty(size, dtype=torch.uint8, device="cpu")
         for start in range(0, moved.numel(), _VALIDATION_BYTES):
             part = moved[start : start + _VALIDATION_BYTES]
             self.engine.read(again[: part.numel()], self.place.path, self.begin + start).wait()

@@ -332,8 +332,10 @@ def _copy(source: torch.Tensor, start: int, into: torch.Tensor, half_away: bool)
     if not (half_away and into.dtype == torch.bfloat16 and source.dtype == torch.float32):
         wait_all(fetch(source, start, into))
         return
-    master, low = (torch.empty(into.numel(), dtype=t) for t in (torch.float32, torch.int16))
-    working = torch.empty(into.numel(), dtype=into.dtype)
+    master, low, working = (
+        torch.empty(into.numel(), dtype=dtype, device="cpu")
+        for dtype in (torch.float32, torch.int16, into.dtype)
+    )
     wait_all(fetch(source, start, master))
     split(master, working, low)
     into.copy_(working)

@@ -87,7 +87,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         # host_memory decides which values stay in memory. The base class would make a placeholder
         # of one element here, and keep a sub-group of one element in it.
         self.param_groups_fp16_flat_cpu_memory += [
-            torch.empty(0, dtype=self.dtype) for _ in self.trainable_param_groups
+            torch.empty(0, dtype=self.dtype, device="cpu") for _ in self.trainable_param_groups
         ]
 
     def _require_one_sub_group(self, param_groups: Any) -> None:

@@ -50,7 +50,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._read_settings(ds_config)
         # Ids of the parameters that have gradients from earlier micro-batches of the step.
         self._summed: set[int] = set()
-        self._factor = torch.ones(1)  # the factor of the gradients in the step
+        self._factor = _one()  # the factor of the gradients in the step
         offload = named["offload_optimizer_config"].model_copy(update={"pin_memory": False})
         try:
             super().__init__(
@@ -111,7 +111,9 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
     def _fill(self) -> None:
         self._make_swappers(self.fp16_partitioned_groups_flat_numel, self._gradient_dtype)
         self.fp32_partitioned_groups_flat = [
-            torch.empty(0, dtype=self.master_weights_and_grads_dtype, requires_grad=True)
+            torch.empty(
+                0, dtype=self.master_weights_and_grads_dtype, device="cpu", requires_grad=True
+            )
             for _ in self.spans
         ]
         for params in self.bit16_groups:
@@ -272,7 +274,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Store the factor by which the base class would multiply the gradients."""
-        self._factor = torch.ones(1)
+        self._factor = _one()
         super().unscale_and_clip_grads([self._factor], total_norm)
 
     # The step.
@@ -462,3 +464,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self.partly_changed = True
         states.take_masters_from_parameters(self)
         self.partly_changed = False
+
+
+def _one() -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float32, device="cpu")  # whatever the defaults are

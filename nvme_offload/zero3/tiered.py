@@ -178,7 +178,7 @@ class Tiered:
             with self.optimizer_swapper.using(parameter, changed=True):
                 start = self.optimizer.defaults["initial_accumulator_value"]
                 self.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, dtype=torch.float32),
                     "sum": torch.full_like(parameter, start, requires_grad=False),
                 }
 

@@ -38,7 +38,7 @@ class Case:
     without gradients after each step. fragments: get and set what DeepSpeed's fragment functions
     can. engines: how many train interleaved. lives: how often the engine is made and destroyed. loop:
     of `outside.LOOPS` or `looking.LOOPS`, the function called after each step. program: of `outside.PROGRAMS`, instead
-    of our steps. zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only
+    of our steps. default_dtype: torch's, in the whole run. zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only
     read by this package) and of the whole configuration.
     """
 
@@ -62,6 +62,7 @@ class Case:
     lives: int = 1
     loop: str = ""
     program: str = ""
+    default_dtype: str = "float32"
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)
     section: dict[str, Any] = dataclasses.field(default_factory=dict)
     top: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -97,6 +97,12 @@ def test_what_depends_on_the_values_is_found():
     assert computed_from_values(made(torch.optim.AdamW)[0]) == ""
 
 
+def test_the_trial_runs_on_the_cpu_whatever_the_default_device():
+    optimizer = made(Estimating)[0]
+    with torch.device("meta"):
+        assert computed_from_values(optimizer) == "d"
+
+
 @pytest.mark.parametrize("found_inf", [False, True])
 def test_a_scale_is_updated_as_torch_does(found_inf):
     scalers = [torch.amp.GradScaler("cpu", growth_interval=2) for _ in range(2)]

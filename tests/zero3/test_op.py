@@ -215,6 +215,15 @@ def test_wait_counts_what_was_started_since_the_last_one(handle, tmp_path):
     )
 
 
+def test_buffers_are_on_the_cpu_whatever_the_default_device(handle, tmp_path):
+    strided = random(64).view(8, 8).t()
+    with torch.device("meta"):
+        assert handle.sync_pwrite(strided, tmp_path / "file") == 1
+        locked = handle.new_cpu_locked_tensor(64, EMPTY)
+        assert handle.pread(locked, tmp_path / "file", True, False) == 1
+    assert torch.equal(locked, strided.reshape(-1))
+
+
 def test_read_and_write_leave_earlier_operations_to_wait(handle, tmp_path):
     handle.async_pwrite(random(MIB), tmp_path / "one")
     assert handle.write(random(MIB, 1), tmp_path / "two", False) == 0

@@ -37,6 +37,7 @@ IN_EITHER = {
     "gradients-set": Case(loop="clip", accumulation=2, model="blocks", section=SMALLEST),
     "resumed": Case(loop="resume", groups=2, model="blocks", steps=6, section=SMALLEST),
     "interrupted": Case(loop="interrupt", groups=2, model="blocks", section=SMALLEST),
+    "default-dtype": ACCUMULATING.but(default_dtype="bfloat16"),
     "missing-gradients-last": ACCUMULATING.but(section={**SMALLEST, "missing_gradients": "last"}),
 }
 IN_STAGE_2 = {

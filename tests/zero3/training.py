@@ -213,8 +213,13 @@ class Training:
 
     def result(self) -> dict[str, Any]:
         """What the case comes to: floats in hexadecimal, tensors by their hash."""
-        if self.case.program:
-            return self._of_program()
+        torch.set_default_dtype(getattr(torch, self.case.default_dtype))
+        try:
+            return self._of_program() if self.case.program else self._of_steps()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def _of_steps(self) -> dict[str, Any]:
         finals: dict[str, Any] = {key: {} for key in ("weights", "masters", "states", "scalars")}
         traffic, stats, swapped_in = {}, {}, 0
         for life in range(self.case.lives):
