@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import IOFailure, OffloadError, UsageError
 from ..hardware.config import MIN_BLOCK_SIZE, AioConfig
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 # Alignment per thread: deepspeed.io.FastFileWriter splits its writes at multiples of it.
 _DIRECT_ALIGNMENT_BYTES = 512
 
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 _replaced = Replacements()
 
@@ -263,15 +264,7 @@ class aio_handle:
         open_file: Callable[..., OpenFile] = (
             open_descriptor if isinstance(where, int) else open_path
         )
-        try:
-            place = open_file(engine, where, writing)
-        except IOFailure as error:
-            if error.errno not in OUT_OF_DESCRIPTORS or not self._pending:
-                raise
-            # Every operation holds a descriptor, and the process may have run out of descriptors.
-            for pending in self._pending:
-                pending.settle()
-            place = open_file(engine, where, writing)
+        place = self._with_descriptors(lambda: open_file(engine, where, writing))
         # A separate tensor on the same memory: DeepSpeed assigns `tensor.data` while the tensor is
         # in flight.
         buffer = buffer.detach()
@@ -287,15 +280,28 @@ class aio_handle:
             if writing:
                 operation.staging.copy_(buffer)
         if place.file is not None:
-            operation.ticket = (engine.write if writing else engine.read)(
-                operation.staging, place.file, offset
-            )
+            file, memory = place.file, operation.staging
+            move = engine.write if writing else engine.read
+            operation.ticket = self._with_descriptors(lambda: move(memory, file, offset))
         else:
             try:
                 write_to_descriptor(operator.index(where), operation.staging, offset)  # type: ignore[arg-type]
             except IOFailure as error:
                 operation.failure = error
         return operation
+
+    def _with_descriptors(self, action: Callable[[], _Result]) -> _Result:
+        """The result of *action*, before which all operations end if the process has no descriptor
+        left: each holds one, and a second one for unaligned ends.
+        """
+        try:
+            return action()
+        except IOFailure as error:
+            if error.errno not in OUT_OF_DESCRIPTORS or not self._pending:
+                raise
+        for pending in self._pending:
+            pending.settle()
+        return action()
 
 
 class pin_handle:
