@@ -183,9 +183,9 @@ def test_operations_do_not_grow_with_the_number_of_parameters(tmp_path):
         with NVMeOptimizer(params, paths=tmp_path, accumulate="host") as optimizer:
             schedule = optimizer._steps.tier.swapper._schedule
             train(params, optimizer, steps=1)
-            before = schedule.operations, schedule._count
+            before = schedule.blocks.operations, schedule._count
             train(params, optimizer, steps=1)
-            calls.append((schedule.operations - before[0], schedule._count - before[1]))
+            calls.append((schedule.blocks.operations - before[0], schedule._count - before[1]))
     # as few for ten times as many, which are in one bucket
     assert calls[1][1] <= calls[0][1] + 10
     assert calls[1][0] <= calls[0][0] + 50
