@@ -180,6 +180,8 @@ class DeviceStager(HostStager):
         super().__init__(tier)
         self._device = device
         self._copies = CopyStreams()
+        # The copies of gradients wait until FSDP2 has written them; those of the next value do not.
+        self._gradient_copies = CopyStreams()
         self._places = deque(_Place() for _ in range(PLACES))
         self._returns = Returns(tier)
         self._host = torch.empty(0)  # of the value that the caller holds
@@ -250,16 +252,18 @@ class DeviceStager(HostStager):
             place.weights = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             torch.cuda.synchronize(self._device)
         self._has_weights = True
-        filled = None
+        if place.free is not None:
+            self._gradient_copies.wait(self._device, True, place.free)
         brought: list[torch.Tensor] = []
         for part, start in zip(parts, itertools.accumulate(sizes, initial=0), strict=False):
             flat = place.weights[start : start + part.nbytes].view(part.dtype)
             target = flat.as_strided(part.shape, dense_strides(part))
-            after = place.free if len(brought) < len(weights) else written
-            filled = self._copies.start(target, part, after=after)
-            brought.append(target)
-        if filled is not None:
+            if len(brought) < len(weights):
+                filled = self._copies.start(target, part, after=place.free)
+            else:
+                filled = self._gradient_copies.start(target, part, after=written)
             stream.wait_event(filled)
+            brought.append(target)
         return brought
 
     def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
