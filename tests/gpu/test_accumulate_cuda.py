@@ -19,11 +19,6 @@ from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.host_gradient import HostGradient
 from nvme_offload.update import gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 512, 12, 4, 3
 
 

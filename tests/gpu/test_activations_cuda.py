@@ -18,11 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import UnsupportedError, save_on_nvme
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 Make = Callable[..., save_on_nvme]
 
 

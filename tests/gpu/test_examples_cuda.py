@@ -4,7 +4,6 @@ are GPUs, two at most.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -30,14 +29,7 @@ from test_transformers_doors import (
     assert_the_trainer_resumes_and_shows_progress,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
-]
+pytestmark = pytest.mark.deepspeed
 RANKS = min(torch.cuda.device_count(), 2)
 SMALL = 12_000_000 // max(RANKS, 1)
 ON_GPU = {"accelerator": "cuda"}

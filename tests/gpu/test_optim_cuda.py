@@ -17,11 +17,6 @@ from test_ranks import CASES, IN_BACKWARD, OVERLAPPED, results_of_ranks
 
 from nvme_offload.optim import NVMeOptimizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 LARGE = [(2000, 1000), (3, 5), (4000, 500), (1000,), (1500, 1000)] * 3
 
 

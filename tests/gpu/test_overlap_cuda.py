@@ -18,11 +18,7 @@ from reference import Reference, differing
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.usefixtures("nothing_is_compiled"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 WIDTH, LAYERS, STEPS = 512, 12, 6
 

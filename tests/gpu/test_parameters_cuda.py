@@ -21,11 +21,7 @@ from nvme_offload.parameters.buckets import Division
 
 DEVICE = "cuda"
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 Make = Callable[..., Offload]
 WIDE = 512

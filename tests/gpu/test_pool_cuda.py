@@ -16,11 +16,6 @@ from patience import PATIENCE
 
 from nvme_offload.io.pool import PinnedPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 MIB = 1 << 20
 
 

@@ -4,25 +4,16 @@ without one, with parameters and reductions on the GPU.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 from launch import differences, train
 from test_state_format import COMPACT, SMALLEST, SPLIT_CASES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
-]
+pytestmark = pytest.mark.deepspeed
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,6 @@ from reference import differing, parameters, train, unlike
 from nvme_offload.optim import NVMeOptimizer, update
 from nvme_offload.optimizer_states import FORMATS, state_format
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 

@@ -16,11 +16,6 @@ from reference import OPTIMIZERS, Reference, differing, parameters, smallest, tr
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 LARGE = [(2000, 1000), (3, 5), (4000, 500), (1000,), (1500, 1000)] * 3
 
 

@@ -7,7 +7,6 @@ have a GPU each and use NCCL.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -19,14 +18,7 @@ from launch import differences, train
 from test_parity import CASES as ALL_CASES
 from test_parity import ON_TWO_RANKS as ALL_ON_TWO_RANKS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
-]
+pytestmark = pytest.mark.deepspeed
 
 
 # On a GPU DeepSpeed itself stops at an assertion where "device": "cpu" follows zero.Init without a

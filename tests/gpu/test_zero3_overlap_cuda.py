@@ -4,7 +4,6 @@ with `tests/zero3/test_zero3_overlap.py`, which trains them without a GPU.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -15,14 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 from launch import differences, train
 from test_zero3_overlap import CASES, ON_TWO_RANKS, overlapped
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
-]
+pytestmark = pytest.mark.deepspeed
 
 
 @pytest.mark.parametrize("late", [True, False])

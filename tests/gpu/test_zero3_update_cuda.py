@@ -4,7 +4,6 @@ weights, masters, states, losses, norms and loss scales, wherever parameters and
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +17,7 @@ from launch import Case, differences, train
 from test_parity import CASES as ALL_CASES
 from test_parity import SMALLEST
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-    ),
-]
+pytestmark = pytest.mark.deepspeed
 
 IN_BACKWARD = {"host_memory": "double", "step_in_backward": True}
 LAST = {"missing_gradients": "last"}
