@@ -66,9 +66,9 @@ GROUPS = {
 WIDTH, MARGIN = 400, 16
 TITLE = "One training step of Llama 2 7B"
 SUBTITLE = (
-    "4 x 2048 tokens for each GPU; one H100, DeepSpeed on two;",
-    "weights in host memory, too, or on the drive: one H200;",
-    "virtual drives. Compact: states with 8-bit moments.",
+    "4 x 2048 tokens for each GPU. One H200: nvme-offload, but",
+    "states on the drive; others: one H100, DeepSpeed on two.",
+    "Virtual drives. Compact: states with 8-bit moments.",
 )
 ROW_HEIGHT, BAR_HEIGHT = 60, 13
 TIME_WIDTH, MEMORY_WIDTH = 290, 250  # of the longest bar
@@ -153,19 +153,6 @@ def of_deepspeed() -> Measurement:
     return Measurement(report, float(row[0]), float(row[1]), float(row[2]), written(row[3]))
 
 
-def of_update_device(title: str) -> Measurement:
-    """Both rounds of update-device-h100.md."""
-    report = "update-device-h100.md"
-    found = rows(report, title, "seconds of the steps", "GPU, GB", "host memory, GB")
-    steps = [seconds for row in found for seconds in settled(row[0].split(", "))]
-    return Measurement(
-        report,
-        statistics.median(steps),
-        max(float(row[1]) for row in found),
-        max(float(row[2]) for row in found),
-    )
-
-
 def of_zero3() -> Measurement:
     """ZeRO-3 with updates on the GPU."""
     report = "zero3-gpu-h100.md"
@@ -176,10 +163,9 @@ def of_zero3() -> Measurement:
     )
 
 
-def of_offload() -> Measurement:
-    """Streamed parameters, with little GPU memory for them."""
+def of_host_memory(title: str) -> Measurement:
+    """A row of host-memory-h200.md."""
     report = "host-memory-h200.md"
-    title = "`Offload` with 4 GB of GPU memory for weights, one kernel a bucket"
     columns = ("seconds of the steps, from the second", "GPU, GB", "host memory, GB")
     ((steps, gpu, host),) = rows(report, title, *columns)
     seconds = settled(["", *steps.split(", ")])
@@ -230,9 +216,13 @@ def of_70b() -> Measurement:
 def measurements() -> dict[str, Measurement]:
     """The measurements of the front page, by name."""
     return {
-        "in-memory": of_update_device("parameters on the GPU"),
-        "streamed": of_update_device("parameters in host memory"),
-        "offload": of_offload(),
+        "in-memory": of_host_memory("`NVMeOptimizer`, larger buckets"),
+        "streamed": of_host_memory(
+            "FSDP2 with CPUOffloadPolicy, gradients on a stream of their own"
+        ),
+        "offload": of_host_memory(
+            "`Offload` with 4 GB of GPU memory for weights, larger buckets"
+        ),
         "zero3": of_zero3(),
         "fsdp2": of_systems("FSDP2 with CPUOffloadPolicy"),
         "megatrain": of_systems("MegaTrain"),
