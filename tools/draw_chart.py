@@ -220,9 +220,7 @@ def measurements() -> dict[str, Measurement]:
         "streamed": of_host_memory(
             "FSDP2 with CPUOffloadPolicy, gradients on a stream of their own"
         ),
-        "offload": of_host_memory(
-            "`Offload` with 4 GB of GPU memory for weights, larger buckets"
-        ),
+        "offload": of_host_memory("`Offload` with 4 GB of GPU memory for weights, larger buckets"),
         "zero3": of_zero3(),
         "fsdp2": of_systems("FSDP2 with CPUOffloadPolicy"),
         "megatrain": of_systems("MegaTrain"),
