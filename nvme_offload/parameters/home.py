@@ -29,7 +29,7 @@ class Home:
         self._copies = CopyStreams()
         self._returns = Returns(tier)
 
-    def admit(self, bucket: Bucket, fill: Callable[[torch.Tensor], None]) -> None:
+    def admit(self, bucket: Bucket, fill: Callable[[torch.Tensor], Any]) -> None:
         """Make the value of *bucket*, whose bytes *fill* writes."""
         memory = self._tier.swapper.create(bucket.name, bucket.nbytes)
         try:
@@ -57,17 +57,13 @@ class Home:
     def store(self, slot: Slot, bucket: Bucket) -> None:
         """Copy the values in *slot* back. Raises: as `TensorSwapper.create`."""
         source = slot.buffer[: bucket.nbytes]
+        if self._device.type != "cuda":
+            self.admit(bucket, lambda memory: memory.copy_(source))
+            return
 
         def create(name: str) -> torch.Tensor:
             return self._tier.swapper.create(name, bucket.nbytes)
 
-        if self._device.type != "cuda":
-            memory = self._obtain(bucket, create, stays=False)
-            try:
-                memory.copy_(source)
-            finally:
-                self._tier.end_use(bucket.name, changed=True)
-            return
         slot.emptied = self._start(source, slot, bucket, create, back=True)
 
     def _start(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class Slots:
 
     def __init__(self, device: torch.device, count: int, nbytes: int) -> None:
         self._device = device
-        self._nbytes = nbytes
+        self.each_nbytes = nbytes
         self.count = count
         self._slots: list[Slot] = []
         self._by_storage: dict[int, Slot] = {}
@@ -100,14 +100,6 @@ class Slots:
     def nbytes(self) -> int:
         """The device memory of all slots."""
         return sum(slot.buffer.nbytes for slot in self._slots)
-
-    @property
-    def each_nbytes(self) -> int:
-        """The device memory of one slot."""
-        return self._nbytes
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(list(self._slots))
 
     def holding(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose memory *tensor* refers to."""
@@ -169,7 +161,7 @@ class Slots:
         return self._add()
 
     def _add(self) -> Slot:
-        slot = Slot(self._device, self._nbytes)
+        slot = Slot(self._device, self.each_nbytes)
         self._slots.append(slot)
         self._by_storage[slot.storage._cdata] = slot
         return slot
