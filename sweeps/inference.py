@@ -243,11 +243,11 @@ def render(results: Results) -> str:
             return ""
         return shown(ratios(by_name[name].seconds, by_name[names[0]].seconds))
 
+    # of the tokens that a run made before it ended
     digests = [
-        [token["logits"] for token in apart.of(run["events"], "token")]
-        for run in results.runs
-        if not run["error"]
+        [token["logits"] for token in apart.of(run["events"], "token")] for run in results.runs
     ]
+    shared = min(map(len, digests), default=0)
     cells: dict[str, Callable[[str], str]] = {
         "": lambda name: SIDES[name][0],
         "tokens that count": lambda name: str(by_name[name].tokens.sum()),
@@ -261,7 +261,7 @@ def render(results: Results) -> str:
         "loaded, GB/s": known(lambda run: f"{nbytes / run.loading:.2f}"),
         "peak of memory in loading beyond the budget, GB": known(lambda run: f"{run.over:.2f}"),
     }
-    same = all(one == digests[0] for one in digests)
+    same = all(one[:shared] == digests[0][:shared] for one in digests)
     stopped = [
         f"- {SIDES[run['side']][0]}: {escaped(run['error'])}"
         for run in results.runs
@@ -274,8 +274,8 @@ def render(results: Results) -> str:
         "each ratio is the median over the rounds of the ratio in one round. Bytes read are of the side's process. "
         "The budget is host_memory, and gpu_memory where the device is the CPU.",
         columns(names, cells),
-        f"The logits of all tokens are {'equal bit for bit in all runs' if same else 'not equal'}."
-        if len(digests) > 1
+        f"The logits of the first {shared} tokens are {'equal bit for bit in all runs' if same else 'not equal'}."
+        if shared and len(digests) > 1
         else "",
         "\n".join(stopped),
         *results.notes,
