@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..parameters.entrances import Entrances
+from ..parameters.entrances import Entrances, instances
 from ..update.queue import Pending, UpdateQueue, wait_for_all
 from .buckets import is_distributed
 
@@ -95,7 +95,7 @@ class Waits:
         if function in _WITHOUT_VALUES:
             # in C++, so that no exception comes before functions of subclasses are enabled again
             return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
-        found = [one for one in _leaves((args, kwargs)) if isinstance(one, Waits)]
+        found = list(instances(Waits, (args, kwargs)))
         for one in found:
             use(one)
         if not found:  # the tensor is in a container of another kind
@@ -162,9 +162,8 @@ def _awaited(tensor: torch.Tensor) -> Any:
 def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wait(*args: Any, **kwargs: Any) -> Any:
-        for one in _leaves((args, kwargs)):
-            if isinstance(one, Waits):
-                use(one)
+        for one in instances(Waits, (args, kwargs)):
+            use(one)
         return function(*args, **kwargs)
 
     return wait
@@ -195,17 +194,6 @@ _WITH_CHILDREN = (
     torch.nn.TransformerEncoder,
     torch.jit.ScriptModule,
 )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for one in value:
-            yield from _leaves(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _leaves(one)
-    else:
-        yield value
 
 
 def _accessors() -> Iterator[Any]:

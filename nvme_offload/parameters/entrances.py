@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # The functions through which torch.func and torch.distributed's collectives receive tensors.
@@ -30,3 +30,15 @@ class Entrances:
             module: Any = sys.modules[place[0]]
             if hasattr(module, place[1]):
                 setattr(module, place[1], self._wrapper(getattr(module, place[1])))
+
+
+def instances(kind: type, value: Any) -> Iterator[Any]:
+    """The objects of the class *kind* in the lists, tuples and dicts of *value*."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from instances(kind, one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from instances(kind, one)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from .entrances import Entrances
+from .entrances import Entrances, instances
 
 _FRAMES = 12  # of a caller in torch
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
@@ -53,7 +53,7 @@ class IdleParameter(_StreamedParameter):
         kwargs = kwargs or {}
         if function in _WITHOUT_VALUES:
             return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
-        found = list({id(one): one for one in idle_in((args, kwargs))}.values())
+        found = list({id(one): one for one in instances(IdleParameter, (args, kwargs))}.values())
         if not found:
             raise UsageError(
                 f"{_name(function)} got a streamed parameter in a container other than a list, tuple or dict: pass a clone() of the parameter"
@@ -127,18 +127,6 @@ def address_of(tensor: torch.Tensor) -> int:
     return assignments
 
 
-def idle_in(value: Any) -> Iterator[IdleParameter]:
-    """The idle parameters in the lists, tuples and dicts of *value*."""
-    if isinstance(value, IdleParameter):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from idle_in(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from idle_in(one)
-
-
 def _as_edges(value: Any) -> Any:
     """*value* with the edge of the graph in place of each idle parameter: a gradient needs no
     values of its parameter.
@@ -173,7 +161,7 @@ def _refuse_address(function: Any) -> NoReturn:
 
 def _refusing(function: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if any(True for _ in idle_in((args, kwargs))):
+        if any(True for _ in instances(IdleParameter, (args, kwargs))):
             raise UnsupportedError(
                 "torch.func and collectives cannot use a streamed parameter: pass a clone() of the parameter"
             )
