@@ -185,13 +185,13 @@ class BackwardUpdates:
         if not (provisional.may_begin(bucket) and owner.updater.keeps_layout(bucket, owner.count)):
             return
         owner.tier.swapper.write_back(bucket.name)  # an undo returns to this version
-        memory = owner.updater.open(bucket)
+        owner.updater.open(bucket)
         before = provisional.before(bucket)
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
             options = owner.options_of(bucket)
-            left = owner.updater.step(bucket, memory, options, owner.count, calls)
+            left = owner.updater.step(bucket, options, owner.count, calls)
             if provisional.draws(before):
                 owner.undo(lambda: provisional.roll_back(before))
             else:
@@ -335,10 +335,7 @@ def _await_copy(parameter: torch.Tensor) -> None:
 
 
 def _at_end_of_pass(act: Callable[[], Any]) -> None:
-    """Make autograd call *act* at the end of this backward pass, unless an exception ends it.
-
-    Source: final_callbacks_ in torch/csrc/autograd/engine.cpp.
-    """
+    """Make autograd call *act* at the end of this backward pass, unless an exception ends it."""
     engine: Any = torch.autograd.Variable
     engine._execution_engine.queue_callback(act)
 

@@ -74,11 +74,11 @@ class Forwarding(torch.optim.Optimizer):
                 if not bucket.trained and bucket.layout is None:
                     continue
                 try:
-                    memory = steps.updater.open(bucket)
+                    steps.updater.open(bucket)
                     for fragment in bucket.fragments:
                         fragment.weight.look()
                     options = steps.options_of(bucket)
-                    left = steps.updater.call(bucket, memory, options, call, calls)
+                    left = steps.updater.call(bucket, options, call, calls)
                 except BaseException as error:
                     # a method that raises for the first parameters should have changed nothing
                     ended = calls.changing and not isinstance(error, Exception)

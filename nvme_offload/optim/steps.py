@@ -162,8 +162,8 @@ class Steps:
                 use_share_of_cores()
             for bucket in buckets:
                 if bucket.trained and bucket.traits.eager:
-                    memory = self.updater.open(bucket)
-                    self.updater.start(bucket, memory, self.options_of(bucket))
+                    self.updater.open(bucket)
+                    self.updater.start(bucket, self.options_of(bucket))
                     self.states.show(bucket)
             if not self.updated:
                 # a step may have begun with other groups, or begin with other options
@@ -358,10 +358,10 @@ class Steps:
 
     def _update(self, bucket: Bucket, options: Options, seed: int, progress: Progress) -> Options:
         """Update *bucket*. The caller records the options, and ends the change in *progress*."""
-        memory = self.updater.open(bucket)  # if it raises, nothing is changed
+        self.updater.open(bucket)  # if it raises, nothing is changed
         for fragment in bucket.fragments:
             fragment.weight.look()
-        left = self.updater.step(bucket, memory, options, seed, progress)
+        left = self.updater.step(bucket, options, seed, progress)
         self.states.show(bucket)
         return left
 

@@ -73,7 +73,7 @@ class Updater(Records):
     @property
     def wide(self) -> bool:
         """Whether states are kept in 16 bits where 8 would be too few, from the next step on at the
-        latest. Set it before loading states that were kept in 16 bits.
+        latest. Set it before `store`.
         """
         return self._format.wide or (self._looked_in is not None and self._findings.found())
 
@@ -89,7 +89,7 @@ class Updater(Records):
         """The number of *buckets* in use together when they are updated one after another."""
         return 1 if all(bucket.device.type == "cpu" for bucket in buckets) else PLACES
 
-    def open(self, bucket: Bucket) -> torch.Tensor:
+    def open(self, bucket: Bucket) -> None:
         """Load the bucket's bytes onto its device, and begin their use. Raises: as
         `TensorSwapper.swap_in`; nothing is changed then, so the call can be repeated.
         """
@@ -102,16 +102,9 @@ class Updater(Records):
                     fragment.stepped = False
                     fragment.changes = NO_MASTER
                 bucket.layout, bucket.rest_bytes, bucket.is_stored = layout, 0, False
-            return self._opened(bucket)
+            self._open(bucket)
 
-    def step(
-        self,
-        bucket: Bucket,
-        memory: torch.Tensor,
-        options: Options,
-        seed: int,
-        progress: Progress,
-    ) -> Options:
+    def step(self, bucket: Bucket, options: Options, seed: int, progress: Progress) -> Options:
         """Update the parameters of the opened *bucket* by their gradients; return the *options* as
         the inner optimizer left them. *progress* records when the change begins.
         """
@@ -119,9 +112,9 @@ class Updater(Records):
         self._heed(seed)
         self._format = wide_enough(self._format, self._name, options.values())
         with self._on_stream(bucket):
-            inner = self._stepped_in_one_pass(bucket, memory, options, seed, progress)
+            inner = self._stepped_in_one_pass(bucket, options, seed, progress)
             if inner is None:
-                inner = self._bound(bucket, memory, options, seed, _step, progress, steps=True)
+                inner = self._bound(bucket, options, seed, _step, progress, steps=True)
             self._give_back(bucket, changed=True)
         if bucket.device.type == "cpu":
             # The first step frees the states that the inner optimizer made, whose bytes are in the
@@ -135,7 +128,6 @@ class Updater(Records):
     def call(
         self,
         bucket: Bucket,
-        memory: torch.Tensor,
         options: Options,
         method: Callable[[torch.optim.Optimizer], Any],
         progress: Progress,
@@ -144,7 +136,7 @@ class Updater(Records):
         and states. Otherwise as `step`.
         """
         with self._on_stream(bucket):
-            inner = self._bound(bucket, memory, options, 0, method, progress)
+            inner = self._bound(bucket, options, 0, method, progress)
             self._give_back(bucket, changed=True)
         for fragment in bucket.fragments:
             fragment.weight.updated(always=True)
@@ -165,10 +157,10 @@ class Updater(Records):
             return options
         return inner.param_groups[0]
 
-    def start(self, bucket: Bucket, memory: torch.Tensor, options: Options) -> None:
+    def start(self, bucket: Bucket, options: Options) -> None:
         """Store the states that the inner optimizer has before its first step, if any."""
         with self._on_stream(bucket):
-            self._bound(bucket, memory, options, 0, lambda _: None, Progress())
+            self._bound(bucket, options, 0, lambda _: None, Progress())
             self._give_back(bucket, changed=True)
 
     def keeps_layout(self, bucket: Bucket, seed: int) -> bool:
@@ -206,9 +198,7 @@ class Updater(Records):
 
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
-        """The states of the fragments of a bucket that has a layout, and their masters, by key: on
-        the CPU, valid in the context.
-        """
+        """States and masters of the fragments of a bucket with a layout, by key, on the CPU."""
         layout = known(bucket.layout)
         try:
             with self.kept(bucket) as memory:
@@ -275,17 +265,11 @@ class Updater(Records):
         return there
 
     def _stepped_in_one_pass(
-        self,
-        bucket: Bucket,
-        memory: torch.Tensor,
-        options: Options,
-        seed: int,
-        progress: Progress,
+        self, bucket: Bucket, options: Options, seed: int, progress: Progress
     ) -> torch.optim.Optimizer | None:
-        """The inner optimizer after a step over packed states, in one pass on the CPU or by few
-        kernels on a GPU; None, with nothing changed, if the optimizer has to make it.
-        """
-        layout, looks = known(bucket.layout), looks_at(self._format, seed + 1)
+        """The inner optimizer after a step over packed states; None if it has to make the step."""
+        layout, memory = known(bucket.layout), known(bucket.memory)
+        looks = looks_at(self._format, seed + 1)
         if (
             bucket.inner is None
             or self._is_too_narrow(layout)
@@ -357,7 +341,6 @@ class Updater(Records):
     def _bound(
         self,
         bucket: Bucket,
-        memory: torch.Tensor,
         options: Options,
         seed: int,
         act: Callable[[torch.optim.Optimizer], Any],
@@ -365,8 +348,8 @@ class Updater(Records):
         *,
         steps: bool = False,
     ) -> torch.optim.Optimizer:
-        """Bind the inner optimizer to the states in *memory*, call *act* with it, and pack the results."""
-        layout = known(bucket.layout)
+        """Bind the inner optimizer to the states of *bucket*, call *act* with it, and pack the results."""
+        layout, memory = known(bucket.layout), known(bucket.memory)
         weights, flats, gradients = _given(bucket)
         own, there = weights, flats
         if bucket.visits_device:
@@ -394,20 +377,22 @@ class Updater(Records):
             inner = self._inner(bucket, options)
             progress.begin_change()
             act(inner)
-        memory, states = self._collected(bucket, memory, master, states)
+        states = self._collected(bucket, master, states)
         names = bucket.block_names() if self._format.eight_bit else None
         if steps and looks_at(self._format, seed + 1):
             layout = known(bucket.layout)
             if seed == 0:  # nothing was rounded yet
                 if self._widen(layout, states, seed, options.values()):
-                    memory, states = self._collected(bucket, memory, master, states)
+                    states = self._collected(bucket, master, states)
                 if self._widened_when == seed:
                     round_near(known(bucket.layout), states, self._far, seed, names)
             elif not self._format.wide:
                 eps = least_eps(options.values())
                 self._findings.add(mark_far_blocks(layout, states, eps))
                 self._looked_in = seed
-        self._format.pack(known(bucket.layout), memory, working, master, states, seed, names)
+        self._format.pack(
+            known(bucket.layout), known(bucket.memory), working, master, states, seed, names
+        )
         if master is None and not bucket.visits_device:
             flats = weights  # the inner optimizer has changed the weights themselves
         self._put_back(bucket, weights, flats, there)
@@ -585,10 +570,9 @@ class Updater(Records):
     def _collected(
         self,
         bucket: Bucket,
-        memory: torch.Tensor,
         master: torch.Tensor | None,
         states: Mapping[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         """Move all offloaded states to their places: in the bucket's value, and in *states*."""
         for fragment in bucket.fragments:
             if bucket.inner is not None and fragment.shadow in bucket.inner.state:
@@ -599,8 +583,8 @@ class Updater(Records):
         )
         leaves = [leaf for fragment in bucket.fragments for leaf in fragment.leaves.values()]
         held = leaves if master is None else [*leaves, master]
-        memory = self._relaid(bucket, memory, {**bucket.dtypes, **found}, rest_bytes, held)
-        layout = known(bucket.layout)
+        self._relay(bucket, {**bucket.dtypes, **found}, rest_bytes, held)
+        layout, memory = known(bucket.layout), known(bucket.memory)
         places = {}
         for key, slot in layout.states.items():
             if not slot.rounded:
@@ -618,7 +602,7 @@ class Updater(Records):
             ],
             [memory, *places.values()],
         )
-        return memory, places
+        return places
 
     def _renewed(self, bucket: Unit, stager: HostStager) -> torch.Tensor:
         """Reserve more host memory if the value is larger than foreseen."""
@@ -637,6 +621,7 @@ class Updater(Records):
 
     @staticmethod
     def _unbind(bucket: Bucket) -> None:
+        bucket.memory = None
         for fragment in bucket.fragments:
             fragment.shadow.grad = None
             drop_memory([*fragment.leaves.values(), fragment.shadow])

@@ -26,7 +26,8 @@ class Unit:
 
     *dtype*: of the weights. *device*: of the updates. *layout*: of the value, None while there are
     no states. *rest_bytes*: the bytes behind the layout, for states whose shape is not their
-    parameter's. *room_bytes*: the size of the value. *is_stored*: whether the tier has the value.
+    parameter's. *room_bytes*: the size of the value. *memory*: of the value on *device*, while the unit
+    is in use there. *is_stored*: whether the tier has the value.
     *is_retained*: the drive keeps the old version, so the layout must not change.
     """
 
@@ -37,6 +38,7 @@ class Unit:
     layout: Layout | None = None
     rest_bytes: int = 0
     room_bytes: int = 0
+    memory: torch.Tensor | None = None
     is_stored: bool = False
     is_retained: bool = False
 
@@ -54,7 +56,7 @@ class Unit:
 
 class Records:
     """The states that an optimizer of the class *name* keeps for units, in *tier* and in
-    *state_format*. One unit at a time is in use, from `_opened` or `_renewed` to `_give_back`.
+    *state_format*. One unit at a time is in use, from `_open` or `_renew` to `_give_back`.
     """
 
     def __init__(self, tier: Tier, state_format: StateFormat, name: str) -> None:
@@ -82,16 +84,19 @@ class Records:
     def _layout(self, unit: Unit, states: Mapping[Key, torch.dtype]) -> Layout:
         return self._format.layout(unit.numel, states, unit.dtype, self._name)
 
-    def _opened(self, unit: Unit) -> torch.Tensor:
-        """The value of *unit*, which has a layout, on its device. Raises: as
-        `TensorSwapper.swap_in`, without changing anything.
-        """
+    def _open(self, unit: Unit) -> None:
+        """Begin the use of *unit*, which has a layout. Raises: as `TensorSwapper.swap_in`."""
         if not unit.is_stored:
-            return self._renewed(unit, self._stager(unit))
-        if not unit.nbytes:
-            return nothing(unit.device)
-        stager = self._stager(unit)
-        return self._with_room(lambda: stager.fetch(unit.name, unit.room_bytes))
+            self._renew(unit)
+        elif not unit.nbytes:
+            unit.memory = nothing(unit.device)
+        else:
+            stager = self._stager(unit)
+            unit.memory = self._with_room(lambda: stager.fetch(unit.name, unit.room_bytes))
+
+    def _renew(self, unit: Unit) -> None:
+        """Begin the use of *unit* with a new value."""
+        unit.memory = self._renewed(unit, self._stager(unit))
 
     def _renewed(self, unit: Unit, stager: HostStager) -> torch.Tensor:
         """A new value in place of the value of *unit*: zeros, but undefined in "exact"."""
@@ -104,9 +109,7 @@ class Records:
         return memory
 
     def _with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of *ask*, which is repeated once the copies from all devices have ended, if
-        their values leave no room.
-        """
+        """The result of *ask*, repeated once after the copies from all devices have ended."""
         try:
             return ask()
         except OutOfHostMemoryError:
@@ -114,37 +117,36 @@ class Records:
             return ask()
 
     def _give_back(self, unit: Unit, *, changed: bool) -> None:
-        """End the use of *unit* on its device."""
+        """End the use of *unit*."""
         self._stager(unit).give_back(changed=changed or not unit.is_stored, nbytes=unit.nbytes)
-        unit.is_stored = True
+        unit.is_stored, unit.memory = True, None
 
-    def _relaid(
+    def _relay(
         self,
         unit: Unit,
-        memory: torch.Tensor,
         states: Mapping[Key, torch.dtype],
         rest_bytes: int,
         held: Iterable[torch.Tensor],
-    ) -> torch.Tensor:
-        """The memory of *unit*, which is in use, with a layout for *states* and *rest_bytes*. If
-        *memory* is too small, it is renewed, and the tensors *held* in it become copies.
+    ) -> None:
+        """Give *unit*, which is in use, a layout for *states* and *rest_bytes*. If its memory is too
+        small, it is renewed, and the tensors *held* in it become copies.
         """
         if (
             list(states.items()) == list(unit.dtypes.items())  # the order decides places
             and rest_bytes <= unit.rest_bytes
             and not self._is_too_narrow(known(unit.layout))
         ):
-            return memory
+            return
         if unit.is_retained:
             raise RetainedError(f"{self._name} keeps other states from this step on")
         unit.layout, unit.rest_bytes = self._layout(unit, states), rest_bytes
-        if unit.nbytes <= memory.numel():
-            return memory
-        storage = memory.untyped_storage().data_ptr()
-        for tensor in held:
-            if tensor.untyped_storage().data_ptr() == storage:
-                tensor.data = tensor.clone()
-        return self._renewed(unit, self._stager(unit))
+        memory = known(unit.memory)
+        if unit.nbytes > memory.numel():
+            storage = memory.untyped_storage().data_ptr()
+            for tensor in held:
+                if tensor.untyped_storage().data_ptr() == storage:
+                    tensor.data = tensor.clone()
+            self._renew(unit)
 
     def _is_too_narrow(self, layout: Layout) -> bool:
         return self._format.wide and any(

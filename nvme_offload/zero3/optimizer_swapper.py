@@ -14,9 +14,6 @@ formats differ from DeepSpeed:
 - A master weight set by the user changes its parameter immediately, not after the next step.
 - A parameter changed by the user changes its master weight. DeepSpeed undoes the change at the next
   step.
-
-If updates run on a GPU, a `DeviceStager` copies the value of a sub-group to the GPU and back. All
-tensors of the sub-group are on the GPU in between.
 """
 
 from __future__ import annotations
@@ -25,17 +22,15 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ..device.staging import CPU
 from ..errors import UnsupportedError, known
 from ..optimizer_states import (
     BLOCK,
     Layout,
-    StateFormat,
     block_names,
     far_blocks,
     least_eps,
@@ -43,7 +38,6 @@ from ..optimizer_states import (
 )
 from ..optimizer_states.one_pass import Part, has_packed_moments, step_in_one_pass, update
 from ..optimizer_states.tree import drop_memory
-from ..swap.tier import Tier
 from ..update.records import Records, Unit
 from .cpu_adam import CPUAdam, is_cpu_adam
 from .once_per_step import has_hooks, replaces_step
@@ -54,78 +48,45 @@ _serial = itertools.count()
 _log = logging.getLogger(__name__)
 
 
-class Working(NamedTuple):
-    """The 16-bit parameters of sub-groups. Each function is called with a flat master parameter.
-
-    *present* returns its weights, flat, if they are in one tensor on the device of updates, or
-    None. *copy* copies its weights to a flat tensor of any dtype on any device. *store* makes the
-    contents of a tensor its weights; the tensor may be the result of *present*.
-    """
-
-    dtype: torch.dtype
-    present: Callable[[torch.Tensor], torch.Tensor | None]
-    copy: Callable[[torch.Tensor, torch.Tensor], None]
-    store: Callable[[torch.Tensor, torch.Tensor], None]
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SubGroup(Unit):
     """The flat *parameter* of a sub-group. *start* is the index of its first element among all elements
-    of this rank. *buffer* and, in packed formats, *weights* are set while it is in use. *step*: the
-    optimizer's step, if its own count is on a GPU and was read.
+    of this rank. *weights*, in packed formats, are set while it is in use. *step*: the optimizer's
+    step, if its own count is on a GPU and was read.
     """
 
     parameter: torch.Tensor  # keeps its id from being reused
     start: int
-    buffer: torch.Tensor | None = None
     weights: list[torch.Tensor] = dataclasses.field(default_factory=list)
     pack_count: int = 0
     step: int | None = None
 
 
 class OptimizerSwapper(Records):
-    """Keeps the states of *parameters*' sub-groups in a tier, in *state_format*.
+    """Keeps the states of sub-groups in the tier of *owner*, a `Tiered`, in its state format. Memory is
+    planned for its expected states, and for *largest*, the elements of the largest sub-group.
 
     The swapper offloads the master weights and every state of a sub-group's shape. Other states,
     such as step counts, stay in memory. The state's tensors stay the same objects; they are empty
     while their bytes are offloaded.
 
-    *mark_backward* is called with True when `engine.backward` begins, and with False when it ends.
-
-    *optimizer* is called at every use, because stage 3 replaces the optimizer. Memory is planned
-    for *states*, the expected states by key, and for *largest*, the elements of the largest
-    sub-group. One sub-group is in use at a time: taking another releases a sub-group that a call
-    left in use when an exception ended it.
-
-    Updates run on *device*. *at_once* is False if host memory cannot hold states that are being
-    copied back from a GPU in addition to the states of the next sub-group.
+    One sub-group at a time is in use: taking another releases a sub-group that a call left in use when
+    an exception ended it. *at_once* is False if host memory cannot hold states that are being copied
+    back from a GPU in addition to the states of the next sub-group.
 
     While *leaves_packed* is True and updates run on the CPU, `swap_in_optimizer_state` leaves the
     states packed for `step`. The parameter has undefined contents until `step`.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        optimizer: Callable[[], torch.optim.Optimizer],
-        state_format: StateFormat,
-        states: Mapping[str, torch.dtype],
-        largest: int,
-        working: Working,
-        mark_backward: Callable[[bool], None],
-        device: torch.device = CPU,
-        at_once: bool = True,
-    ) -> None:
+    def __init__(self, owner: Any, largest: int, at_once: bool = True) -> None:
+        tier, state_format = owner.tier, owner.state_format
         self._in_place = state_format.in_place
         # In "exact" the flat parameter is the master itself, which is kept as one of the states.
         kept = dataclasses.replace(state_format, keeps_masters=not self._in_place)
-        super().__init__(tier, kept, type(optimizer()).__name__)
-        self.device = device
+        super().__init__(tier, kept, type(owner.optimizer).__name__)
+        self._owner = owner  # not its optimizer, which stage 3 replaces
+        self.device: torch.device = owner.update_device
         self._at_once = at_once
-        self._mark_backward = mark_backward
-        self._optimizer = optimizer
-        self._expected = states
-        self._working = working
         self._warned = False
         self._prefix = f"optimizer{next(_serial)}"
         # Id of the parameter -> sub-group, in the order of the step.
@@ -139,11 +100,11 @@ class OptimizerSwapper(Records):
         self._unpacked_name = f"{self._prefix}/unpacked"
         self._working_name = f"{self._prefix}/working"
         tier.abandon_with(self, self._names)
-        if not self._in_place and device.type == "cpu":
+        if not self._in_place and self.device.type == "cpu":
             self._names += self._unpacked_name, self._working_name
-            layout = state_format.layout(largest, states, working.dtype, self._name)
+            layout = state_format.layout(largest, owner.expected_states, owner.dtype, self._name)
             tier.make_scratch(self._unpacked_name, state_format.unpacked_elements(layout) * 4)
-            tier.make_scratch(self._working_name, largest * working.dtype.itemsize)
+            tier.make_scratch(self._working_name, largest * owner.dtype.itemsize)
 
     def abandon(self) -> None:
         """Discard all values: see `Tier.abandon`. No other method may be called afterwards."""
@@ -173,13 +134,13 @@ class OptimizerSwapper(Records):
         for parameter, source in zip(parameters, src_tensors, strict=True):
             sub_group = SubGroup(
                 name=f"{self._prefix}/{len(self._sub_groups)}",
-                dtype=parameter.dtype if self._in_place else self._working.dtype,
+                dtype=parameter.dtype if self._in_place else self._owner.dtype,
                 device=self.device,
                 numel=source.numel(),
                 parameter=parameter,
                 start=sum(other.numel for other in self._sub_groups.values()),
             )
-            sub_group.room_bytes = self._layout(sub_group, self._expected).nbytes
+            sub_group.room_bytes = self._layout(sub_group, self._owner.expected_states).nbytes
             sub_group.layout = self._layout(sub_group, {})
             self._sub_groups[id(parameter)] = sub_group
             self._names.append(sub_group.name)
@@ -193,7 +154,7 @@ class OptimizerSwapper(Records):
         sub_group = self._take(parameter)
         # Load the weights before the states, so that only one value is in use at a time.
         self._load_weights(parameter, sub_group, fill=True)
-        sub_group.buffer = self._opened(sub_group)
+        self._open(sub_group)
         if self.leaves_packed and not self._in_place and self.device.type == "cpu":
             # The parameter needs its shape before a gradient can be assigned to it.
             scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
@@ -235,7 +196,7 @@ class OptimizerSwapper(Records):
         state, gradient = optimizer.state.get(parameter, {}), parameter.grad
         if "step" not in state or gradient is None or not gradient.is_contiguous():
             return False
-        layout, buffer = known(sub_group.layout), known(sub_group.buffer)
+        layout, buffer = known(sub_group.layout), known(sub_group.memory)
         (weights,) = sub_group.weights
         step = int(state["step"]) + 1
         if looks_at(self._format, step):
@@ -263,7 +224,7 @@ class OptimizerSwapper(Records):
         weights = sub_group.weights
         self._end_use(parameter, changed=True)
         for weight in weights:
-            self._working.store(parameter, weight)
+            self._owner.store_weights(parameter, weight)
         if not (async_swap and self._at_once):
             self.drain()
 
@@ -304,16 +265,10 @@ class OptimizerSwapper(Records):
             sub_group.step += 1
 
     def give_back(self) -> None:
-        """Release a sub-group that an interrupted call left in use, and keep its present contents.
-        Otherwise do nothing.
-        """
+        """Release a sub-group that an interrupted call left in use, with its present contents."""
         parameter, self._taken = self._taken, None
-        self._is_packed = False
         if parameter is not None:
-            sub_group = self._sub_groups[id(parameter)]
-            self._empty(parameter)
-            sub_group.buffer, sub_group.weights = None, []
-            self._stager(sub_group).cancel()
+            self._stager(self._emptied(parameter)).cancel()
 
     def states(self, parameter: torch.Tensor) -> Mapping[str, torch.dtype]:
         """The dtypes of *parameter*'s offloaded states, by key."""
@@ -321,18 +276,14 @@ class OptimizerSwapper(Records):
         return {key: dtype for key, dtype in dtypes.items() if key != _MASTER}
 
     def renew(self, parameter: torch.Tensor, states: Mapping[str, torch.dtype]) -> None:
-        """Allocate memory for *parameter* and its *states*, and put the states into the optimizer's
-        state for the caller to fill. The old value is discarded unread.
-
-        The sub-group is in use until `swap_out_optimizer_state`.
-        """
+        """Make *parameter* and its *states* anew, for the caller to fill, and discard the old value."""
         sub_group = self._take(parameter)
         sub_group.layout = self._layout(sub_group, states)
         sub_group.step = None
         self._load_weights(parameter, sub_group, fill=False)
-        sub_group.buffer = self._renewed(sub_group, self._stager(sub_group))
+        self._renew(sub_group)
         if states:
-            self._optimizer().state[parameter].update(
+            self._owner.optimizer.state[parameter].update(
                 {
                     key: torch.empty(0, dtype=dtype, device=self.device)
                     for key, dtype in states.items()
@@ -342,9 +293,7 @@ class OptimizerSwapper(Records):
 
     @property
     def swap_folder(self) -> str:
-        """The folder in which DeepSpeed's own checkpoint methods, restored by `zero3.disable`, look
-        for swap files.
-        """
+        """Of DeepSpeed's own checkpoint methods, which `zero3.disable` restores."""
         raise UnsupportedError(
             "checkpoints of this engine need nvme_offload.zero3 enabled, as it was when the engine was made: call enable() again"
         )
@@ -363,11 +312,11 @@ class OptimizerSwapper(Records):
 
     def pre_backward(self) -> None:
         """Called when `engine.backward` begins."""
-        self._mark_backward(True)
+        self._owner.mark_backward(True)
 
     def post_backward(self) -> None:
         """Called when the backward pass of `engine.backward` has ended."""
-        self._mark_backward(False)
+        self._owner.mark_backward(False)
 
     # Internal.
 
@@ -387,7 +336,7 @@ class OptimizerSwapper(Records):
         try:
             buffer = self._renewed(sub_group, self._host)
             _, values = self._format.unpack(known(sub_group.layout), buffer, ())
-            self._working.copy(parameter, values[_MASTER])
+            self._owner.copy_weights(parameter, values[_MASTER])
             self._host.give_back(changed=True, nbytes=sub_group.nbytes)
         except BaseException:
             self._host.cancel()
@@ -398,8 +347,8 @@ class OptimizerSwapper(Records):
         """Load the 16-bit parameters that are part of the master weights."""
         if self._in_place:  # whole masters are kept
             return
-        numel, dtype = sub_group.numel, self._working.dtype
-        weights = self._working.present(parameter)
+        numel, dtype = sub_group.numel, self._owner.dtype
+        weights: torch.Tensor | None = self._owner.present_weights(parameter)
         if weights is None:
             if self.device.type == "cpu":
                 memory = self.tier.scratch(self._working_name)
@@ -407,7 +356,7 @@ class OptimizerSwapper(Records):
             else:
                 weights = torch.empty(numel, dtype=dtype, device=self.device)
             if fill:
-                self._working.copy(parameter, weights)
+                self._owner.copy_weights(parameter, weights)
         sub_group.weights = [weights]
 
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
@@ -419,27 +368,27 @@ class OptimizerSwapper(Records):
             if memory.numel() < self._format.unpacked_elements(layout):
                 memory = None
         master, states = self._format.unpack(
-            layout, known(sub_group.buffer), sub_group.weights, memory
+            layout, known(sub_group.memory), sub_group.weights, memory
         )
         return states if master is None else {_MASTER: master, **states}
 
     def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
         """Make *parameter* and the optimizer's states refer to the unpacked value."""
-        state = self._optimizer().state.get(parameter, {})
+        state = self._owner.optimizer.state.get(parameter, {})
         for key, value in self._unpack(sub_group).items():
             target = parameter if key == _MASTER else state[key]
             target.data = value
 
     def _pack(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
         """Write *parameter* and its elementwise states into the sub-group's value."""
-        state = self._optimizer().state.get(parameter, {})
+        state = self._owner.optimizer.state.get(parameter, {})
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
         master: torch.Tensor | None = parameter.data
         if self._in_place:
             values, master = {_MASTER: parameter.data, **values}, None
         states = {key: value.dtype for key, value in values.items()}
-        buffer = self._relaid(sub_group, known(sub_group.buffer), states, 0, list(values.values()))
-        sub_group.buffer, layout = buffer, known(sub_group.layout)
+        self._relay(sub_group, states, 0, list(values.values()))
+        layout, buffer = known(sub_group.layout), known(sub_group.memory)
         sub_group.pack_count += 1
         seed, blocks = 0, None
         if self._format.eight_bit:
@@ -463,26 +412,26 @@ class OptimizerSwapper(Records):
         return sub_group.step
 
     def _end_use(self, parameter: torch.Tensor, *, changed: bool) -> None:
-        sub_group = self._sub_groups[id(parameter)]
-        if sub_group.buffer is not None:
-            self._empty(parameter)
-            sub_group.buffer, sub_group.weights = None, []
-            self._give_back(sub_group, changed=changed)
+        if self._sub_groups[id(parameter)].memory is not None:
+            self._give_back(self._emptied(parameter), changed=changed)
             self._taken = None
-            self._is_packed = False
 
-    def _empty(self, parameter: torch.Tensor) -> None:
-        """Empty all tensors of *parameter* that use the memory of its sub-group."""
-        state = self._optimizer().state.get(parameter, {})
+    def _emptied(self, parameter: torch.Tensor) -> SubGroup:
+        """The sub-group of *parameter*, whose tensors no longer use its memory."""
+        sub_group = self._sub_groups[id(parameter)]
+        state = self._owner.optimizer.state.get(parameter, {})
         kept = [state.get(key) for key in self.states(parameter)]
         drop_memory(filter(torch.is_tensor, [parameter, *kept]))
         parameter.grad = None
+        sub_group.memory, sub_group.weights = None, []
+        self._is_packed = False
+        return sub_group
 
     def _warn_of_far_blocks(self, layout: Layout, values: Mapping[str, torch.Tensor]) -> None:
         """Warn once. One rank cannot change to 16 bits alone: the ranks have different states."""
         if (
             self._warned
-            or far_blocks(layout, values, least_eps(self._optimizer().param_groups)) is None
+            or far_blocks(layout, values, least_eps(self._owner.optimizer.param_groups)) is None
         ):
             return
         self._warned = True
@@ -494,9 +443,7 @@ class OptimizerSwapper(Records):
 
 
 def updates_packed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `OptimizerSwapper.step` may make the steps of *optimizer* without calling its method
-    `step`.
-    """
+    """Whether `OptimizerSwapper.step` may replace the method `step` of *optimizer*."""
     return (
         (type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) or is_cpu_adam(optimizer))
         and not has_hooks(optimizer)

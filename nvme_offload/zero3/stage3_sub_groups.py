@@ -198,14 +198,16 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
     # The 16-bit parameters of a sub-group as one flat tensor. They may be on the accelerator, in
     # memory or on a drive.
 
-    def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See `Tiered`."""
         flat = self.fp16_partitioned_groups_flat[self._index_of(parameter)]
         if flat is None or flat.device.type != self.update_device.type:
             return None
         weights: torch.Tensor = flat.detach()
         return weights
 
-    def _copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+    def copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+        """See `Tiered`."""
         index = self._index_of(parameter)
         flat = self.fp16_partitioned_groups_flat[index]
         if flat is not None:
@@ -217,7 +219,8 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
             else:
                 place.copy_(param.ds_tensor.data)
 
-    def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+    def store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Tiered`."""
         index = self._index_of(parameter)
         flat = self.fp16_partitioned_groups_flat[index]
         if flat is not None:

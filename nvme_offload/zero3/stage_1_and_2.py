@@ -126,14 +126,17 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             self._make_first_states(parameter)
         self._clear_fp32_optimizer_param_groups()
 
-    def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See `Tiered`."""
         weights = self._weights(self._index_of(parameter))
         return weights if weights.is_cpu else None
 
-    def _copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+    def copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+        """See `Tiered`."""
         into.copy_(self._weights(self._index_of(parameter)))
 
-    def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+    def store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Tiered`."""
         weights = self._weights(self._index_of(parameter))
         if weights.data_ptr() != source.data_ptr():
             weights.copy_(source)

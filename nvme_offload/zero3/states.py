@@ -56,9 +56,7 @@ SCALER = "torch_autocast_gradscaler"
 
 @contextlib.contextmanager
 def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -> Iterator[None]:
-    """Context in which *stage3* shows the user's sub-groups, with *masters*, to DeepSpeed code that
-    counts sub-groups.
-    """
+    """Context in which *stage3* shows the user's sub-groups, with *masters*, to DeepSpeed."""
     groups = stage3.user_sub_groups
     first = [group[0] for group in groups]
     shown = {
@@ -87,9 +85,7 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
 
 
 def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The state dict that *base*, DeepSpeed's own method, makes of *stage3*, with the user's
-    sub-groups and with offloaded tensors (`archive.offloaded`).
-    """
+    """The state dict of *base*, DeepSpeed's method, with the user's sub-groups, offloaded."""
     masters: list[torch.Tensor] = []
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     every = stage3.optimizer.state
@@ -124,9 +120,7 @@ def joined(
 def joined_state(
     owner: Owner, first: int, parts: Sequence[tuple[Provider, int]], numel: int
 ) -> dict[str, Any]:
-    """The state of the sub-groups of *parts*, of which the first has the index *first*, as the state
-    of one parameter.
-    """
+    """The state of the sub-groups of *parts*, the first being *first*, as of one parameter."""
     cut = _elementwise_states(owner, first)
     state = owner.optimizer.state.get(owner.fp32_partitioned_groups_flat[first], {})
     return {
@@ -450,12 +444,10 @@ def _fill_all(
 
 
 def take_masters_from_parameters(owner: Owner) -> None:
-    """Set the master weights of all sub-groups from the 16-bit parameters. The optimizer's states
-    stay.
-    """
+    """Set the master weights of all sub-groups from the 16-bit parameters; keep the states."""
     for index in range(len(owner.fp32_partitioned_groups_flat)):
         with _in_memory(owner, index, changed=True) as parameter:
-            owner._copy_weights(parameter, parameter.data)
+            owner.copy_weights(parameter, parameter.data)
 
 
 def _load_optimizer(owner: Owner, saved: CheckpointReader) -> list[dict[str, Any]]:
@@ -508,9 +500,7 @@ def _restore_powers(owner: Owner, saved: Mapping[str, Any], loaded: list[dict[st
 
 
 def provider(owner: Owner, index: int) -> Provider:
-    """The provider of the master weights, whose key is "", and the elementwise states of sub-group
-    *index*.
-    """
+    """The provider of the master weights, with the key "", and elementwise states."""
 
     @contextlib.contextmanager
     def lend() -> Iterator[Mapping[str, torch.Tensor]]:

@@ -24,7 +24,7 @@ from . import compat, states
 from .agreement import all_or_none, least, share_cores
 from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
-from .optimizer_swapper import OptimizerSwapper, Working
+from .optimizer_swapper import OptimizerSwapper
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .sub_groups import element_bytes, states_of
@@ -107,15 +107,13 @@ class Tiered:
         raise NotImplementedError
 
     def _footprint_of(self, gradient: torch.dtype, device: torch.device, **more: int) -> Footprint:
-        """The host memory of updates, with reduced gradients in the dtype *gradient* and states that
-        the optimizer makes on *device*.
-        """
+        """The host memory of updates, with gradients of the dtype *gradient*, and states of *device*."""
         base: Any = self
         masters, name = base.master_weights_and_grads_dtype, type(self.optimizer).__name__
         self.state_format = wide_enough(self.state_format, name, self.optimizer.param_groups)
-        self._expected_states = states_of(self.optimizer, masters, device)
+        self.expected_states = states_of(self.optimizer, masters, device)
         kept, unpacked = element_bytes(
-            self.state_format, self._expected_states, base.dtype, masters, name
+            self.state_format, self.expected_states, base.dtype, masters, name
         )
         return Footprint(
             states=kept,
@@ -144,9 +142,7 @@ class Tiered:
             )
 
     def _make_swappers(self, numels: Sequence[int], gradient: torch.dtype) -> None:
-        """Make the objects that keep the states, and the gradients in the dtype *gradient*, of
-        sub-groups of *numels* elements.
-        """
+        """Make the objects that keep states and gradients of sub-groups of *numels* elements."""
         base: Any = self
         self.tier.require(self._whole_bytes)
         largest = max(numels, default=0)
@@ -160,15 +156,7 @@ class Tiered:
             int(self._gpu_bytes * largest),
         )
         self.optimizer_swapper = OptimizerSwapper(
-            self.tier,
-            lambda: self.optimizer,
-            self.state_format,
-            self._expected_states,
-            largest,
-            Working(base.dtype, self._present_weights, self._copy_weights, self._store_weights),
-            self._mark_backward,
-            self.update_device,
-            self._footprint.holds_in_flight(largest, self.tier.cap_bytes),
+            self, largest, self._footprint.holds_in_flight(largest, self.tier.cap_bytes)
         )
         self.swaps_natively = True
 
@@ -182,16 +170,18 @@ class Tiered:
                     "sum": torch.full_like(parameter, start, requires_grad=False),
                 }
 
-    def _present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """See `Working.present`."""
+    # The 16-bit weights of a sub-group, called with its flat master weights.
+
+    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The weights, flat, if they are in one tensor on the device of updates."""
         raise NotImplementedError
 
-    def _copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
-        """See `Working.copy`."""
+    def copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the weights to a flat tensor of any dtype on any device."""
         raise NotImplementedError
 
-    def _store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Working.store`."""
+    def store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
+        """Make the contents of *source* the weights; it may be the result of `present_weights`."""
         raise NotImplementedError
 
     def _index_of(self, parameter: torch.Tensor) -> int:
@@ -208,7 +198,7 @@ class Tiered:
         """Whether the states of sub-group *index* are in `optimizer_swapper`."""
         return self.swaps_natively and self._swappable_optimizer_subgroup(index)
 
-    def _mark_backward(self, begins: bool) -> None:
+    def mark_backward(self, begins: bool) -> None:
         """`engine.backward` begins or ends; not called if the user calls `Tensor.backward`."""
         self._within_backward = begins
         if not begins:

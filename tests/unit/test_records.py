@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nvme_offload.device.staging import HostStager
-from nvme_offload.errors import OutOfHostMemoryError
+from nvme_offload.errors import OutOfHostMemoryError, known
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.optimizer_states import FORMATS
 from nvme_offload.swap.tier import Tier
@@ -54,6 +54,11 @@ def unit_of(records: Records, **states: torch.dtype) -> Unit:
     return unit
 
 
+def opened(records: Records, unit: Unit) -> torch.Tensor:
+    records._open(unit)
+    return known(unit.memory)
+
+
 class Behind(HostStager):
     """A stager whose copies to host memory end only when they are waited for."""
 
@@ -82,47 +87,49 @@ def test_values_on_their_way_from_another_device_make_room(
     for unit in (here, there):
         unit.layout = records._layout(unit, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
     if is_stored:
-        records._opened(here).fill_(7)
+        opened(records, here).fill_(7)
         records._give_back(here, changed=True)
-    records._opened(there)
+    opened(records, there)
     records._give_back(there, changed=True)
     with pytest.raises(OutOfHostMemoryError):
         records.tier.swapper.create("another", here.nbytes)
-    memory = records._opened(here)
+    memory = opened(records, here)
     assert not is_stored or memory[: here.nbytes].eq(7).all()
     records._give_back(here, changed=True)
 
 
 def test_a_new_value_that_was_not_given_back_is_made_again(records: Records) -> None:
     unit = unit_of(records, exp_avg=torch.float32)
-    records._opened(unit).fill_(1)
+    opened(records, unit).fill_(1)
     records._stager(unit).cancel()  # after an exception
-    memory = records._opened(unit)
+    memory = opened(records, unit)
     assert memory[: unit.nbytes].eq(0).all()
     memory.fill_(2)
     records._give_back(unit, changed=False)  # a new value is kept all the same
-    assert records._opened(unit)[: unit.nbytes].eq(2).all()
+    assert opened(records, unit)[: unit.nbytes].eq(2).all()
 
 
 @pytest.mark.parametrize("room_bytes", [0, 4096])
 def test_a_state_that_is_added_keeps_the_others(records: Records, room_bytes: int) -> None:
     unit = unit_of(records, exp_avg=torch.float32)
     unit.room_bytes = room_bytes
-    memory = records._opened(unit)
+    memory = opened(records, unit)
     _, states = records._format.unpack(unit.layout, memory, [torch.zeros(100).bfloat16()])
     first = states["exp_avg"].copy_(torch.arange(100))
     wanted = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    grown = records._relaid(unit, memory, wanted, 64, [first])
+    records._relay(unit, wanted, 64, [first])
+    grown = unit.memory
     assert (grown is memory) == bool(room_bytes)
     assert unit.dtypes == wanted
     assert grown.numel() >= unit.nbytes == unit.layout.nbytes + 64
     assert first.equal(torch.arange(100).float())
-    assert records._relaid(unit, grown, wanted, 0, [first]) is grown
+    records._relay(unit, wanted, 0, [first])
+    assert unit.memory is grown
 
 
 def test_a_retained_unit_gets_no_other_layout(records: Records) -> None:
     unit = unit_of(records, exp_avg=torch.float32)
-    memory = records._opened(unit)
+    records._open(unit)
     unit.is_retained = True
     with pytest.raises(RetainedError, match="Adam keeps other states"):
-        records._relaid(unit, memory, {}, 0, [])
+        records._relay(unit, {}, 0, [])

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import logging
 import math
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.optimizer_states import FORMATS
 from nvme_offload.swap.tier import Tier
 from nvme_offload.zero3 import compat
-from nvme_offload.zero3.optimizer_swapper import OptimizerSwapper, Working
+from nvme_offload.zero3.optimizer_swapper import OptimizerSwapper
 
 STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
@@ -30,20 +31,18 @@ def swapping(
 ) -> Iterator[OptimizerSwapper]:
     tier = Tier([str(place)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20)
     tier.require(1 << 19)
-    swapper = OptimizerSwapper(
-        tier,
-        lambda: optimizer,
-        FORMATS[state_format],
-        STATES,
-        working.numel(),
-        Working(
-            torch.bfloat16,
-            present=lambda _: None,
-            copy=lambda _, into: into.copy_(working),
-            store=lambda _, changed: working.copy_(changed),
-        ),
-        lambda begins: None,
+    owner = types.SimpleNamespace(
+        tier=tier,
+        optimizer=optimizer,
+        state_format=FORMATS[state_format],
+        expected_states=STATES,
+        update_device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        present_weights=lambda _: None,
+        copy_weights=lambda _, into: into.copy_(working),
+        store_weights=lambda _, changed: working.copy_(changed),
     )
+    swapper = OptimizerSwapper(owner, working.numel())
     yield swapper
     swapper.abandon()
     tier.close()
