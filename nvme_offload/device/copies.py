@@ -8,9 +8,7 @@ import torch
 
 
 class CopyStreams:
-    """Two CUDA streams for each GPU, one for each direction, made when first used. A copy to the
-    GPU does not wait for a copy to the host.
-    """
+    """Two CUDA streams for each GPU, made when first used, so that directions are independent."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, bool], Any] = {}
@@ -36,9 +34,7 @@ class CopyStreams:
         self._stream(device, to_device).wait_event(event)
 
     def outlast(self, tensor: torch.Tensor, to_device: bool) -> None:
-        """Keep the memory of *tensor* from being reused, once the tensor is dropped, before the
-        copies in one direction that were started have ended.
-        """
+        """Keep the memory of *tensor* from being reused before the copies that were started end."""
         tensor.record_stream(self._stream(tensor.device, to_device))
 
     def bring(

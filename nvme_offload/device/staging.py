@@ -1,6 +1,4 @@
-"""`HostStager` and `DeviceStager` move values of a tier to the device on which an update uses them,
-and back.
-"""
+"""`HostStager` and `DeviceStager` move values of a tier to the device of updates, and back."""
 
 from __future__ import annotations
 
@@ -37,18 +35,14 @@ class HostStager:
         self._taking: str | None = None  # a name that is about to be held
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`,
-        without changing anything.
-        """
+        """The first *nbytes* of value *name*, on the device. Raises: as `TensorSwapper.swap_in`."""
         self._taking = name
         memory = self._tier.swapper.swap_in(name)[:nbytes]
         self._held, self._taking = name, None
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """Memory for *nbytes* that replaces the value *name*, which the caller may hold. Raises: as
-        `TensorSwapper.create`.
-        """
+        """Memory that replaces the value *name*, held or not. Raises: as `TensorSwapper.create`."""
         self._held = None
         self._tier.forget([name])
         self._taking = name

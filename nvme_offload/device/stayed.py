@@ -6,9 +6,7 @@ import torch
 
 
 def check_version(version: int, saved_version: int, what: str) -> None:
-    """Raises: RuntimeError when *what* was modified in place since it was saved, as autograd does
-    without hooks.
-    """
+    """Raises: RuntimeError when *what* was modified since it was saved, as autograd does."""
     if version != saved_version:
         raise RuntimeError(
             f"a tensor that backward needs ({what}) was modified by an inplace operation after it was saved: it is at version {version}, "

@@ -1,6 +1,4 @@
-"""`Bucket`: parameters that are updated together. Their states are one value of a
-`TensorSwapper`.
-"""
+"""`Bucket`: parameters that are updated together, with their states in one value."""
 
 from __future__ import annotations
 
@@ -153,9 +151,7 @@ class Weight:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def updated(self, *, always: bool = False) -> None:
-        """Record that an update has changed the parameter, and bump its version counter for
-        autograd. Without a gradient it has changed only if *always* is set.
-        """
+        """Record an update, and bump the version counter of a parameter that it has changed."""
         if always or self.gradient is not None:
             torch.autograd.graph.increment_version(self.parameter)
         self.seen = self._now()
@@ -251,9 +247,7 @@ class Fragment:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether the elements are not contiguous in memory: the parameter was cut, and has other
-        strides now, as after ``model.to(memory_format=torch.channels_last)``.
-        """
+        """Whether the elements are apart: the parameter was cut, and has other strides now."""
         return not self.is_whole and not local(self.weight.parameter).is_contiguous()
 
     def put_weight(self, values: torch.Tensor) -> None:

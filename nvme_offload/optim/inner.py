@@ -10,9 +10,7 @@ import torch
 
 
 def follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
-    """Copy options to *groups* from the groups that the class has *made*: some classes have
-    defaults for a kind of group, and learning rates in tensors.
-    """
+    """Copy to *groups* the options that the class has *made*, such as defaults by kind of group."""
     if len(groups) == len(made):
         for group, other in zip(groups, made, strict=True):
             for key, value in other.items():

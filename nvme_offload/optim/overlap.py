@@ -213,9 +213,7 @@ class Overlap(UpdateQueue):
         self.release(list(self._hooks))
 
     def _watch(self, weight: Weight) -> None:
-        """Complete pending updates when a backward pass begins: it may write to gradients, as DDP
-        does through its buckets, which share their memory.
-        """
+        """Complete pending updates when backward begins, in which DDP may write to gradients."""
         if weight not in self._hooks and weight.parameter.requires_grad:
             parameter: Any = weight.parameter
             self._hooks[weight] = parameter.register_hook(self._first_gradient)
@@ -295,15 +293,11 @@ def can_be_awaited(tensor: torch.Tensor) -> bool:
 
 
 def anything_is_compiled() -> bool:
-    """Whether torch.compile was used: compiled code checks the classes of parameters, and does not
-    call their `__torch_function__`. A later compilation first waits for pending updates.
-    """
+    """Whether compiled code may use parameters, whose class it checks. Later compilations wait."""
     return compiling.was_used(wait_for_all)
 
 
 def _remove(module_hooks: Sequence[Any]) -> None:
-    """Remove the hooks of a queue that no longer exists. It takes no lock, since the garbage
-    collector may call it in any thread.
-    """
+    """Remove hooks, without a lock: the garbage collector may call it in any thread."""
     for hook in module_hooks:
         hook.remove()

@@ -178,9 +178,7 @@ class ProvisionalUpdates:
         return before
 
     def draws(self, before: Before) -> bool:
-        """Whether the update of *before* drew random numbers. Its bits then depend on the order of
-        updates, so the caller has to undo it, and no later update is provisional.
-        """
+        """Whether the update drew random numbers: undo it then, and make no other in backward()."""
         if not before.random.drawn:
             return False
         self._draws = True

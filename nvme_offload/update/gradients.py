@@ -87,9 +87,7 @@ class GradientCopies:
     def add(
         self, place: torch.Tensor, values: torch.Tensor, change: Callable[[torch.Tensor], None]
     ) -> tuple[Any, torch.Tensor]:
-        """Apply *change* to the values at *place*, then add *values* to them. Returns: the event,
-        and the sum on the GPU, which the caller keeps like *values*.
-        """
+        """Add *values* to *place* after *change*. Returns: the event, and the sum on the GPU."""
         total = torch.empty_like(values)
         current = torch.cuda.current_stream(self._device)
         stream = current if self._adding is None else self._adding

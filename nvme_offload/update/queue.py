@@ -93,9 +93,7 @@ class UpdateQueue:
         return self.is_dead
 
     def _give_up(self) -> BaseException | None:
-        """The queue is void. Returns: the error for callers that wait for a job; None, with all
-        jobs dropped, if they may continue.
-        """
+        """The queue is void: the error for callers that wait; None if they may continue."""
         self._drop()
         return None
 
@@ -239,9 +237,7 @@ class UpdateQueue:
             return error
 
     def stop(self, *, finish: bool) -> None:
-        """End the thread: after all jobs with *finish*, otherwise after the job in progress. Drop
-        the remaining jobs; waits for them end.
-        """
+        """End the thread, after all jobs with *finish*; drop the remaining jobs and their waits."""
         if finish:
             self.quiesce()
         with self.lock:

@@ -129,17 +129,13 @@ class Gradients:
         return totals
 
     def complete(self, index: int, offsets: Collection[int]) -> None:
-        """Make the sums at *offsets* of sub-group *index* parts of the optimizer's gradient. In the
-        base class, `add` does that.
-        """
+        """As `add` does in the base class: give the sums at *offsets* to the optimizer."""
         if self._keeps_sums:
             state = self._states[index]
             state.fresh |= {offset: state.reduced[offset] for offset in offsets}
 
     def reduced(self, index: int) -> Mapping[int, int]:
-        """The parts of sub-group *index* that were reduced since the last step: number of elements,
-        by offset.
-        """
+        """The parts reduced since the last step: number of elements, by offset."""
         return {} if self._phase is _Phase.SPENT else self._states[index].reduced
 
     def read(self, index: int, offset: int, into: torch.Tensor) -> None:
@@ -196,9 +192,7 @@ class Gradients:
         return memory
 
     def used(self, index: int, factor: Any) -> None:
-        """Record that the optimizer gets the gradient of sub-group *index* multiplied by *factor*,
-        in addition to earlier factors.
-        """
+        """The optimizer gets the gradient multiplied by *factor*, too."""
         state = self._states[index]
         state.factor = factor if state.factor is None else state.factor * factor
 
@@ -210,9 +204,7 @@ class Gradients:
         self._values.discard(self._sums[index], self._replacements[index])
 
     def replace(self, index: int, gradient: torch.Tensor | None = None) -> None:
-        """Make *gradient*, by default the memory that `widened` returned, the gradient of sub-group
-        *index*, in full precision.
-        """
+        """Make *gradient*, or the memory of `widened`, the gradient of sub-group *index*."""
         memory = self._widened_memory(index) if gradient is None else gradient
         self._values.write(self._replacements[index], 0, memory)
         self.pause()
@@ -305,10 +297,7 @@ class LastGradients(Gradients):
     def add(
         self, index: int, partitions: Sequence[tuple[int, torch.Tensor]], *, to_earlier: bool
     ) -> list[torch.Tensor]:
-        """Add *partitions* of sub-group *index*, each with the offset of its first element. With
-        *to_earlier* they accumulate on the stored sums, of whichever step; otherwise they overwrite
-        the sums.
-        """
+        """As in the base class. With *to_earlier* they accumulate on sums of whichever step."""
         self._keep_lent()
         if any(offset in self._states[index].fresh for offset, _ in partitions):
             self.widened(index)  # no update has used these parts, as after an overflow
@@ -322,9 +311,7 @@ class LastGradients(Gradients):
         """Do nothing: before the last micro-batch, readers see the gradients of the step before."""
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """The gradient of sub-group *index* for the optimizer. With *last*, the optimizer's changes
-        to it are kept.
-        """
+        """As in the base class. With *last*, the optimizer's changes to it are kept."""
         self._keep_lent()
         memory = super().widened(index)
         self._lent = index if last else None

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class InBackward:
-    """The updates of *stage3*, whose optimizer states are in a tier.
-
-    Attributes: *updated*, the sub-groups that this backward pass has updated; *updating*, whether it
-    is updating one now.
-    """
+    """The updates of *stage3*. *updated*: by this pass. *updating*: whether it is in one."""
 
     def __init__(self, stage3: Stage3) -> None:
         self.updated: set[int] = set()

@@ -82,9 +82,7 @@ def _parts(
 
 
 def of_state_dict(owner: Stages1And2, tree: Mapping[str, Any]) -> CheckpointReader:
-    """The values in *tree*, DeepSpeed's state dict of the optimizer on this rank. Raises: UsageError
-    or UnsupportedError if its partitions do not match *owner*'s.
-    """
+    """The values in *tree*, DeepSpeed's state dict. Raises: UsageError, UnsupportedError."""
     tree = as_of_stage_3(tree)
     sizes = [master.numel() for master in tree[FP32_FLAT_GROUPS]]
     if sizes != (wanted := unpadded(owner)):
@@ -113,9 +111,7 @@ def layout(owner: Stages1And2) -> dict[str, Saved]:
 
 
 def shares(owner: Stages1And2, index: int) -> list[Share]:
-    """The parts of parameters in sub-group *index*. If it has only padding, an empty part of the
-    last parameter.
-    """
+    """The parts of parameters in sub-group *index*; an empty one if it has only padding."""
     places, (group, start, end) = layout(owner), owner.spans[index]
     rank = dist.get_rank(group=owner.real_dp_process_group[group])
     low = rank * int(owner.partition_size[group]) + start

@@ -1,6 +1,4 @@
-"""The states of ZeRO-3's sub-groups: which ones an optimizer will keep, their bytes for each element,
-and sizes of sub-groups that the host memory budget can hold.
-"""
+"""The states of ZeRO-3's sub-groups, and sizes of sub-groups that host memory can hold."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def states_of(
 
 
 def elementwise(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of *state* with a value for each element of *parameter*. They are offloaded with
-    the parameter.
-    """
+    """The tensors of *state* with a value for each element of *parameter*."""
     return {
         key: value
         for key, value in state.items()

@@ -41,9 +41,7 @@ _on_gpu: ContextVar[bool] = ContextVar("on_gpu", default=False)
 def _configure_optimizer(
     original: Callable[..., Any], engine: Any, *args: Any, **named: Any
 ) -> Any:
-    """Make the optimizer for the device of updates: torch's fused Adam if FusedAdam cannot be
-    built.
-    """
+    """Make the optimizer for the device of updates, with or without DeepSpeed's FusedAdam."""
     ds_config = engine._config._param_dict
     on_gpu = not _reason_for_cpu(ds_config)
     token = _on_gpu.set(on_gpu)
@@ -152,16 +150,12 @@ def trial_device(optimizer: Any) -> torch.device:
 
 
 def gpu_bytes(footprint: Footprint) -> float:
-    """Bytes of GPU memory for each element of the largest sub-group, of which one is unpacked; the
-    *footprint* is of updates on the CPU.
-    """
+    """GPU bytes for each element of the largest sub-group; *footprint* is of the CPU."""
     return footprint.states * footprint.in_flight + footprint.scratch + footprint.gradient
 
 
 def most_elements(footprint: Footprint) -> int:
-    """The elements of the largest sub-group that fits in the free memory of every GPU. All ranks
-    call it.
-    """
+    """The elements of the largest sub-group for the memory of every GPU. All ranks call it."""
     return int(least(torch.cuda.mem_get_info()[0]) / _PARTS / gpu_bytes(footprint))
 
 
