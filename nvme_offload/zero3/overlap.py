@@ -23,12 +23,12 @@ from ..device.staging import CPU
 from ..errors import InvariantError
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
-from ..update.queue import Job, Pending, quiesce_all
+from ..update.queue import Job, Pending, UpdateQueue, quiesce_all
 from . import compat
 from .ahead import Ahead
 from .once_per_step import has_hooks, replaces_step
 from .replacing import replaces
-from .updates import Awaited, Updates
+from .updates import Awaited, partly_applied
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -53,11 +53,14 @@ def route(stage3: Stage3, call: Callable[..., None]) -> dict[str, Callable[..., 
     return methods
 
 
-class Overlap(Updates):
-    """The steps of *stage3*, whose optimizer states are in a tier."""
+class Overlap(UpdateQueue):
+    """The updates of *stage3*, which read and write in *tier*. If one fails, the remaining ones are
+    not made: until `abandon`, callers that wait get the error, once, or `partly_applied`.
+    """
 
     def __init__(self, stage3: Stage3) -> None:
-        super().__init__(stage3.tier)
+        super().__init__()
+        self.tier = stage3.tier
         self._stage3 = stage3
         self._gathered = Ahead(stage3.parameter_offload.get_param_coordinator())
         # The number of uses of modules before the first use of each sub-group in this step.
@@ -159,6 +162,15 @@ class Overlap(Updates):
                 self.put(Job(make, [Awaited(self, index, groups[index])], note))
             self.put(Job(functools.partial(self._finish, like), note=note))
             self._failed = False
+
+    def _is_void(self) -> bool:
+        return self.is_dead or self._failed
+
+    def _give_up(self) -> BaseException | None:
+        return partly_applied()
+
+    def _before_wait(self) -> None:
+        self.tier.release_locks()
 
     def _used(self, pending: Pending) -> None:
         if isinstance(pending, Awaited):

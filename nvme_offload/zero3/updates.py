@@ -1,4 +1,4 @@
-"""`Updates`: the queued updates of an engine in a tier, and the parameters that wait for them.
+"""The parameters that wait for updates of `Overlap`, and waits for the updates in a tier.
 
 DeepSpeed, its users and this package all reach the partition of a parameter through its attribute
 `ds_tensor`. While the update of any parameter is awaited, `torch.nn.Parameter` has a descriptor of
@@ -24,29 +24,12 @@ _NAME = "ds_tensor"
 _lock = threading.RLock()
 
 
-class Updates(UpdateQueue):
-    """Updates that read and write in *tier*. If one fails, the remaining ones are not made: until
-    `abandon`, callers that wait for them receive the error, once, or `partly_applied`.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        super().__init__()
-        self.tier = tier
-
-    def _is_void(self) -> bool:
-        return self.is_dead or self._failed
-
-    def _give_up(self) -> BaseException | None:
-        return partly_applied()
-
-    def _before_wait(self) -> None:
-        self.tier.release_locks()
-
-
 class Awaited(Pending):
     """The update of sub-group *index*, whose parameters are *params*; it is in *queue*."""
 
-    def __init__(self, queue: Updates, index: int, params: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, queue: UpdateQueue, index: int, params: Sequence[torch.nn.Parameter]
+    ) -> None:
         super().__init__()
         self.queue = queue
         self.index = index
@@ -143,5 +126,5 @@ def is_worker() -> bool:
     return any(queue.is_worker() for queue in queues())
 
 
-def _of(tier: Tier) -> list[Updates]:
-    return [queue for queue in queues() if isinstance(queue, Updates) and queue.tier is tier]
+def _of(tier: Tier) -> list[UpdateQueue]:
+    return [queue for queue in queues() if getattr(queue, "tier", None) is tier]

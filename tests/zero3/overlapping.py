@@ -247,12 +247,11 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     from nvme_offload.errors import OutOfHostMemoryError
     from nvme_offload.swap.swapper import TensorSwapper
     from nvme_offload.zero3.overlap import Overlap
-    from nvme_offload.zero3.updates import Updates
 
     # each wait lets one update go, so that it can be counted how many are over then
     inside, waited, go = threading.Event(), threading.Event(), threading.Semaphore(0)
     step_optimizer, swap_in = Overlap.step_optimizer, TensorSwapper.swap_in
-    start, block = Overlap.start, Updates._block
+    start, block = Overlap.start, Overlap._block
     full = False
 
     def stepping(overlap: Any, index: int) -> None:
@@ -281,7 +280,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     engine = trained(training, made)
     engine.optimizer.finish_updates()
     Overlap.step_optimizer = stepping  # type: ignore[method-assign]
-    Overlap.start, Updates._block = starting, waiting  # type: ignore[method-assign]
+    Overlap.start, Overlap._block = starting, waiting  # type: ignore[method-assign]
     TensorSwapper.swap_in = swapping_in  # type: ignore[method-assign]
     param = next(param for param in engine.module.parameters() if not param.requires_grad)
     before = param.nvme_swapper.partition(param)
