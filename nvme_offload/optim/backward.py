@@ -210,8 +210,8 @@ class BackwardUpdates:
             with owner.health.out_of_sync(
                 f"updates were being undone ({type(error).__name__}: {error})"
             ):
-                owner.updater.recover(owner.binding.buckets)
                 owner.tier.end_uses()
+                owner.updater.recover(owner.binding.buckets)
                 owner.show_undone(owner.provisional.roll_back(before))
                 owner.health.calls.changing = False
         except Exception as failure:

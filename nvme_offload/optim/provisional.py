@@ -288,14 +288,14 @@ class ProvisionalUpdates:
         owner = self._owner()
         if owner is None:
             self._clear()
-        elif torch._C._current_graph_task_id() == -1 and self._updates_any(module.parameters()):
-            owner.undo_provisional()
-
-    def _updates_any(self, parameters: Iterable[torch.Tensor]) -> bool:
-        weights = {
-            id(fragment.weight.parameter) for bucket in self._made for fragment in bucket.fragments
-        }
-        return any(id(parameter) in weights for parameter in parameters)
+        elif torch._C._current_graph_task_id() == -1:
+            updated = {
+                id(fragment.weight.parameter)
+                for bucket in self._made
+                for fragment in bucket.fragments
+            }
+            if not updated.isdisjoint(map(id, module.parameters())):
+                owner.undo_provisional()
 
 
 def _fingerprint_of(fragment: Fragment) -> torch.Tensor | None:
