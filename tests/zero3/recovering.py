@@ -2,7 +2,7 @@
 `test_recovery.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for
-an exception at "each" calls of every kind that a step makes, one after the other, "passes" for the calls
+an exception at "each" calls of every kind that a step makes, in a separate step each, "passes" for the calls
 of the user's code, and of swapper and store, in forward and backward, "write" for a drive on which
 no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment
 function with an unknown key, "lines" for an exception at "most" of the lines of the package that a
@@ -360,7 +360,7 @@ def at_lines(training: Training, place: str, *, most: int, first: int, warm: int
 
 
 def at_calls(training: Training, place: str, each: int) -> dict[str, Any]:
-    """An exception at *each* calls of every kind that a step makes, one after the other."""
+    """An exception at *each* calls of every kind that a step makes, in a separate step each."""
     from nvme_offload import OffloadError
 
     def arm(engine: Any, cuts: Cuts) -> tuple[Armed, Callable[[], list[str]]]:

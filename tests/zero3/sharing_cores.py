@@ -1,4 +1,4 @@
-"""Gives DeepSpeed a model in one scenario after the other, on the cores of the one argument, a JSON
+"""Gives DeepSpeed a model in several scenarios, on the cores of the one argument, a JSON
 object, and prints for each the number of threads before and after, and the log: see
 `test_cores.py`.
 """

@@ -65,7 +65,7 @@ def test_what_passes_leaves_no_trace(disturbed, faults):
     ("first", "error", "kind"), [(0, ENOSPC, "NoSpaceError"), (60, EIO, "IOFailure")]
 )
 def test_what_stays_is_an_error_of_its_type_on_every_rank(tmp_path, first, error, kind):
-    """No rank waits for the 30 minutes after which gloo gives up."""
+    """No rank waits for the 30 minutes of gloo's timeout."""
     ranks = run([STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]])
     results = [result for rank in ranks for result in rank.results]
     assert len(results) == 2, [rank.complaints for rank in ranks]

@@ -56,7 +56,7 @@ IN_STAGE_2 = {
 }
 
 
-# Stages 1 and 2 share the code of the others.
+# Stages 1 and 2 share the code that all other cases run.
 IN_STAGE_1 = {
     name: IN_EITHER[name] for name in ("fp32", "overflow", "accumulation", "everything-fits")
 }

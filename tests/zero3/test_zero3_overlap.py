@@ -377,9 +377,8 @@ def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
 
 
 # none gathered ahead, and all
-@pytest.mark.parametrize(
-    ("parameters", "bucket"), [("nvme", 0), pytest.param("none", 10**6, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("parameters", "bucket"), [("nvme", 0), ("none", 10**6)])
 def test_what_a_step_costs_grows_with_the_sub_groups_and_no_faster(tmp_path, parameters, bucket):
     # the first step comes before the order of use is known; waits make a step's lines vary by 3 %
     lines = []
