@@ -76,9 +76,15 @@ class Sum:
         return change
 
     def make_zero(self) -> None:
-        """Reset to zero."""
+        """Reset to zero. A gradient whose weight was bound anew has no bytes any longer, so that a
+        plain tensor replaces it.
+        """
         self.pending.clear()
-        self.is_zero, self.lost = True, ""
+        weight = self.weight()
+        if weight is None or weight.fragments:
+            self.is_zero, self.lost = True, ""
+        else:
+            weight.parameter.grad = torch.zeros_like(weight.parameter.detach())
 
 
 class HostGradient(WithoutMemory):

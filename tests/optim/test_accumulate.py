@@ -436,6 +436,27 @@ def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
     assert differing(*results) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_leaves_with_its_gradient_and_returns(tmp_path, dtype):
+    plain, ours = (parameters(dtype, shapes=[(30, 20), (7,), ()]) for _ in range(2))
+    reference = torch.optim.SGD(plain, lr=0.1, momentum=0.9)
+    options = {"lr": 0.1, "momentum": 0.9, "masters": False, "accumulate": "host"}
+    with NVMeOptimizer(ours, torch.optim.SGD, paths=tmp_path, **options) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            backward(params, 0)
+            one.step()
+            away = one.param_groups[0]["params"].pop(0)
+            one.zero_grad()
+            backward(params[1:], 1)
+            one.step()
+            one.param_groups[0]["params"].append(away)
+            one.zero_grad(set_to_none=False)
+            for number in (2, 3):
+                backward(params, number)
+            one.step()
+    assert differing(ours, plain) == []
+
+
 def test_a_group_that_is_added(tmp_path):
     results = []
     for ours in (False, True):
