@@ -9,7 +9,7 @@ import logging
 import pickle
 import random
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -64,7 +64,8 @@ class Before:
     *gradients*: the fingerprint of each fragment's gradient. *changes*: for each weight, how often
     the program has changed it, and whether it did so since the last update. For each fragment, its
     *elements* of the parameter, the small *states*, and the changes that its master has *taken_up*.
-    *left*: the options of groups after the update.
+    *left*: the options of groups after the update. *weights*: the fingerprint of each fragment's
+    elements after it, if they are not on the way from another device.
     """
 
     bucket: Bucket
@@ -75,6 +76,7 @@ class Before:
     states: Sequence[dict[Any, Any]]
     taken_up: Sequence[int]
     left: Options = dataclasses.field(default_factory=dict)
+    weights: Mapping[Fragment, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
 
 class ProvisionalUpdates:
@@ -188,6 +190,8 @@ class ProvisionalUpdates:
     def made(self, before: Before, left: Options) -> None:
         """Record that the update of *before* has ended, with the options of groups *left*."""
         before.left = left
+        if not before.bucket.visits_device:
+            before.weights = {one: _fingerprint_of_weight(one) for one in before.bucket.fragments}
         self._made[before.bucket] = before
         self.made_count += 1
         if self._forward_hook is None:
@@ -271,11 +275,15 @@ class ProvisionalUpdates:
 
     def _changed_by_others(self) -> set[Weight]:
         weights = {weight for before in self._made.values() for weight in before.changes}
+        # a change through `parameter.data` leaves no trace but in the elements
+        found = _changed((one.weights for one in self._made.values()), _fingerprint_of_weight)
+        changed = {fragment.weight for fragment in found}
         # a parameter that was only moved or cast gets its old values back, too
         return {
             weight
             for weight in weights
-            if weight.was_changed and Form.of(weight.parameter) == weight.form
+            if (weight.was_changed or weight in changed)
+            and Form.of(weight.parameter) == weight.form
         }
 
     def _clear(self) -> None:
@@ -306,12 +314,20 @@ def _fingerprint_of(fragment: Fragment) -> torch.Tensor | None:
     return fingerprint(fragment.of(local(gradient)))
 
 
-def _changed(gradients: Iterable[Mapping[Fragment, torch.Tensor | None]]) -> set[Fragment]:
-    """The fragments whose gradients have other fingerprints now."""
+def _fingerprint_of_weight(fragment: Fragment) -> torch.Tensor | None:
+    """None if the parameter was moved or cast."""
+    return fingerprint(fragment.of_weight()) if fragment.weight.is_as_bound else None
+
+
+def _changed(
+    gradients: Iterable[Mapping[Fragment, torch.Tensor | None]],
+    fingerprint_now: Callable[[Fragment], torch.Tensor | None] = _fingerprint_of,
+) -> set[Fragment]:
+    """The fragments whose gradients, or weights, have other fingerprints now."""
     changed: set[Fragment] = set()
     compared: dict[torch.device, list[tuple[Fragment, torch.Tensor, torch.Tensor]]] = {}
     for fragment, was in itertools.chain.from_iterable(one.items() for one in gradients):
-        now = _fingerprint_of(fragment)
+        now = fingerprint_now(fragment)
         if was is not None and now is not None:
             compared.setdefault(now.device, []).append((fragment, was, now))
         elif was is not now:

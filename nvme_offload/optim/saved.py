@@ -22,7 +22,7 @@ from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, un
 from ..optimizer_states.tree import Key, replaced, tensors, travels
 from .buckets import ANY_CHANGE, Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
-from .update import MASTER, Find, Updater
+from .update import MASTER, Find, Updater, is_rounded
 
 _ALIGNMENT = 64
 _AHEAD = 3  # buckets that are read while one is written
@@ -224,11 +224,14 @@ def restore(
     }
     updater.store(bucket, leaves, fill, groups)
     for fragment, source in sources.items():
-        fragment.rounded = None
         if MASTER not in source:  # it was made from the weight
             fragment.changes = ANY_CHANGE
         elif fragment.weight in given and not is_on_drive(given[fragment.weight][MASTER]):
-            fragment.changes = fragment.weight.changes
+            changed = fragment.rounded is not None and not is_rounded(
+                fragment, fragment.of_weight()
+            )
+            fragment.changes = ANY_CHANGE if changed else fragment.weight.changes
+        fragment.rounded = None
 
 
 def _given(

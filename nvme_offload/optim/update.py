@@ -191,10 +191,8 @@ class Updater(Records):
         """The bytes of a bucket's value, valid in the context. *ahead*: names to prefetch."""
         if ahead:
             self.tier.swapper.prefetch(ahead)
-        fetched = self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
-        changed = self._masters_follow(bucket, fetched)
-        yield fetched
-        self._host.give_back(changed=changed)  # after an exception, `recover` ends the use
+        yield self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
+        self._host.give_back(changed=False)  # after an exception, `recover` ends the use
 
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
@@ -508,37 +506,14 @@ class Updater(Records):
             self._scratch = torch.empty(elements, dtype=torch.float32)
         return self._scratch[:elements]
 
-    def _masters_follow(self, bucket: Bucket, memory: torch.Tensor) -> bool:
-        """Whether a master in *memory*, on the CPU, has followed a change by the program."""
-        layout = bucket.layout
-        if layout is None or layout.master is None or not self._format.in_place:
-            return False
-        master = layout.master.of(memory).view(torch.float32)
-        followed = [
-            self._follow(fragment, fragment.of_weight().cpu(), fragment.within(master))
-            for fragment in bucket.fragments
-            if fragment.weight.is_as_bound
-        ]
-        return any(followed)
-
-    def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> bool:
-        """Copy elements of the *weight* that the program has changed to the *master*. On the CPU,
-        return whether there were any.
-        """
+    def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
+        """Copy elements of the *weight* that the program has changed to the *master*."""
         if fragment.changes == fragment.weight.changes or not self._format.in_place:
-            return False
+            return
         if fragment.changes == NO_MASTER:
             master.copy_(weight)
-            return True
-        waits = weight.device.type == "cpu"  # on a GPU, a comparison costs less than the answer
-        rounded = fragment.rounded
-        if waits and rounded is not None and torch.equal(rounded, _bits(fragment, weight)):
-            return False
-        new = master.to(weight.dtype) != weight
-        if waits and not new.any():
-            return False
-        master.copy_(torch.where(new, weight, master))
-        return True
+        elif weight.device.type != "cpu" or not is_rounded(fragment, weight):  # costs more on a GPU
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner = self.make(groups)
@@ -625,6 +600,12 @@ class Updater(Records):
         for fragment in bucket.fragments:
             fragment.shadow.grad = None
             drop_memory([*fragment.leaves.values(), fragment.shadow])
+
+
+def is_rounded(fragment: Fragment, weight: torch.Tensor) -> bool:
+    """Whether *weight* is known to be as the last update on the CPU left it."""
+    rounded = fragment.rounded
+    return rounded is not None and torch.equal(rounded, _bits(fragment, weight))
 
 
 def _bits(fragment: Fragment, weight: torch.Tensor) -> torch.Tensor:

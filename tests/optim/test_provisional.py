@@ -482,10 +482,12 @@ def test_a_rate_that_is_set_between_is_that_of_the_step(tmp_path):
         assert_same(pairs)
 
 
-def test_a_parameter_that_is_changed_between_is_an_error(tmp_path):
-    net, optimizer, before = begun(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of", [lambda parameter: parameter, lambda parameter: parameter.data])
+def test_a_parameter_that_is_changed_between_is_an_error(tmp_path, dtype, of):
+    net, optimizer, before = begun(tmp_path, dtype=dtype)
     with torch.no_grad():
-        net[2].weight.mul_(0.5)
+        of(net[2].weight).mul_(0.5)
     with pytest.raises(UsageError, match="a parameter was changed between"):
         optimizer.step()
     optimizer.zero_grad()
@@ -635,8 +637,10 @@ AFTER_LOADING = {
 }
 
 
-@covering(dtype=[torch.float32, torch.bfloat16], then=list(AFTER_LOADING))
-def test_a_model_that_is_loaded_after_backward_stays_loaded(tmp_path, dtype, then):
+@covering(
+    dtype=[torch.float32, torch.bfloat16], then=list(AFTER_LOADING), by=["load_state_dict", "data"]
+)
+def test_a_model_that_is_loaded_after_backward_stays_loaded(tmp_path, dtype, then, by):
     """As after a loss that is not a number, without a step."""
     pairs = both(tmp_path, dtype)
     with closing(pairs):
@@ -653,7 +657,11 @@ def test_a_model_that_is_loaded_after_backward_stays_loaded(tmp_path, dtype, the
             loss_of(net, 6).backward()
             if then == "states first":
                 optimizer.load_state_dict(states)
-            net.load_state_dict(weights)
+            if by == "data":
+                for name, parameter in net.named_parameters():
+                    parameter.data.copy_(weights[name])
+            else:
+                net.load_state_dict(weights)
             AFTER_LOADING[then](net, optimizer, states)
             assert differing(list(net.state_dict().values()), list(weights.values())) == []
         if then != "close":
