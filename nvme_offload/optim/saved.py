@@ -203,7 +203,9 @@ def restore(
         for fragment, there in kept.items()
     }
     bucket.inner = None
-    if not any(sources.values()):
+    has_masters = bucket.update_dtype != bucket.dtype
+    begun = has_masters and any(fragment.stepped for fragment in bucket.fragments)
+    if not any(sources.values()) and not begun:
         bucket.layout, bucket.rest_bytes = None, 0  # the first update creates it
         return
 
@@ -213,7 +215,6 @@ def restore(
                 if key != MASTER or has_masters:
                     find(fragment, key).copy_(value)
 
-    has_masters = bucket.update_dtype != bucket.dtype
     leaves = {
         fragment: {
             key: torch.empty_like(value, dtype=fragment.leaves[key].dtype, device="meta")
