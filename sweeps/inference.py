@@ -50,7 +50,7 @@ class Results:
 
 
 def _empty_model(shape: str) -> Any:
-    """A Llama without values but those of its buffers."""
+    """A Llama with values in its buffers alone."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     width, inner, layers, heads, kv_heads, words, tied = example()["SHAPES"][shape]
@@ -129,7 +129,7 @@ def _infer(job: dict[str, Any]) -> None:
     import transformers  # noqa: F401  # its memory is not the model's
 
     example()
-    os.sync()  # what was written before is not this side's traffic
+    os.sync()  # so that earlier writes are not this side's traffic
     _drop_page_cache(job["weights"])
     meter = Meter(Path(job["directory"]))
     gc.collect()
@@ -158,7 +158,7 @@ def _infer(job: dict[str, Any]) -> None:
 @option("--model", default="1b", help="A model of examples/big_models/train.py.")
 @option("--sides", type=Names(SIDES), default=",".join(SIDES), help="With commas between.")
 @option("--host-memory", type=Size("1MB"), default="1GB", help="Of Offload.")
-@option("--gpu-memory", type=Size(), default=None, help="Of Offload; else what is free.")
+@option("--gpu-memory", type=Size(), default=None, help="Of Offload; by default the free memory.")
 @option("--tokens", type=COUNT, default=8, help=f"After {_SETTLING} that do not count.")
 @option("--timeout", type=float, default=560, help="Of a side, in seconds.")
 @option("--rounds", type=COUNT, default=2, help="Each runs every side once.")

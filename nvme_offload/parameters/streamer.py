@@ -22,7 +22,7 @@ from .saved import SavedTensors, pop, push
 from .slots import Slot, Slots
 
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
-# those of optimizer states, which are needed earlier.
+# copies of optimizer states, which are needed earlier.
 AHEAD = 3
 
 # Writes the values of parameters to the memory of each.
@@ -70,7 +70,7 @@ class Streamer:
         self._clock = 0
         self._last: Bucket | None = None
         self._ahead = 0  # the place in the order up to which buckets are on the device
-        self._unused: set[Bucket] = set()  # fetched for a use to come
+        self._unused: set[Bucket] = set()  # fetched and not used yet
         self._first_module: weakref.ref[torch.nn.Module] | None = None
         self._assignments: dict[torch.nn.Parameter, int] = {}
         self._placeholders: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
