@@ -139,7 +139,8 @@ def test_a_first_update_that_did_not_begin_leaves_no_states(tmp_path, monkeypatc
     opened, trained = Updater.open, []
 
     def no_memory(updater, bucket):
-        opened(updater, bucket).fill_(255)
+        opened(updater, bucket)
+        bucket.memory.fill_(255)
         monkeypatch.undo()
         raise torch.OutOfMemoryError("made up")
 
