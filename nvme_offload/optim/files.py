@@ -69,8 +69,8 @@ def load(
     check: Callable[[Tree], Any],
     load_state_dict: Callable[[Tree], None],
 ) -> None:
-    """Load the states at *path* by *load_state_dict*, once *check* has accepted those of every rank: see
-    `NVMeOptimizer.load`.
+    """Load the states at *path* by *load_state_dict*, once *check* has accepted the states of every
+    rank: see `NVMeOptimizer.load`.
     """
     ranks = parts.ranks_of(steps.binding.weights, group)
     if ranks is None and path.is_dir():

@@ -1,5 +1,5 @@
-"""Updates run under fixed modes, such as inference_mode; the inner optimizer runs under the
-caller's.
+"""Modes of a thread, such as inference_mode: updates run under fixed ones, the inner optimizer
+under the caller's.
 """
 
 from __future__ import annotations

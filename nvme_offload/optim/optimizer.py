@@ -542,8 +542,8 @@ class NVMeOptimizer(Forwarding):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, for all of the optimizer's gradients, those in host
-        memory, too.
+        """As `torch.nn.utils.clip_grad_norm_`, for all of the optimizer's gradients, also in host
+        memory.
 
         Parameters
         ----------

@@ -38,7 +38,7 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
-    """Restore into *master* what was split into *working* and *low*. Shapes: as for `split`."""
+    """Restore *master*, which was split into *working* and *low*. Shapes: as for `split`."""
     if not master.is_cpu:
         kernels(master.device).join(working, low, master)
         return

@@ -63,7 +63,7 @@ def is_for_each(value: Any, shape: torch.Size) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `torch.empty_like` gives: those of *tensor* if its elements have no gaps."""
+    """The strides that `torch.empty_like` gives: the tensor's own if its elements have no gaps."""
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()

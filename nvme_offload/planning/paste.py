@@ -103,7 +103,7 @@ for part in parts:
     fully_shard(part)
 fully_shard(model)
 """
-_WITHOUT_ROOM = {  # by what brings the weights
+_WITHOUT_ROOM = {  # by the kind of the weights
     "streams": f"""\
 # host memory cannot have it: make `model` on the meta device, and give {_WEIGHTS}
 # the directory of its files (docs/streaming.md, "From files of safetensors")
