@@ -38,6 +38,8 @@ def asked(given: Mapping[str, Any]) -> Question:
             raise click.UsageError(
                 f"directory {path!r} does not exist: give one on the drive, or describe a drive by --drive-read and --drive-write"
             )
+    if given["inference"] and given["state_format"]:
+        raise click.UsageError("--inference has no optimizer states: leave out --state-format")
     model = _model(given)
     if given["trainable"] is not None:
         trainable = models.of_count(given["trainable"]).parameters

@@ -451,6 +451,10 @@ def test_what_would_help_is_reported_where_nothing_fits(tmp_path):
         (["plan", "--params", "7B", "--drive-read", "3GB"], "both --drive-read and --drive-write"),
         (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "--path is a drive of this machine"),
         (["plan", "--params", "7B", "--budget", "-1"], "'-1' is not a size"),
+        (
+            ["plan", "--params", "7B", "--inference", "--state-format", "split"],
+            "leave out --state-format",
+        ),
         (["repair"], "No such command 'repair'"),
     ],
 )
