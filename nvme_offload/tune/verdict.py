@@ -301,26 +301,22 @@ def _choose(
     fastest = min(settings, key=lambda setting: costs[setting].value)
     near = [setting for setting in settings if _alike(costs[setting], costs[fastest])]
     doubtful = [setting for setting in settings if _doubtful(costs[setting], costs[fastest])]
-    below_defaults: dict[Setting, float] = {}
-    below_either: dict[Setting, float] = {}
-    for setting in settings:
-        estimates = [
-            (found[setting], found[control], max(found.values(), key=lambda one: one.value))
-            for found in gains.values()
-        ]
-        below_defaults[setting] = max(_below(own, other) for own, other, _ in estimates)
-        below_best = max(_below(own, best, margin=ALIKE) for own, _, best in estimates)
-        below_either[setting] = max(below_defaults[setting], below_best)
+
+    def below(setting: Setting, *, best: bool = False) -> float:
+        """How far it is below the defaults under some load, or also 98 % of the *best*."""
+        gaps = [_below(found[setting], found[control]) for found in gains.values()]
+        for found in gains.values() if best else ():
+            top = max(found.values(), key=lambda one: one.value)
+            gaps.append(_below(found[setting], top, margin=ALIKE))
+        return max(gaps)
+
     steps = {
         f"takes at most {100 * DOUBTFUL:.0f} % longer than the fastest": near,
         "cannot be distinguished from the fastest": doubtful,
     }
-    bounds = {
-        "DeepSpeed's defaults or than 98 % of the best": below_either,
-        "DeepSpeed's defaults": below_defaults,
-    }
-    for (bound, below), (step, pool) in itertools.product(bounds.items(), steps.items()):
-        remaining = [setting for setting in pool if not below[setting]]
+    bounds = {"DeepSpeed's defaults or than 98 % of the best": True, "DeepSpeed's defaults": False}
+    for (bound, best), (step, pool) in itertools.product(bounds.items(), steps.items()):
+        remaining = [setting for setting in pool if not below(setting, best=best)]
         if remaining:
             place = (
                 f"of the {len(remaining)} such settings it is the closest to blocks of "
@@ -331,7 +327,7 @@ def _choose(
             said = f"{step}, it is not measurably slower than {bound} under any load, and {place}"
             return min(remaining, key=preference), said
     return (
-        min(near, key=lambda setting: (below_defaults[setting], preference(setting))),
+        min(near, key=lambda setting: (below(setting), preference(setting))),
         f"{next(iter(steps))}, and all such settings are measurably slower than DeepSpeed's defaults "
         "under some load, this one the least",
     )
