@@ -209,8 +209,9 @@ def needs(
     accumulation: int = 1,
     gpu_memory: int = 0,
 ) -> Needs:
-    """The bytes of *strategy* for the states of *model*, and on a GPU with *gpu_memory* bytes for
-    *activations* bytes, which are freed before an update, after *accumulation* passes.
+    """The bytes of *strategy* for the states of *model*, and on the GPU for *activations* bytes,
+    which are freed before an update, after *accumulation* passes. *gpu_memory*: of the GPU, if host
+    memory holds all states; otherwise 0.
     """
     drive = 0.0
     if strategy.uses_drive:

@@ -321,14 +321,8 @@ def _plan(
     # DeepSpeed's estimates do not contain it, so it is not shown
     reduced = WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.trained) if trains and not plain else 0
     strategy = _placed(strategy, model, machine.gpu, world, activations, reduced)
-    gpu_bytes, host_bytes, space = needs(
-        strategy,
-        model,
-        world,
-        activations,
-        work.accumulation,
-        machine.gpu.memory_bytes if machine.gpu else 0,
-    )
+    asked = strategy, model, world, activations, work.accumulation
+    gpu_bytes, host_bytes, space = needs(*asked)
     if (strategy.updates == "host gradients" or strategy.streams) and world.size > 1:
         cause = "Offload.parameters" if strategy.streams else 'accumulate="host"'
         problems[f"one rank, since {cause} does not take parameters of FSDP2"] = math.inf
@@ -346,6 +340,8 @@ def _plan(
         said = "{1} of host memory a rank for the swapper, which needs at least {0}"
         require(least, kept, said)
         host_bytes += min(kept, whole)
+        if machine.gpu and kept >= whole:
+            gpu_bytes = needs(*asked, machine.gpu.memory_bytes).gpu_bytes
     moved = _moved(strategy, model, world, kept)
     spilled = max(saved - work.activation_host_bytes, 0.0)
     drive_bytes = space if kept is None else beside_budget(strategy, model, world, kept)
