@@ -60,8 +60,8 @@ def owner_at(place: str) -> Any:
 
 
 def _bound(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def bound(*args: Any, **named: Any) -> Any:
         return function(original, *args, **named)
 
-    return bound
+    # A factory in place of a class is no member of the class's module.
+    return bound if isinstance(original, type) else functools.wraps(original)(bound)
