@@ -409,7 +409,11 @@ class Updater(Records):
         the *weights* of the *changed* fragments, or of all.
         """
         apart = [
-            (fragment, flat.as_strided(fragment.shape, fragment.strides))
+            (
+                fragment,
+                # a weight itself may have gaps
+                weight if flat is weight else flat.as_strided(fragment.shape, fragment.strides),
+            )
             for fragment, weight, flat in zip(bucket.fragments, weights, flats, strict=True)
             if (changed is None or fragment in changed)
             and (flat.data_ptr() != weight.data_ptr() or fragment.is_scattered)
