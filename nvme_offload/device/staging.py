@@ -174,7 +174,7 @@ class DeviceStager(HostStager):
         super().__init__(tier)
         self._device = device
         self._copies = CopyStreams()
-        # The copies of gradients wait until FSDP2 has written them; those of the next value do not.
+        # The copies of gradients wait until FSDP2 has written them. Copies of the next value need not.
         self._gradient_copies = CopyStreams()
         self._places = deque(_Place() for _ in range(PLACES))
         self._returns = Returns(tier)

@@ -16,7 +16,7 @@ from ..optimizer_states import BLOCK, StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
 from ..optimizer_states.traits import Traits, examine, lasting_keys, raw_step
 from ..optimizer_states.tree import is_for_each, tensors
-from ..sizes import LEAST_BUDGET_BYTES
+from ..sizes import GPU_PARTS, LEAST_BUDGET_BYTES
 from ..units import format_bytes
 from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
@@ -26,6 +26,8 @@ from .update import MASTER
 # on the alignment of its operands
 _ALIGNED = 16
 
+# buckets in flight take one part in so many of a GPU's free memory at most, if they are large
+_FREE_PARTS = 8
 _MANY = 512  # buckets of a few KB, which take longer than their bytes
 
 _CPU = torch.device("cpu")
@@ -359,7 +361,12 @@ def _is_scalar(parameter: torch.Tensor) -> bool:
 
 
 def _memory_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    """The memory of a GPU, less if little of it is free, so that large buckets do not exhaust it."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(total, GPU_PARTS // _FREE_PARTS * (free + unused))
 
 
 def _dimensions(parameters: Sequence[torch.Tensor]) -> list[int]:
