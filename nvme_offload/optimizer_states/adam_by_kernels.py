@@ -24,7 +24,7 @@ from ..errors import known
 from .formats import Layout, StateFormat
 from .on_gpu import kernels, packs_in_one_pass, reason
 from .one_pass import STATES, Part
-from .packed import Look, Packed, Unpacked, bits_of
+from .packed import Look, Packed, Unpacked, bits_of, raise_flag
 from .rounding import BLOCK
 from .traits import raw_step
 
@@ -98,7 +98,7 @@ def step_by_kernels(
                 -(-part.weight.numel() // BLOCK), dtype=torch.bool, device=buffer.device
             )
             by.mark_far(into.moments[1], into.moments[0], far, look.eps)
-            torch.maximum(look.flag, far.any().to(look.flag.dtype), out=look.flag)
+            raise_flag(look.flag, far)
         if splits or one.moments:
             by.pack(into, one, part.first_block, seed)
         if layout.master is not None and not splits:

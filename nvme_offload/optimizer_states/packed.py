@@ -44,6 +44,11 @@ class Look(NamedTuple):
     eps: float
 
 
+def raise_flag(flag: torch.Tensor, far: torch.Tensor) -> None:
+    """Write 1 to *flag*, as a `Look` has it, if one of the blocks is *far*. Does not wait for a GPU."""
+    torch.maximum(flag, far.any().to(flag.dtype), out=flag)
+
+
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     """The bit patterns of the float32 *values*, with one pattern for NaN: compilers choose its bits."""
     return torch.where(values.isnan(), torch.nan, values).view(torch.int32)

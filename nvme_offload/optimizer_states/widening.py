@@ -15,6 +15,7 @@ from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
 from .on_gpu import kernels
+from .packed import raise_flag
 from .rounding import BLOCK, CHUNK, block_names
 
 _LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
@@ -105,8 +106,7 @@ class Findings:
 
     def add(self, far: torch.Tensor) -> None:
         """Add a result of `mark_far_blocks`."""
-        flag = self.flag(far.device)
-        torch.maximum(flag, far.any().to(flag.dtype), out=flag)
+        raise_flag(self.flag(far.device), far)
         self.note(far.device)
 
     def found(self) -> bool:
