@@ -198,6 +198,7 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
         )
         arguments += _SETTINGS.get(strategy.updates, ())
         arguments.append(f"lr={_learning_rate(question):.0e}".replace("e-0", "e-"))
+        arguments.append("fused=True")  # packed states are then updated in one pass
         yield f"optimizer = {'memory.optimizer' if streams else 'NVMeOptimizer'}("
         yield from (f"    {each}," for each in arguments)
         yield ")"

@@ -266,7 +266,10 @@ def _plain_gpu_bytes(
         stays = 2 * largest if largest > 2 * STREAMED_BUCKET_BYTES else 0
         weights = min(STREAMED_SLOTS * (STREAMED_BUCKET_BYTES if stays else each) + stays, weights)
     bucket = _bucket_elements(strategy, LARGEST_IN_MEMORY_BYTES * IN_MEMORY, gpu_memory)
-    staged = (PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, trained)
+    beside = 2 * strategy.beside_bytes
+    if gpu_memory and strategy.state_format != "exact":  # one kernel, which unpacks no value
+        beside = 3 * WEIGHT_BYTES
+    staged = (PLACES * strategy.state_bytes + beside) * min(bucket, trained)
     return int(weights + WEIGHT_BYTES * (gradients + gathered) + staged)
 
 

@@ -25,11 +25,6 @@ ROUND_TRAFFIC = 8
 # Unpack and pack: "compact" reads 4 and writes 12, and back; "split" joins the 2 of the weight and 2
 # more to the 4 of the master, and back.
 PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
-# Parameters a second that a GPU unpacks and packs, if it takes longer to queue the kernels than to run
-# them: a bucket of 128 MiB in 0.26, 0.55 and 0.64 ms, whatever its size. In reports/packing-h100.md the
-# processor takes as long as the GPU. 7B "compact" takes 1.07 to 1.36 s with updates in backward, and 1.02
-# s of them without packing.
-PACKED_PER_SECOND = {"split": 52e9, "compact": 61e9, "compact24": 70e9}
 OPTIMIZER_SHARE = 1.2  # of the speed of plain copies, which also read the lines that they write
 # The share of the drive's measured speed that a step reaches: the median of `NVMeOptimizer` in
 # reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed in training-h200*.md.
@@ -167,13 +162,14 @@ class Step(NamedTuple):
     def _hidden(self) -> dict[str, tuple[float, float]]:
         """By pass, the shares of the parameters and of the bytes that are updated during it."""
         strategy, whole = self.strategy, 1.0
-        if strategy.updates == "in both":
-            rest = 1 - FORWARD_SHARE
-            return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
-        if strategy.provisional:  # states in host memory are updated in the step
+        if strategy.provisional:  # states in host memory are updated later
             states = strategy.state_bytes * self.model.trained
             whole = self.moved.written * self.world.size / states
-        return {name: (whole, 1.0) for name in strategy.windows if whole}
+        if strategy.updates != "in both":
+            return {name: (whole, 1.0) for name in strategy.windows if whole}
+        rest = 1 - FORWARD_SHARE
+        shares = {"forward": (1 - rest * whole, FORWARD_SHARE), "backward": (rest * whole, rest)}
+        return shares if whole else {"forward": (1.0, 1.0)}
 
     def _passes(self, moved: Streamed) -> tuple[_Concurrent, _Concurrent]:
         """The concurrent terms of a forward and of a backward pass."""
@@ -233,12 +229,8 @@ class Step(NamedTuple):
     def _update_on_gpu(self, each: float, gpu: Gpu) -> tuple[Term, ...]:
         known = gpu_models.find(gpu.name)
         memory = known.bytes_per_second if known else _OTHER_GPU_BYTES_PER_SECOND
-        adam = _term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), memory)
-        packed = PACKED_PER_SECOND.get(self.strategy.state_format)
-        if packed is None:
-            return (adam,)
-        packed = min(packed, memory / PACK_TRAFFIC[self.strategy.state_format])
-        return adam, _term("packing", each, packed, 1.0, "billion")
+        traffic = 3 * WEIGHT_BYTES + 2 * self.strategy.state_bytes  # the gradient is only read
+        return (_term("Adam", each * traffic, memory),)
 
     def _update_on_cpu(self, each: float) -> tuple[Term, ...]:
         strategy, here = self.strategy, each * self.world.ranks

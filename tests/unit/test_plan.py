@@ -687,7 +687,7 @@ def test_what_a_pass_and_its_update_have_of_one_gpu_and_one_drive_is_added():
     after, under = found["plain-compact"], found["plain-in-backward-compact"]
     _, backward, update = after.phases
     both = {terms[0].name: terms for terms in under.phases[-1].beside}
-    for names, each in ((("compute", "Adam", "packing"), "compute"), (("drive", "drive"), "drive")):
+    for names, each in ((("compute", "Adam"), "compute"), (("drive", "drive"), "drive")):
         assert tuple(term.name for term in both[each]) == names
         apart = [
             term.seconds

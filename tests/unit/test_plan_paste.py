@@ -58,7 +58,7 @@ def expected(accumulation: int = 1, clips: bool = True, tied: bool = False) -> l
     model = make_model(tied).to(torch.bfloat16)
     parameters = list(model.parameters())
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
-    adam = torch.optim.AdamW(masters, lr=LEARNING_RATE)
+    adam = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
     for number, batch in enumerate(make_batches(), 1):
         loss: Any = model(**batch).loss / accumulation
         loss.backward()

@@ -97,6 +97,16 @@ NOT_PREDICTED = {
     "systems-h100.md: DeepSpeed ZeRO-3, states in host memory": _COPIES,
     "training-h200-slower-drive.md: ours-both-third": "parameters were read late, as the report says",
     "training-h200-auto.md: ours-third": "the run was faster than fio's speed allows",
+    'host-memory-h200.md: 3B: DeepSpeed, "device": "cpu"': _COPIES,
+    'host-memory-h200.md: 3B: ZeRO-3 with nvme_offload, "exact"': (
+        "the CPU was busy for the whole step, as the report says"
+    ),
+    "host-memory-h200.md: two H200s: FSDP2 with `NVMeOptimizer`, in backward": (
+        "communication between ranks is not included, and was not measured alone"
+    ),
+    "update-device-h100.md: parameters on the GPU": (
+        "an earlier version; host-memory-h200.md has a later one, which is predicted"
+    ),
     "h100-llama2-7b.md: ZeRO-3, parameters and states on the drive": (
         "an earlier version; h200-llama2-7b.md has a later one, which is predicted"
     ),
@@ -138,7 +148,7 @@ def test_predictions_lie_to_either_side_of_what_was_measured():
 def test_every_report_of_steps_has_cases():
     named = {case.name.partition(":")[0] for case in CASES}
     kinds = ("training-*", "optimizer-*", "activations-h*", "*llama2*", "big-models-*", "systems-*")
-    kinds += ("zero3-gpu-*", "update-device-*")
+    kinds += ("zero3-gpu-*", "update-device-*", "host-memory-*")
     assert named == {path.name for kind in kinds for path in REPORTS.glob(f"{kind}.md")}
 
 
@@ -151,7 +161,8 @@ def test_memory_is_what_was_measured(row):
     plan = of_table(row).plan
     # hardly less, and more where gradients grow while activations are freed
     low, high, host = (0.93, 1.16, 0.15) if row["sequence"] else (0.95, 1.05, 0.2)
-    assert low < plan.gpu_bytes / int(row["gpu_bytes"]) < high
+    if row["gpu_bytes"]:  # the report may not have it, and `Offload` takes what is free
+        assert low < plan.gpu_bytes / int(row["gpu_bytes"]) < high
     assert plan.host_bytes == pytest.approx(int(row["host_bytes"]), rel=host)
 
 
