@@ -29,7 +29,7 @@ from .command import COUNT, Names, Size, option, say
 from .machine import facts
 from .meter import Meter, restart_peak, status
 from .report import columns, document, escaped, listed, ratios, shown, write
-from .systems import example, find_speeds
+from .systems import example, find_speeds, write_weights
 
 _SETTLING = 2  # tokens: the first is the prompt's, after the second the order is learned
 _PROMPT = 16  # tokens
@@ -49,43 +49,11 @@ class Results:
     notes: list[str]
 
 
-def _empty_model(shape: str) -> Any:
-    """A Llama with values in its buffers alone."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    width, inner, layers, heads, kv_heads, words, tied = example()["SHAPES"][shape]
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=words,
-        tie_word_embeddings=tied,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return model.eval()
-
-
-def _make_weights(job: dict[str, Any]) -> None:
-    """Write random weights as safetensors."""
-    model = _empty_model(job["model"])
-    rotary = model.model.rotary_emb
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(rotary)(model.config)
-    model.tie_weights()
-    weights = [weight.detach() for weight in model.parameters()]
-    example()["fill"](weights, model.config.initializer_range, 0)
-    model.save_pretrained(job["weights"])
-
-
 def _ours(job: dict[str, Any], device: torch.device) -> tuple[Any, int]:
     """Parameters that stream from files of safetensors, and the bytes of memory that they may use."""
     from nvme_offload import Offload
 
-    model = _empty_model(job["model"])
+    model = example()["empty_llama"](job["model"]).eval()
     model.offload = Offload(job["directory"], host_memory=job["host_memory"])
     model.offload.parameters(
         model, device, weights=job["weights"], gpu_memory=job["gpu_memory"] or "auto"
@@ -122,7 +90,7 @@ def _infer(job: dict[str, Any]) -> None:
     """Run one side in this process, which reports every token."""
     send = apart.event_sender()
     if job["side"] == "weights":
-        _make_weights(job)
+        write_weights(example()["empty_llama"](job["model"]), Path(job["weights"]))
         return
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from nvme_offload.errors import OffloadError, UsageError
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.machine import available_bytes
+from nvme_offload.parameters.weights import save
 from nvme_offload.planning import traffic
 
 from . import apart, command, turns
@@ -67,11 +69,12 @@ class Results:
 
 class System(NamedTuple):
     """A system: its title, and the factory of its step. The step takes tokens and returns the loss
-    after the update.
+    after the update. *loads*: from files that are on the drive before it starts.
     """
 
     title: str
     make: Callable[[dict[str, Any]], Step]
+    loads: bool = False
 
 
 @functools.cache
@@ -131,15 +134,23 @@ def _ours(
     return _plain(model, optimizer, (lambda: optimizer.clip_grad_norm_(1000.0)) if clips else None)
 
 
+def write_weights(llama: Any, directory: Path) -> None:
+    """Write random weights for *llama*, which is on the meta device, as safetensors."""
+    noise = example()["Noise"](llama.config.initializer_range, 0, torch.device("cpu"))
+    save(llama, directory, lambda weight: noise.fill(torch.empty_like(weight, device="cpu")))
+
+
 def _streamed(state_format: str, job: dict[str, Any]) -> Step:
     """Parameters and states in host memory, and on the drive beyond that."""
     from nvme_offload import Offload
 
     if job["gpus"] > 1:
         raise UsageError("Offload.parameters is for one process: leave out --gpus")
-    model = _model(job, device=torch.device("cpu"))
+    llama, weights = example()["empty_llama"](job["model"]), Path(job["directory"], "weights")
     offload = Offload(job["directory"], host_memory=job["host_memory"])
-    offload.parameters(model, _device(), gpu_memory=job["gpu_memory"] or "auto")
+    offload.parameters(llama, _device(), weights=weights, gpu_memory=job["gpu_memory"] or "auto")
+    shutil.rmtree(weights)  # a drive may not hold them and the states
+    model = example()["WithLoss"](llama).train()
     optimizer = offload.optimizer(
         model.parameters(), torch.optim.AdamW, state_format=state_format, **_IN_BACKWARD
     )
@@ -335,10 +346,17 @@ SYSTEMS = {
     "offload-compact": System(
         'Offload: streamed parameters, "compact", in backward',
         functools.partial(_streamed, "compact"),
+        loads=True,
+    ),
+    "offload-compact24": System(
+        'Offload: streamed parameters, "compact24", in backward',
+        functools.partial(_streamed, "compact24"),
+        loads=True,
     ),
     "offload-exact": System(
         'Offload: streamed parameters, "exact", in backward',
         functools.partial(_streamed, "exact"),
+        loads=True,
     ),
     "cpu-offload-policy-compact": System(
         'FSDP2 with CPUOffloadPolicy and NVMeOptimizer, "compact", in backward',
@@ -364,8 +382,12 @@ def _train(job: dict[str, Any]) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     meter, tokens = Meter(Path(job["directory"])), torch.Generator().manual_seed(1 + rank)
+    system = SYSTEMS[job["system"]]
+    if system.loads:
+        write_weights(example()["empty_llama"](job["model"]), Path(job["directory"], "weights"))
+        send("written")
     began = time.monotonic()
-    step = SYSTEMS[job["system"]].make(job)
+    step = system.make(job)
     send("made", seconds=time.monotonic() - began)
     probe = Probe() if job["probe"] and cuda else None
     words = example()["SHAPES"][job["model"]][5]

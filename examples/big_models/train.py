@@ -120,10 +120,8 @@ def shard(model: WithLoss) -> None:
     fully_shard(model)
 
 
-def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
-    """A Llama with random bfloat16 weights and activation checkpointing, sharded over *ranks*
-    processes.
-    """
+def empty_llama(name: str) -> torch.nn.Module:
+    """A Llama in bfloat16 with values in its buffers alone, and with activation checkpointing."""
     width, inner, layers, heads, kv_heads, words, tied = SHAPES[name]
     config = LlamaConfig(
         hidden_size=width,
@@ -135,34 +133,48 @@ def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    with torch.device("meta"):  # the whole model may not fit on one rank
+    with torch.device("meta"):
         llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     llama.gradient_checkpointing_enable({"use_reentrant": False})
+    llama.model.rotary_emb = type(llama.model.rotary_emb)(config)
+    return llama
+
+
+def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
+    """`empty_llama` with random weights, sharded over *ranks* processes."""
+    llama = empty_llama(name)  # the whole model may not fit on one rank
     model = WithLoss(llama).train()
     if ranks > 1:
         shard(model)
     model.to_empty(device=device)
     llama.tie_weights()  # to_empty unties them without FSDP2
     seed = dist.get_rank() if ranks > 1 else 0  # each rank fills its shards
-    fill([local(weight) for weight in model.parameters()], config.initializer_range, seed)
+    noise = Noise(llama.config.initializer_range, seed, device)
+    for weight in model.parameters():
+        noise.fill(local(weight))
     with device:  # to_empty left its buffers uninitialized
-        llama.model.rotary_emb = type(llama.model.rotary_emb)(config)
+        llama.model.rotary_emb = type(llama.model.rotary_emb)(llama.config)
     return model
 
 
-def fill(weights: list[torch.Tensor], std: float, seed: int) -> None:
-    """Set vectors to 1, and fill matrices with a few million random numbers, repeated.
+class Noise:
+    """A few million random numbers of the deviation *std*, repeated.
 
     On the CPU, torch draws random numbers on one core: for 7B, it would take more than a minute.
     """
-    noise = std * torch.randn(NOISE, generator=torch.Generator().manual_seed(seed))
-    noise, begin = noise.to(weights[0]), 0
-    for weight in weights:
+
+    def __init__(self, std: float, seed: int, device: torch.device) -> None:
+        numbers = std * torch.randn(NOISE, generator=torch.Generator().manual_seed(seed))
+        self.numbers, self.begin = numbers.to(device, torch.bfloat16), 0
+
+    def fill(self, weight: torch.Tensor) -> torch.Tensor:
+        """Fill *weight*, a matrix, with the next numbers; or a vector with 1."""
         flat = weight.fill_(1).view(-1)[: 0 if weight.ndim == 1 else None]
         while flat.numel():
-            part = noise[begin : begin + flat.numel()]
+            part = self.numbers[self.begin : self.begin + flat.numel()]
             flat[: part.numel()] = part
-            flat, begin = flat[part.numel() :], (begin + part.numel()) % NOISE
+            flat, self.begin = flat[part.numel() :], (self.begin + part.numel()) % NOISE
+        return weight
 
 
 def save(directory: Path, rank: int, step: int, model: WithLoss, optimizer: NVMeOptimizer) -> None:
