@@ -174,7 +174,7 @@ def _conceded(
         text += " Everything fits on one GPU, so torch.optim.AdamW does without DeepSpeed, too."
     if roomy is not None:
         space = format_gb(roomy.drive_bytes * question.world.ranks)
-        text += f" With {space} free on the drive, {roomy.strategy.title}, fits."
+        text += f" With {space} free on the drive, {roomy.strategy.title} fits."
     return text
 
 

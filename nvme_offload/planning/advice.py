@@ -64,14 +64,14 @@ def faster(found: Sequence[Plan], chosen: Plan) -> list[Plan]:
 
 def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
     """At most *count* of the plans, in their order: the way of *chosen*, the best of each other
-    `door`, which fits or lacks the least, and the plans that are faster.
+    `door`, which fits or lacks the least, and the fastest plans that are faster.
     """
     ranked = sorted(found, key=_rank)
     doors = {plan.strategy.door: plan.strategy.name for plan in reversed(ranked)}
     others = ranked
     if chosen is not None:
         doors[chosen.strategy.door] = chosen.strategy.name
-        others = faster(found, chosen)
+        others = sorted(faster(found, chosen), key=lambda plan: plan.seconds or math.inf)
     names = [*doors.values(), *(plan.strategy.name for plan in others)]
     wanted = list(dict.fromkeys(names))[:count]
     return [plan for plan in found if plan.strategy.name in wanted]

@@ -358,7 +358,7 @@ def _plan(
         require(needed, machine.gpu.memory_bytes, "{} of GPU memory, and a GPU has {}")
     needed = host_bytes * world.ranks
     require(needed, machine.host_bytes, "{} of host memory, and {} are available")
-    if space and not machine.drives:
+    if drive_bytes and not machine.drives:
         problems["a drive: no drive given, pass --path"] = 1.0
     else:
         require(drive_bytes * world.ranks, machine.free_bytes, "{} on the drive, and {} are free")

@@ -483,8 +483,12 @@ def test_without_a_drive_nothing_is_offloaded_to_one():
     assert all(
         "a drive: no drive given, pass --path" in plan.problems
         for plan in found
-        if plan.strategy.uses_drive
+        if plan.drive_bytes
     )
+    roomy = by_name(plans(SEVEN, machine(drives=()), World(), Work(), 90_000_000_000))
+    assert roomy["plain"].fits
+    assert roomy["plain"].drive_bytes == 0
+    assert not roomy["nvme-optimizer"].fits  # ZeRO-3 allocates space for all states
 
 
 def test_a_budget_below_the_largest_parameter_is_refused():
@@ -898,8 +902,12 @@ def question(**changes: object) -> Question:
         ({"budget": 1 << 20}, "no --budget"),
         ({"machine": machine(host_bytes=1 << 30)}, "2 GB of host memory"),
         (
-            {"machine": machine(host_bytes=32 << 30, drives=())},
-            "a drive with 1 GB free (--path DIR)",
+            {"machine": machine(host_bytes=24 << 30, drives=())},
+            "34 GB of host memory",
+        ),
+        (
+            {"machine": machine(host_bytes=12 << 30, drives=())},
+            "a drive with 14 GB free (--path DIR)",
         ),
         (
             {"machine": machine(host_bytes=8 << 30, drives=(Drive("/d", 9 << 30, SPEEDS),))},
@@ -931,7 +939,7 @@ def test_a_change_that_is_made_is_enough():
 
 
 def test_more_space_than_the_least_may_concede_less():
-    here = machine(host_bytes=16 << 30, drives=())
+    here = machine(host_bytes=14 << 30, drives=())
     found = cheapest_change(question(machine=here))
     assert found is not None
     assert found.finer is not None
@@ -940,7 +948,7 @@ def test_more_space_than_the_least_may_concede_less():
     assert found.finer.concession < found.plan.concession
     room = found.finer.drive_bytes
     drives = (Drive("/d", room, SPEEDS),)
-    chosen = fastest(question(machine=machine(host_bytes=16 << 30, drives=drives)).answers())
+    chosen = fastest(question(machine=machine(host_bytes=14 << 30, drives=drives)).answers())
     assert chosen is not None
     assert chosen.concession == found.finer.concession
 
