@@ -14,6 +14,7 @@ deepspeed/ops/csrc/pin_memory/py_ds_pin_memory.cpp.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import os
@@ -37,7 +38,6 @@ from .operation import (
     open_descriptor,
     open_path,
     require_movable,
-    write_to_descriptor,
 )
 from .replacing import Replacements
 
@@ -177,8 +177,7 @@ class aio_handle:
         """Start a write to a file, or to the open descriptor *fd*, and return 0.
 
         The caller may close the descriptor immediately. Its file position and O_APPEND are ignored.
-        A file that cannot be opened for writing by name (deleted, O_TMPFILE, no permission) is
-        written through the page cache before this method returns.
+        Raises: IOFailure if the file has no name by which it can be opened for writing.
         """
         if (filename is None) == (fd is None):
             raise TypeError("async_pwrite() needs either filename or fd")
@@ -279,15 +278,10 @@ class aio_handle:
             )
             if writing:
                 operation.staging.copy_(buffer)
-        if place.file is not None:
-            file, memory = place.file, operation.staging
-            move = engine.write if writing else engine.read
-            operation.ticket = self._with_descriptors(lambda: move(memory, file, offset))
-        else:
-            try:
-                write_to_descriptor(operator.index(where), operation.staging, offset)  # type: ignore[arg-type]
-            except IOFailure as error:
-                operation.failure = error
+        move = engine.write if writing else engine.read
+        operation.ticket = self._with_descriptors(
+            lambda: move(operation.staging, place.file, offset)
+        )
         return operation
 
     def _with_descriptors(self, action: Callable[[], _Result]) -> _Result:
@@ -329,7 +323,7 @@ def aio_read(
     validate: bool,
 ) -> int:
     """Read the start of *filename* into *buffer* and return 0. Raises: as `aio_handle`."""
-    return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).read(
+    return _handle(block_size, queue_depth, single_submit, overlap_events).read(
         buffer, filename, validate
     )
 
@@ -344,7 +338,7 @@ def aio_write(
     validate: bool,
 ) -> int:
     """Write *buffer* to the start of *filename* and return 0. Raises: as `aio_handle`."""
-    return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).write(
+    return _handle(block_size, queue_depth, single_submit, overlap_events).write(
         buffer, filename, validate
     )
 
@@ -405,7 +399,8 @@ _shared_engines: weakref.WeakValueDictionary[tuple[int, AioConfig], _SharedEngin
     weakref.WeakValueDictionary()
 )
 _sharing = threading.Lock()
-_kept: aio_handle | None = None
+# The kernel takes tens of milliseconds to open the queues of an engine, so the last one is kept.
+_handle = functools.lru_cache(1)(aio_handle)
 
 
 def _share_engine(config: AioConfig) -> _SharedEngine:
@@ -422,13 +417,6 @@ def _close(engine: Engine) -> None:
         engine.close()
     except OffloadError as failure:
         _log.error("an operation that was never waited for failed: %s", failure)
-
-
-def _keep(handle: aio_handle) -> aio_handle:
-    """Keep the engine of *handle*: the kernel takes tens of milliseconds to open its queues."""
-    global _kept
-    _kept = handle
-    return handle
 
 
 def _index(name: str, value: int) -> int:

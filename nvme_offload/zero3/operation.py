@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 class OpenFile:
-    """An open file with its path and identity. *file* is None if the engine cannot open it."""
+    """An open file with its path and identity."""
 
-    def __init__(self, file: File | None, path: str, status: os.stat_result) -> None:
+    def __init__(self, file: File, path: str, status: os.stat_result) -> None:
         self.file = file
         self.path = path
         self.identity = (status.st_dev, status.st_ino)
@@ -82,7 +82,7 @@ class Operation:
         self.ticket = None
         # A caught exception must not keep the memory alive.
         self.buffer = self.staging = self.buffer.new_empty(0)
-        self.place.file = None
+        del self.place.file
 
     def _compare(self) -> None:
         import torch
@@ -117,61 +117,23 @@ def open_path(engine: Engine, path: StrPath, writing: bool) -> OpenFile:
 
 
 def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> OpenFile:
-    """Open the file of *descriptor* again, by its name if it still has one: the engine does not
-    follow links for writing, and the entries of /proc/self/fd are links.
+    """Open the file of *descriptor* again, by its name: the engine does not follow links for writing,
+    and the entries of /proc/self/fd are links. Raises: UsageError, IOFailure.
     """
     if not writing:
         raise UsageError(f"filename must be a path, not {descriptor}")
-    path = f"/proc/self/fd/{descriptor}"
+    link = Path(f"/proc/self/fd/{descriptor}")
     try:
-        readable_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-        status = os.fstat(descriptor)
-        name = str(Path(path).readlink())
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "the descriptor is not open for writing")
+        status, name = os.fstat(descriptor), link.readlink()
+        if not os.path.samestat(name.stat(), status):
+            raise FileNotFoundError(errno.ENOENT, "the file of the descriptor has no name")
     except OSError as error:
-        raise _failure(error, path) from None
-    if readable_only:
-        raise _failure(OSError(errno.EBADF, "the descriptor is not open for writing"), path)
-    nameless = OpenFile(None, name, status)
-    try:
-        if not os.path.samestat(Path(name).stat(), status):
-            return nameless
-        place = OpenFile(engine.open(name, "w"), name, Path(name).stat())
-    except OSError as error:
-        if error.errno in OUT_OF_DESCRIPTORS:
-            raise
-        return nameless
-    if place.identity != nameless.identity:  # replaced in between
-        return nameless
-    _warn_of_page_cache(place)
-    return place
-
-
-def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> None:
-    """Write all of *staging*, synchronously."""
-    path = f"/proc/self/fd/{descriptor}"
-    memory = memoryview(_bytes_of(staging).numpy())  # type: ignore[arg-type]  # until numpy 2 its arrays have no __buffer__
-    done = 0
-    try:
-        try:
-            # Without O_DIRECT, which needs alignment, and without O_APPEND.
-            own = os.open(path, os.O_WRONLY)
-        except PermissionError:
-            own = os.dup(descriptor)
-        try:
-            while done < len(memory):
-                done += os.pwrite(own, memory[done:], offset + done)
-        finally:
-            os.close(own)
-    except OSError as error:
-        raise _failure(error, path, offset, len(memory), done) from None
-
-
-def _failure(
-    error: OSError, path: str, offset: int = 0, nbytes: int = 0, done: int = 0
-) -> IOFailure:
-    return IOFailure.of(
-        error, operation="write", path=path, offset=offset, nbytes=nbytes, done=done
-    )
+        raise IOFailure.of(
+            error, operation="write", path=str(link), offset=0, nbytes=0, done=0
+        ) from None
+    return open_path(engine, name, writing)
 
 
 _warned_devices: set[int] = set()
@@ -179,7 +141,7 @@ _warned_devices: set[int] = set()
 
 def _warn_of_page_cache(place: OpenFile) -> None:
     device = place.identity[0]
-    if place.file is not None and not place.file.direct and device not in _warned_devices:
+    if not place.file.direct and device not in _warned_devices:
         _warned_devices.add(device)
         _log.warning(
             "the filesystem of %s has no O_DIRECT: offloading to it goes through the page cache",
