@@ -28,7 +28,6 @@ from .checkpoint_engines import (
     engine_of,
     loads,
     offloads,
-    replacing,
     streams,
 )
 from .checkpoint_load import (
@@ -41,7 +40,7 @@ from .checkpoint_load import (
 )
 from .inference import Inference
 from .param_swapper import is_offloaded
-from .replacing import ENGINE, replaces
+from .replacing import ENGINE, replaced, replaces
 from .stage3 import Stage3
 
 _LOAD_ARGUMENTS = (
@@ -80,7 +79,7 @@ def save_checkpoint(
         writer = engine.checkpoint_engine
         if offloads(engine):
             writer = Complete(writer, engine.optimizer)
-        with replacing(engine, writer):
+        with replaced(engine, checkpoint_engine=writer):
             saved: bool = original(engine, *arguments)
         if (
             engine.use_node_local_storage()
@@ -246,7 +245,7 @@ def _save(
     engine.optimizer.leaves_states_offloaded = True
     try:
         generation.directory.begin()
-        with replacing(engine, generation):
+        with replaced(engine, checkpoint_engine=generation):
             save(engine, save_dir, tag, client_state, False, exclude_frozen)
     finally:
         engine.optimizer.leaves_states_offloaded = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -10,7 +9,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +72,6 @@ def streams(engine: Any) -> bool:
             type(checkpoint_engine).__name__,
         )
     return False
-
-
-@contextlib.contextmanager
-def replacing(engine: Any, instead: Any) -> Iterator[None]:
-    """Context in which *instead* takes the place of *engine*'s checkpoint engine."""
-    original = engine.checkpoint_engine
-    engine.checkpoint_engine = instead
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = original
 
 
 class _Instead:

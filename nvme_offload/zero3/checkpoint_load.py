@@ -4,10 +4,9 @@ checkpoint, and all ranks agree on it, before anything is changed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ from .checkpoint_engines import (
     Reader,
     engine_of,
     loads,
-    replacing,
     streams,
 )
 from .inference import Inference
 from .reader import CheckpointReader
+from .replacing import replaced
 from .stage3 import Stage3
 
 
@@ -212,7 +211,11 @@ def load_module(
     """
     optimizer, tree = engine.optimizer, opened.tree
     reader = Reader(engine.checkpoint_engine, opened.read)
-    with replacing(engine, reader), _without_refresh(optimizer):
+    # DeepSpeed's refresh of masters would come before parameters are loaded.
+    with (
+        replaced(engine, checkpoint_engine=reader),
+        replaced(optimizer, refresh_fp32_params=lambda: None),
+    ):
         # Without states DeepSpeed would gather all weights here.
         result = load(**({"load_optimizer_states": True} if opened.alone else {}))
     if engine.load_universal_checkpoint() and tree["mp_world_size"] == engine.mp_world_size:
@@ -230,16 +233,6 @@ def load_module(
         isinstance(optimizer, Stage3) and optimizer.rounds_half_away_from_zero,
     )
     return result
-
-
-@contextlib.contextmanager
-def _without_refresh(optimizer: Any) -> Iterator[None]:
-    """Context without DeepSpeed's refresh of masters, which comes before parameters are loaded."""
-    optimizer.refresh_fp32_params = lambda: None
-    try:
-        yield
-    finally:
-        del optimizer.refresh_fp32_params
 
 
 def _latest(path: Path) -> str:

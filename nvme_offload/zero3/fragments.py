@@ -44,6 +44,7 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         """A copy of this part of the master weights, or of a state. Raises: UsageError."""
+        self._settle()
         found, key = [], optim_state_key or MASTER
         for index, offset, _, count in self._pieces():
             with self.owner.in_memory(index) as held:
@@ -57,6 +58,7 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
     def set_hp_fragment(self, values: torch.Tensor, optim_state_key: str | None) -> None:
         """Copy this part of *values*, of the whole parameter, to the master weights or a state."""
         self.owner.require_whole()
+        self._settle()
         self.owner.partly_changed = True
         for index, offset, own, count in self._pieces():
             with self.owner.in_memory(index, changed=True) as held:
@@ -102,10 +104,13 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
         address = self.lp_fragment_address
         return values.detach().flatten().narrow(0, address.start, address.numel)
 
-    def _gradients(self) -> Gradients:
+    def _settle(self) -> None:
         quiesce(self.owner.tier)
-        self.owner.gradient_store.require_whole()
         self.owner.give_back()
+
+    def _gradients(self) -> Gradients:
+        self._settle()
+        self.owner.gradient_store.require_whole()
         return self.owner.gradient_store
 
 

@@ -27,7 +27,7 @@ from ..update.queue import Job, Pending, UpdateQueue, quiesce_all
 from . import compat
 from .ahead import Ahead
 from .once_per_step import has_hooks, replaces_step
-from .replacing import replaces
+from .replacing import replaced, replaces
 from .updates import Awaited, partly_applied
 
 if TYPE_CHECKING:
@@ -102,18 +102,12 @@ class Overlap(UpdateQueue):
         self._optimizer = with_own_options(self._stage3.optimizer)
         self._noted = [[] for _ in self._stage3.fp16_groups]
 
-    @contextlib.contextmanager
-    def gathers_nothing(self) -> Iterator[None]:
+    def gathers_nothing(self) -> contextlib.AbstractContextManager[None]:
         """Context in which DeepSpeed's `step` does not gather the small parameters that it keeps on
         the accelerator: the forward pass gathers each one at its first use, after its update. Steps
         that defer no update use it, too, because all ranks gather together.
         """
-        stage3 = self._stage3
-        kept, stage3.persistent_parameters = stage3.persistent_parameters, []
-        try:
-            yield
-        finally:
-            stage3.persistent_parameters = kept
+        return replaced(self._stage3, persistent_parameters=[])
 
     def _do_or_note(self, name: str, index: int, *rest: Any) -> None:
         if self._noted is None:

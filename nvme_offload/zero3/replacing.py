@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -50,6 +51,18 @@ class Replacements(list[Callable[[], Any]]):
         """Undo the replacements."""
         while self:
             self.pop()()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: object) -> Iterator[None]:
+    """Context in which attributes of *owner* have other *values*."""
+    made = Replacements()
+    try:
+        for name, value in values.items():
+            made.put(owner, name, value)
+        yield
+    finally:
+        made.restore()
 
 
 def owner_at(place: str) -> Any:

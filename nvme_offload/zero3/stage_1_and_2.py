@@ -26,7 +26,8 @@ from ..io.archive import Provider
 from . import compat, fragments, partition_states, states
 from .agreement import all_or_none
 from .once_per_step import OncePerStep, computed_from_values, one_step
-from .reader import MASTER, CheckpointReader
+from .reader import CheckpointReader
+from .replacing import replaced
 from .step_stats import StepClock
 from .sub_groups import is_elementwise
 from .tiered import VECTOR_ELEMENTS, Tiered
@@ -291,12 +292,13 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         return False
 
     def _optimizer_step(self, group_no: int) -> None:
-        groups = self.optimizer.param_groups
-        group, parameters = groups[group_no], self._of_group(group_no)
+        group, parameters = self.optimizer.param_groups[group_no], self._of_group(group_no)
         self.partly_changed = True
-        self.optimizer.param_groups = [group]
         try:
-            with one_step(self.optimizer, len(parameters)) as once:
+            with (
+                replaced(self.optimizer, param_groups=[group]),
+                one_step(self.optimizer, len(parameters)) as once,
+            ):
                 for parameter in parameters:
                     group["params"] = [parameter]
                     index = self._index_of(parameter)
@@ -304,7 +306,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
                         self.read_ahead(index)
                     self._update(index, once)
         finally:
-            self.optimizer.param_groups = groups
             self._clear_fp32_optimizer_param_groups()
 
     def _update(self, index: int, once: OncePerStep) -> None:
@@ -329,21 +330,19 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             self._weights(index).copy_(parameter.data)
         self.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
 
-    @contextlib.contextmanager
-    def _weights_as_masters(self) -> Iterator[None]:
+    def _weights_as_masters(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the base class sees this rank's 16-bit weights as master weights."""
         weights = [self._own_weights(group) for group in range(len(self.bit16_groups))]
-        kept = self.single_partition_of_fp32_groups
-        self.single_partition_of_fp32_groups = weights
-        self.param_buffer_of_bit16_for_cpu_offload_groups = weights
-        try:
-            yield
-        finally:
-            self.single_partition_of_fp32_groups = kept
-            self.param_buffer_of_bit16_for_cpu_offload_groups = []
+        return replaced(
+            self,
+            single_partition_of_fp32_groups=weights,
+            param_buffer_of_bit16_for_cpu_offload_groups=weights,
+        )
 
     def update_lp_params(self) -> None:
         """Set the 16-bit weights of all ranks from the master weights."""
+        quiesce(self.tier)
+        self.give_back()
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if self.state_format.in_place:
                 with self.in_memory(index):
@@ -371,15 +370,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         """Record that the user has set gradients, which a step may use."""
         self._awaits_backward = False
 
-    @contextlib.contextmanager
-    def in_memory(self, index: int, *, changed: bool = False) -> Iterator[dict[str, Any]]:
-        """Context with master weights (key "") and states in memory; *changed* keeps changes."""
-        quiesce(self.tier)
-        self.give_back()
-        parameter = self.fp32_partitioned_groups_flat[index]
-        with self.optimizer_swapper.using(parameter, changed=changed):
-            yield {**self.optimizer.state.get(parameter, {}), MASTER: parameter.data}
-
     # Checkpoints.
 
     def _get_groups_without_padding(self, groups_with_padding: Any) -> list[torch.Tensor]:
@@ -390,7 +380,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         quiesce(self.tier)
         self.require_whole()
         self.give_back()
-        every = self.optimizer.state
         self._lenders = partition_states.providers(self)
         shown: dict[torch.Tensor, dict[str, Any]] = {}
         try:
@@ -399,10 +388,9 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
                 if kept := partition_states.state(self, number, self._lenders):
                     shown[flat] = kept
                 group["params"] = [flat]
-            self.optimizer.state = shown
-            tree: dict[str, Any] = super().state_dict()
+            with replaced(self.optimizer, state=shown):
+                tree: dict[str, Any] = super().state_dict()
         finally:
-            self.optimizer.state = every
             self._clear_fp32_optimizer_param_groups()
             del self._lenders
         return self._completed(tree)

@@ -41,6 +41,7 @@ from .reader import (
     in_sub_groups,
     shape_of,
 )
+from .replacing import replaced
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -54,8 +55,9 @@ POWERS = "nvme_offload_adam_powers"
 SCALER = "torch_autocast_gradscaler"
 
 
-@contextlib.contextmanager
-def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -> Iterator[None]:
+def in_users_groups(
+    stage3: Stage3, masters: list[torch.Tensor] | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Context in which *stage3* shows the user's sub-groups, with *masters*, to DeepSpeed."""
     groups = stage3.user_sub_groups
     first = [group[0] for group in groups]
@@ -74,14 +76,7 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
     }
     if masters is not None:
         shown["fp32_partitioned_groups_flat"] = masters
-    kept = {name: getattr(stage3, name) for name in shown}
-    try:
-        for name, value in shown.items():
-            setattr(stage3, name, value)
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(stage3, name, value)
+    return replaced(stage3, **shown)
 
 
 def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -100,13 +95,11 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         masters.append(master)
         if parameter in every:
             states[master] = joined_state(stage3, group[0], parts, numel)
-    stage3.optimizer.state = states
     aliases = _add_converted(states) if stage3.leaves_states_offloaded else {}
     try:
-        with in_users_groups(stage3, masters):
+        with replaced(stage3.optimizer, state=states), in_users_groups(stage3, masters):
             return base() | ({ALIASES: aliases} if aliases else {})
     finally:
-        stage3.optimizer.state = every
         stage3._clear_fp32_optimizer_param_groups()
 
 
@@ -403,30 +396,10 @@ def refill(
             owner.optimizer.state[parameter] = state
             for key, dtype in () if owner.swaps(index) else cut.items():
                 state[key] = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
-    with _in_memory(owner, index, changed=True, renewed=None if states is None else cut):
-        places = {
-            MASTER: parameter.data,
-            **{key: owner.optimizer.state[parameter][key].data for key in cut},
-        }
-        _fill_all(places, fill)
+    renewed = None if states is None else cut
+    with owner.in_memory(index, changed=True, renewed=renewed) as held:
+        _fill_all({key: held[key].data for key in (MASTER, *cut)}, fill)
         owner._reassign_or_swap_out_partitioned_parameters(index)
-
-
-@contextlib.contextmanager
-def _in_memory(
-    owner: Owner,
-    index: int,
-    *,
-    changed: bool = False,
-    renewed: Mapping[str, torch.dtype] | None = None,
-) -> Iterator[torch.Tensor]:
-    """Context in which sub-group *index* is in memory: see `OptimizerSwapper.using`."""
-    parameter = owner.fp32_partitioned_groups_flat[index]
-    if not owner.swaps(index):
-        yield parameter
-        return
-    with owner.optimizer_swapper.using(parameter, changed=changed, renewed=renewed):
-        yield parameter
 
 
 def _fill_all(
@@ -445,9 +418,9 @@ def _fill_all(
 
 def take_masters_from_parameters(owner: Owner) -> None:
     """Set the master weights of all sub-groups from the 16-bit parameters; keep the states."""
-    for index in range(len(owner.fp32_partitioned_groups_flat)):
-        with _in_memory(owner, index, changed=True) as parameter:
-            owner.copy_weights(parameter, parameter.data)
+    for index, parameter in enumerate(owner.fp32_partitioned_groups_flat):
+        with owner.in_memory(index, changed=True) as held:
+            owner.copy_weights(parameter, held[MASTER])
 
 
 def _load_optimizer(owner: Owner, saved: CheckpointReader) -> list[dict[str, Any]]:
@@ -506,12 +479,9 @@ def provider(owner: Owner, index: int) -> Provider:
     def lend() -> Iterator[Mapping[str, torch.Tensor]]:
         if owner.swaps(index):
             owner.read_ahead(index)
-        with _in_memory(owner, index) as parameter:
-            state = owner.optimizer.state.get(parameter, {})
-            yield {
-                MASTER: parameter.data.cpu(),
-                **{key: state[key].detach().cpu() for key in _elementwise_states(owner, index)},
-            }
+        with owner.in_memory(index) as held:
+            keys = MASTER, *_elementwise_states(owner, index)
+            yield {key: held[key].detach().cpu() for key in keys}
 
     return lend
 

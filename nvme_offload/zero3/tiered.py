@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from .agreement import all_or_none, least, share_cores
 from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
 from .optimizer_swapper import OptimizerSwapper
+from .reader import MASTER
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .sub_groups import element_bytes, states_of
@@ -197,6 +199,25 @@ class Tiered:
     def swaps(self, index: int) -> bool:
         """Whether the states of sub-group *index* are in `optimizer_swapper`."""
         return self.swaps_natively and self._swappable_optimizer_subgroup(index)
+
+    @contextlib.contextmanager
+    def in_memory(
+        self,
+        index: int,
+        *,
+        changed: bool = False,
+        renewed: Mapping[str, torch.dtype] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Context with the master weights (key "") and the states of sub-group *index* in memory; the
+        other arguments are as in `OptimizerSwapper.using`.
+        """
+        parameter = self.fp32_partitioned_groups_flat[index]
+        with (
+            self.optimizer_swapper.using(parameter, changed=changed, renewed=renewed)
+            if self.swaps(index)
+            else contextlib.nullcontext()
+        ):
+            yield {**self.optimizer.state.get(parameter, {}), MASTER: parameter.data}
 
     def mark_backward(self, begins: bool) -> None:
         """`engine.backward` begins or ends; not called if the user calls `Tensor.backward`."""
