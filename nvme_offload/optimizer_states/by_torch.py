@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from .packed import MASTER_INDEX, Packed, Unpacked
-from .rounding import BLOCK, CHUNK, block_names, random_keys, randoms
+from .rounding import BLOCK, CHUNK, random_keys, randoms
 
 _MANTISSA_BITS = 3
 DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
@@ -155,31 +154,6 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
         bits.add_(lacking)
         upper = working[part].view(torch.int16).to(torch.int32) << 16
         torch.where(working[part].isnan(), upper | (lacking & 0xFFFF), bits, out=bits)
-
-
-def unpack(packed: Packed, unpacked: Unpacked, gradient: torch.Tensor) -> None:
-    """See `Packed`."""
-    if packed.low is not None:
-        join(packed.working, packed.low, unpacked.master)
-    for (codes, exponents), values, signed in zip(
-        packed.moments, unpacked.moments, (True, False), strict=False
-    ):
-        decode(codes, exponents, values, signed=signed)
-    if unpacked.gradient is not None:
-        unpacked.gradient.copy_(gradient)
-
-
-def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> None:
-    """See `Packed`."""
-    blocks = block_names(first_block * BLOCK, packed.working.numel(), packed.working.device)
-    if packed.low is not None:
-        if packed.low.dtype == torch.int8:
-            round_to_24(unpacked.master, seed=(seed, MASTER_INDEX), blocks=blocks)
-        split(unpacked.master, packed.working, packed.low)
-    for index, ((codes, exponents), values) in enumerate(
-        zip(packed.moments, unpacked.moments, strict=False)
-    ):
-        encode(values, codes, exponents, signed=index == 0, seed=(seed, index), blocks=blocks)
 
 
 def mark_far(

@@ -28,7 +28,7 @@ from .by_torch import (
     STEP,
     TOP_OCTAVE,
 )
-from .packed import MASTER_INDEX, Look, Packed, Unpacked
+from .packed import MASTER_INDEX, Look, Pieces
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
 _ROWS = tl.constexpr(8)  # rows of a program: 2048 values
@@ -233,61 +233,6 @@ def _store_master(bits, working, low, table, name, state, place, inside):
     _store_halves(bits, working, low, place, inside)
 
 
-@triton.jit
-def _unpack(
-    working,
-    low,
-    master,
-    first_codes,
-    first_exponents,
-    first,
-    second_codes,
-    second_exponents,
-    second,
-    gradient,
-    wide,
-    count,
-):
-    if low is not None:
-        _join(working, low, master, count)
-    if first_codes is not None:
-        _decode(first_codes, first_exponents, first, count, True)
-        _decode(second_codes, second_exponents, second, count, False)
-    if wide is not None:
-        _, place, inside = _places(count)
-        tl.store(wide + place, _load_gradient(gradient, place, inside), mask=inside)
-
-
-@triton.jit(do_not_specialize=["first_name", "master_state", "first_state", "second_state"])
-def _pack(
-    working,
-    low,
-    master,
-    first_codes,
-    first_exponents,
-    first,
-    second_codes,
-    second_exponents,
-    second,
-    table,
-    first_name,
-    master_state,
-    first_state,
-    second_state,
-    count,
-):
-    row, place, inside = _places(count)
-    name = row + first_name
-    if low is not None:
-        bits = tl.load(master + place, mask=inside, other=0)
-        _store_master(bits, working, low, table, name, master_state, place, inside)
-    if first_codes is not None:
-        bits = tl.load(first + place, mask=inside, other=0).to(tl.int32, bitcast=True)
-        _store_codes(bits, first_codes, first_exponents, table, name, first_state, count, True)
-        bits = tl.load(second + place, mask=inside, other=0).to(tl.int32, bitcast=True)
-        _store_codes(bits, second_codes, second_exponents, table, name, second_state, count, False)
-
-
 _NOT_SPECIALIZED = [
     *("first_name", "master_state", "first_state", "second_state"),
     *("rate", "beta1", "beta2", "decay", "eps", "far_eps"),
@@ -426,29 +371,8 @@ def mark_far(
     _launch(_mark_far, *places, count=values.numel(), eps=float(eps))
 
 
-def unpack(packed: Packed, unpacked: Unpacked, gradient: torch.Tensor) -> None:
-    """See `Packed`."""
-    wide = unpacked.gradient
-    _launch(_unpack, *_pieces(packed, unpacked), _bits(gradient), wide, count=gradient.numel())
-
-
-def pack(unpacked: Unpacked, packed: Packed, first_block: int, seed: int) -> None:
-    """See `Packed`."""
-    randoms = _randoms_of_parts(packed, first_block, seed)
-    _launch(_pack, *_pieces(packed, unpacked), *randoms, count=packed.working.numel())
-
-
-def _pieces(packed: Packed, unpacked: Unpacked) -> list[torch.Tensor | None]:
-    """The weight, both forms of the master, and of each moment codes, exponents and values."""
-    pieces = [_bits(packed.working), packed.low, unpacked.master.view(torch.int32)]
-    for index, values in enumerate(unpacked.moments):
-        pieces += *(packed.moments[index] if packed.moments else (None, None)), values
-    return pieces
-
-
 def adam(
-    packed: Packed,
-    kept: Unpacked,
+    pieces: Pieces,
     gradient: torch.Tensor,
     powers: torch.Tensor,
     options: Mapping[str, Any],
@@ -457,25 +381,25 @@ def adam(
     look: Look | None = None,
 ) -> None:
     """A step of Adam, as torch's fused kernel makes it, in one pass over packed states. A weight
-    whose master *kept* has does not follow.
+    with a whole master does not follow it.
 
-    *kept*: the master and the moments that are not packed. *powers*: the betas to the power of the
-    step count, float32. *options*: of the parameter group. *look*: for far blocks of the new second
-    moments.
+    *powers*: the betas to the power of the step count, float32. *options*: of the parameter group.
+    *look*: for far blocks of the new second moments.
     """
-    weight, low, codes = packed
-    moments = codes if codes else [(moment, None) for moment in kept.moments]
+    weight, low, master, moments = pieces
     numbers = (options["lr"], *options["betas"], options["weight_decay"], options["eps"])
     _launch(
         _adam,
         _bits(weight),
         low,
-        kept.master,
+        master,
         _bits(gradient),
         *moments[0],
         *moments[1],
         powers,
-        *_randoms_of_parts(packed, first_block, seed),
+        random_table(weight.device),
+        first_block,
+        *(seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)),
         *map(float, numbers),
         *(look or (None, 0.0)),
         count=weight.numel(),
@@ -488,12 +412,6 @@ def adam(
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-
-
-def _randoms_of_parts(packed: Packed, first_block: int, seed: int) -> list[Any]:
-    """The table, the name of the first block, and the seeds' hashes of the master and the moments."""
-    states = [seed_state((seed, index)) for index in (MASTER_INDEX, 0, 1)]
-    return [random_table(packed.working.device), first_block, *states]
 
 
 def _randoms_of(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import by_torch
-from .packed import Packed, Unpacked, bits_of
+from .packed import bits_of
 from .rounding import BLOCK
 
 _log = logging.getLogger(__name__)
@@ -112,23 +112,4 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
         made[f"weights beside {low.dtype}"] = working.view(torch.int16)
         made[f"rests in {low.dtype}"] = low
         made[f"masters of {low.dtype}"] = back.view(torch.int32)
-        made |= _made_together(by, rounded, torch.zeros_like(low))
     return made
-
-
-def _made_together(by: Any, values: torch.Tensor, low: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The results of `pack` and `unpack`, where *low* has the lower bits of masters."""
-    codes = [torch.zeros(values.numel(), dtype=torch.uint8, device=values.device) for _ in "12"]
-    fields = [torch.zeros_like(one[: -(-values.numel() // BLOCK)]) for one in codes]
-    weight = torch.zeros_like(values, dtype=torch.bfloat16)
-    packed = Packed(weight, low, list(zip(codes, fields, strict=True)))
-    back = torch.zeros((4, values.numel()), dtype=torch.float32, device=values.device)
-    by.pack(Unpacked(values.clone(), [values, values.abs()], None), packed, 7, 3)
-    by.unpack(packed, Unpacked(back[0], [back[1], back[2]], back[3]), weight)
-    made = {
-        "weights": weight.view(torch.int16),
-        "rests": low,
-        "unpacked values": bits_of(back),
-    }
-    made |= {f"codes {index}": one for index, one in enumerate(codes)}
-    return {f"{name}, packed together, {low.dtype}": one for name, one in made.items()}

@@ -15,7 +15,6 @@ from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
 from .on_gpu import kernels
-from .packed import raise_flag
 from .rounding import BLOCK, CHUNK, block_names
 
 _LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
@@ -106,7 +105,8 @@ class Findings:
 
     def add(self, far: torch.Tensor) -> None:
         """Add a result of `mark_far_blocks`."""
-        raise_flag(self.flag(far.device), far)
+        flag = self.flag(far.device)
+        torch.maximum(flag, far.any().to(flag.dtype), out=flag)  # does not wait for a GPU
         self.note(far.device)
 
     def found(self) -> bool:

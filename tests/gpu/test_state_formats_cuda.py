@@ -89,7 +89,7 @@ def test_a_nan_on_a_gpu_takes_its_block_along():
 @pytest.mark.parametrize("home", ["cuda", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
-def test_few_kernels_give_the_bits_of_the_optimizer_itself(
+def test_one_kernel_gives_the_bits_of_the_optimizer_itself(
     tmp_path, monkeypatch, state_format, dtype, home
 ):
     """Adam is also updated by unpacking, its own step and packing, as other optimizers are."""

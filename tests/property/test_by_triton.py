@@ -23,7 +23,7 @@ from bit_patterns import SPECIAL, numbers, patterns
 from nvme_offload import optimizer_states
 from nvme_offload.commands import checks
 from nvme_offload.optimizer_states import block_names, by_torch, on_gpu
-from nvme_offload.optimizer_states.packed import Look, Packed, Unpacked
+from nvme_offload.optimizer_states.packed import MASTER_INDEX, Look, Pieces
 from nvme_offload.optimizer_states.rounding import BLOCK, random_keys, random_table
 
 # of numpy, with which the interpreter computes
@@ -272,35 +272,6 @@ def test_a_full_gpu_is_no_fault_of_triton(monkeypatch, not_loaded):
     assert checks.packing().status == "note"
 
 
-@pytest.mark.parametrize("numel", SIZES[1:])
-@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("low", [torch.int16, torch.int8, None])
-def test_all_pieces_in_one_kernel(by_triton, numel, gradients, low):
-    """As `StateFormat` packs and unpacks them one after another, of any bits."""
-    found = []
-    for by in (by_triton, by_torch):
-        master, first, second = (patterns(numel).view(torch.float32).to(DEVICE) for _ in range(3))
-        codes = [
-            (empty(master, torch.uint8), empty(master, torch.uint8, -(-numel // BLOCK)))
-            for _ in range(2)
-        ]
-        working = empty(master, torch.bfloat16)
-        lows = None if low is None else empty(master, low)
-        packed = Packed(
-            working[:-1],
-            None if lows is None else lows[:-1],
-            [(one[:-1], other[:-1]) for one, other in codes],
-        )
-        by.pack(Unpacked(master, [first, second], None), packed, 3, numel)
-        back = [empty(master, torch.float32) for _ in range(4)]
-        gradient = patterns(numel).to(DEVICE).view(torch.float32).to(gradients)
-        wide = None if gradients == torch.float32 else back[3][:-1]
-        by.unpack(packed, Unpacked(back[0][:-1], [back[1][:-1], back[2][:-1]], wide), gradient)
-        found.append([working, *[one for pair in codes for one in pair], *back])
-        found[-1] += [] if lows is None else [lows]
-    assert all(map(same, *found))
-
-
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("octaves", [1, 40, 254])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
@@ -342,6 +313,24 @@ def adam(fused, master, gradient, first, second, powers, options):
     return [torch.from_numpy(one).to(DEVICE) for one in made]
 
 
+def pack(weight, low, master, first, second, pairs, seed):
+    """As `StateFormat` does from block 3 on."""
+    blocks = block_names(3 * BLOCK, master.numel(), DEVICE)
+    if low is not None:
+        if low.dtype == torch.int8:
+            by_torch.round_to_24(master, seed=(seed, MASTER_INDEX), blocks=blocks)
+        by_torch.split(master, weight, low)
+    for index, (pair, values) in enumerate(zip(pairs, (first, second), strict=False)):
+        by_torch.encode(values, *pair, signed=index == 0, seed=(seed, index), blocks=blocks)
+
+
+def unpack(weight, low, master, first, second, pairs):
+    if low is not None:
+        by_torch.join(weight, low, master)
+    for pair, values, signed in zip(pairs, (first, second), (True, False), strict=False):
+        by_torch.decode(*pair, values, signed=signed)
+
+
 @pytest.mark.parametrize("numel", SIZES[1:])
 @pytest.mark.parametrize("codes", [True, False])
 @pytest.mark.parametrize(
@@ -370,17 +359,18 @@ def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
         pairs = [(one[:-1], field[:-1]) for one, field in zip(bytes_of, fields, strict=True)]
         weight = master.to(dtype) if dtype != master.dtype else master
         rests = None if low is None else empty(master, low)
-        packed = Packed(weight, None if rests is None else rests[:-1], pairs if codes else [])
-        unpacked = Unpacked(master, [first, second], None)
-        by_torch.pack(unpacked, packed, 3, 1)
+        pairs = pairs if codes else []
+        values = weight, None if rests is None else rests[:-1], master, first, second
+        pack(*values, pairs, 1)
         if fused is None:
-            by_triton.adam(packed, unpacked, gradient, powers, options, 3, 2)
+            pieces = Pieces(*values[:3], pairs or [(first, None), (second, None)])
+            by_triton.adam(pieces, gradient, powers, options, 3, 2)
         else:
-            by_torch.unpack(packed, unpacked, gradient)
+            unpack(*values, pairs)
             made = adam(fused, master, gradient.float(), first, second, powers, options)
             for old, new in zip((master, first, second), made, strict=True):
                 old.copy_(new)
-            by_torch.pack(unpacked, packed, 3, 2)
+            pack(*values, pairs, 2)
         found = [*bytes_of, *fields]
         if rests is None:
             found.append(master)
@@ -405,9 +395,8 @@ def test_the_look_in_a_step_of_adam(by_triton, numel, octaves, eps):
     for look in (None, Look(flag, eps)):
         second = (numbers(numel, octaves) ** 2).to(DEVICE)
         first, master = second.sqrt(), numbers(numel, 3).to(DEVICE)
-        unpacked = Unpacked(master, [first, second], None)
-        packed, gradient = Packed(master, None, []), torch.zeros_like(master)
-        by_triton.adam(packed, unpacked, gradient, powers, options, 0, 0, look)
+        pieces = Pieces(master, None, master, [(first, None), (second, None)])
+        by_triton.adam(pieces, torch.zeros_like(master), powers, options, 0, 0, look)
         made.append([master, first, second])
     assert all(map(same, *made))
     far = torch.zeros(-(-numel // BLOCK), dtype=torch.bool, device=DEVICE)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nvme_offload.optimizer_states import FORMATS, Layout, StateFormat, block_names
-from nvme_offload.optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
 from nvme_offload.optimizer_states.one_pass import Part, step_in_one_pass
 
 pytestmark = pytest.mark.processor
@@ -85,15 +84,6 @@ class Bucket:
         parts = [self.part(gradient)]
         return step_in_one_pass(self.optimizer, self.format, self.layout, self.buffer, parts, seed)
 
-    def step_by_kernels(self, gradient: torch.Tensor, seed: int) -> bool:
-        parts = [self.part(gradient)]
-        if not can_step_by_kernels(self.optimizer, parts):
-            return False
-        step_by_kernels(
-            self.optimizer, self.format, self.layout, self.buffer, parts, seed, lambda: None
-        )
-        return True
-
 
 def numbers(numel: int, seed: int) -> torch.Tensor:
     drawn = torch.randn(2, numel, generator=torch.Generator().manual_seed(seed))
@@ -110,13 +100,12 @@ def check(
     dtype: torch.dtype,
     gradients: torch.dtype,
     numel: int,
-    step_of: Callable[[Bucket, torch.Tensor, int], bool] = Bucket.step_in_one_pass,
 ) -> None:
     expected, found = (Bucket(FORMATS[name], dtype, numel, make) for _ in range(2))
     for step in range(9, 12):
         gradient = numbers(numel, 10 + step).to(gradients)
         expected.step_by_optimizer(gradient, step)
-        if not step_of(found, gradient, step):
+        if not found.step_in_one_pass(gradient, step):
             pytest.skip("the extension rounds in another way than torch on this processor")
         assert same_bits(found.weight, expected.weight)
         assert same_bits(found.buffer, expected.buffer)
@@ -128,16 +117,6 @@ def check(
 def test_bits_of_every_format_and_optimizer(name: str, optimizer: str) -> None:
     for numel in SIZES:
         check(name, OPTIMIZERS[optimizer], torch.bfloat16, torch.bfloat16, numel)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_kernels_give_the_bits_of_every_format_and_optimizer(name: str, optimizer: str) -> None:
-    """On a GPU; here by the same functions of torch."""
-    make = OPTIMIZERS[optimizer]
-    for numel in SIZES:
-        check(name, make, torch.bfloat16, torch.bfloat16, numel, Bucket.step_by_kernels)
-        check(name, make, torch.float32, torch.float32, numel, Bucket.step_by_kernels)
 
 
 @pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16, torch.float16])
@@ -177,8 +156,6 @@ def test_other_optimizers_are_left_alone(optimizer: str) -> None:
         bucket.state["max_exp_avg_sq"] = torch.empty(0)
     before = bucket.weight.clone(), bucket.buffer.clone()
     assert not bucket.step_in_one_pass(numbers(300, 3), 9)
-    if optimizer not in ("nadam", "subclass"):  # `is_packed_adam` refuses these
-        assert not bucket.step_by_kernels(numbers(300, 3), 9)
     assert same_bits(bucket.weight, before[0])
     assert same_bits(bucket.buffer, before[1])
     assert bucket.state["step"] == 9
