@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import statistics
 import time
@@ -10,17 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from nvme_offload.errors import OffloadError
-from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting, Sustained
-from nvme_offload.io.engine import Engine, Ticket, allocate
 from nvme_offload.planning.traffic import STEP_BYTES_7B
 from nvme_offload.units import format_bytes, format_speed
 
 from . import steady
-from .trial import REQUEST_BYTES, wait
+from .trial import POLL_SECONDS, REQUEST_BYTES, Load, Rig
 
 ROUNDS = 32  # into which the given bytes are divided
 MOST = 2  # times the given bytes, while the drive is not steady
@@ -37,36 +31,21 @@ def write_on(
 ) -> Sustained:
     """Write *total_bytes* to a file of *file_bytes* in *directory*, and until the drive is steady,
     but at most twice as much. *report* receives the bytes so far and the speed of the last round.
-    Raises: IOFailure.
+    Raises: as `Rig.run`.
     """
-    requests = max(1, file_bytes // REQUEST_BYTES)
-    each = max(1, total_bytes // ROUNDS // REQUEST_BYTES)
-    source = np.random.default_rng()
-    count = -(-setting.bytes_in_flight // REQUEST_BYTES) + 1
-    ring = [np.frombuffer(allocate(REQUEST_BYTES), np.uint64) for _ in range(count)]
-    for buffer in ring:
-        buffer[:] = source.integers(0, 1 << 64, buffer.size, dtype=np.uint64)
+    each = max(total_bytes // ROUNDS, REQUEST_BYTES)
     samples: list[tuple[float, int]] = [(0.0, 0)]
-    engine = Engine(AioConfig.of(setting, direct=direct))
-    try:
-        with engine.open_anonymous(directory, requests * REQUEST_BYTES) as file:
-            under_way: list[Ticket] = []
-            began, index, done = time.monotonic(), 0, 0
-            while not _enough(samples, total_bytes):
-                for _ in range(each):
-                    if len(under_way) == len(ring):
-                        done += wait(under_way.pop(0))
-                    buffer = ring[index % len(ring)]
-                    buffer[::512] += np.uint64(1)  # no page is written twice with the same contents
-                    under_way.append(engine.write(buffer, file, index % requests * REQUEST_BYTES))
-                    index += 1
-                samples.append((time.monotonic() - began, done))
-                report(done, speeds(samples)[-1])
-            while under_way:
-                done += wait(under_way.pop(0))
-    finally:
-        with contextlib.suppress(OffloadError):  # the first failure is being raised
-            engine.close()
+    with (
+        Rig(directory, max(file_bytes, REQUEST_BYTES), direct, ways=("write",)) as rig,
+        Load(rig, setting, "write") as load,
+    ):
+        began = time.monotonic()
+        while not _enough(samples, total_bytes):
+            point = load.pump(None, POLL_SECONDS)[1]
+            if point.write_bytes >= samples[-1][1] + each:
+                samples.append((point.seconds - began, point.write_bytes))
+                report(point.write_bytes, speeds(samples)[-1])
+        load.finish()
     return judged(samples)
 
 

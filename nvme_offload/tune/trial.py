@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -44,7 +44,7 @@ STUCK_SECONDS = 30.0
 READ_BACK_SHARE = 0.05  # of the written requests; one request at least
 
 # less than a request takes on any single drive, and another request is always queued
-_POLL_SECONDS = 0.002
+POLL_SECONDS = 0.002
 
 Bytes = NDArray[np.uint8]
 
@@ -69,8 +69,8 @@ class Point(NamedTuple):
 
 
 class Rig(Closing):
-    """Two unnamed files on the drive of *directory*, one to read and one to write, of *file_bytes*
-    each, and the buffers of trials, at most 0.4 GiB.
+    """Unnamed files on the drive of *directory*, of *file_bytes* each, one for each of *ways*, "read"
+    and "write", and the buffers of trials, at most 0.4 GiB.
 
     Every page starts with a stamp: the number of the request that wrote it and the page's place in
     the file; the rest is random. With *engine* "deepspeed" trials run DeepSpeed's op; this
@@ -85,6 +85,7 @@ class Rig(Closing):
         direct: bool | Literal["auto"] = True,
         request_bytes: int = REQUEST_BYTES,
         engine: str = "native",
+        ways: Sequence[str] = ("read", "write"),
     ) -> None:
         self.request_bytes = request_bytes
         self._op = _deepspeed_op() if engine == "deepspeed" else None
@@ -96,7 +97,7 @@ class Rig(Closing):
             undo.callback(self._reader.close)
             self.requests = file_bytes // request_bytes
             self._paths: dict[File, str] = {}
-            self._source, self._sink = self._open(directory), self._open(directory)
+            self._files = {way: self._open(directory) for way in ways}
             self._random = np.random.default_rng()
             self._pattern = self._random_buffer()
             self._scratch = _native_buffer(request_bytes)
@@ -108,7 +109,7 @@ class Rig(Closing):
     @property
     def direct(self) -> bool:
         """Whether transfers bypass the page cache."""
-        return self._sink.direct
+        return self.file("write").direct
 
     @property
     def file_bytes(self) -> int:
@@ -138,7 +139,7 @@ class Rig(Closing):
                 buffer, offset = ring[index % FILLERS], index * self.request_bytes
                 _stamps(buffer)[:] = self._stamp(0, index)
                 under_way += [
-                    engine.write(buffer.data, file, offset) for file in (self._source, self._sink)
+                    engine.write(buffer.data, file, offset) for file in self._files.values()
                 ]
             done += sum(wait(ticket) for ticket in under_way)
         return done / (time.monotonic() - began)
@@ -159,13 +160,13 @@ class Rig(Closing):
 
     def close(self) -> None:
         """Free the space."""
-        self._source.close()
-        self._sink.close()
+        for file in self._files.values():
+            file.close()
         self._reader.close()
 
     def file(self, direction: str) -> File:
-        """The file to read or to write."""
-        return self._source if direction == "read" else self._sink
+        """The file of one of the rig's ways."""
+        return self._files[direction]
 
     def open_engine(
         self, setting: Setting
@@ -257,11 +258,11 @@ class Load(Closing):
         while (left := moment - time.monotonic()) > 0:
             self.turn(left)
 
-    def turn(self, seconds: float = _POLL_SECONDS) -> None:
-        """Fill the queues and wait for one request, at most *seconds* or `_POLL_SECONDS`."""
+    def turn(self, seconds: float = POLL_SECONDS) -> None:
+        """Fill the queues and wait for one request, at most *seconds* or `POLL_SECONDS`."""
         for lane in self._lanes:
             lane.refill()
-        next(self._turns).pause(min(seconds, _POLL_SECONDS))
+        next(self._turns).pause(min(seconds, POLL_SECONDS))
 
     def finish(self) -> None:
         """Wait for pending requests, and verify a sample of the data."""

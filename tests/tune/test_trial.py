@@ -66,7 +66,7 @@ def test_files_hold_what_they_were_filled_with(disk: Path) -> None:
         found = trial._native_buffer(REQUEST_BYTES)
         for index in range(FILE_BYTES // REQUEST_BYTES):
             pages = []
-            for file in (rig._source, rig._sink):
+            for file in (rig.file("read"), rig.file("write")):
                 engine.read(found.data, file, index * REQUEST_BYTES).wait()
                 pages.append(found.reshape(-1, 4096).copy())
             stamps = pages[0][:, :8].copy().view(np.uint64)[:, 0]
@@ -88,7 +88,7 @@ def test_fill_stops_when_its_time_is_over_and_uses_what_it_reached(
 def test_a_changed_byte_is_corruption(disk: Path) -> None:
     with Rig(disk, FILE_BYTES) as rig, Engine(AioConfig.of(SETTING)) as engine:
         rig.fill(SETTING, None, lambda done: None)
-        engine.write(b"\xff" * 8, rig._source, REQUEST_BYTES + 5 * 4096).wait()
+        engine.write(b"\xff" * 8, rig.file("read"), REQUEST_BYTES + 5 * 4096).wait()
         with pytest.raises(CorruptionError, match="differ from the data written") as caught:
             rig.run(SETTING, "read", 0.3)
         assert caught.value.offset == REQUEST_BYTES + 5 * 4096
@@ -219,7 +219,7 @@ def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -
         rig.fill(SETTING, None, lambda done: None)
         assert rig.file_bytes == FILE_BYTES
         assert rig.run(SETTING, "mixed", 0.1).write_bytes > 0
-        engine.write(b"\xff" * 8, rig._source, request_bytes + 5 * 4096).wait()
+        engine.write(b"\xff" * 8, rig.file("read"), request_bytes + 5 * 4096).wait()
         with pytest.raises(CorruptionError, match="differ from the data written") as caught:
             rig.run(SETTING, "read", 0.3)
         assert caught.value.offset == request_bytes + 5 * 4096
