@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes
 
 from . import wording
 
-# readable on light and on dark paper, since an image does not know the page's colours
-_WRITE, _INK = "#d0702a", "#7a828c"
 _STRONGEST = 45  # per cent of colour: text stays readable on it, light and dark
 
 
@@ -44,9 +39,13 @@ class HeatMap:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Write speed over the bytes written. image: an SVG document, as the address of an image."""
+    """Write speed over the bytes written. *points*: of an SVG line in 100 by 40, whose bottom is 0 and
+    whose top is *most_gb_per_s*. *cache_end*: how far to the right the cache ends, if it does.
+    """
 
-    image: str
+    points: str
+    most_gb_per_s: float
+    cache_end: float | None
     finding: str
 
 
@@ -102,37 +101,18 @@ def sustained(profile: Profile) -> Plot | None:
     if run is None:
         return None
     speeds = [
-        (after / 1e9, (after - before) / (end - start) / 1e9)
+        (after, (after - before) / (end - start) / 1e9)
         for (start, before), (end, after) in itertools.pairwise(run.samples)
         if end > start
     ]
+    most = max(speed for _, speed in speeds)
+    points = (
+        f"{100 * done / run.bytes:.2f},{40 - 40 * speed / most:.2f}" for done, speed in speeds
+    )
     first, last = wording.speed(run.first_gb_per_s), wording.speed(run.steady_gb_per_s)
     said = f"Over {wording.decimal_bytes(run.bytes)} the drive went from {first} to {last} GB/s: no end of a cache was seen."
-    cache_ends = run.cache_ends_bytes
-    if cache_ends is not None:
-        said = f"After {wording.decimal_bytes(cache_ends)} the drive fell from {first} to {last} GB/s: its fast cache is full."
-    return Plot(_plotted(speeds, None if cache_ends is None else cache_ends / 1e9), said)
-
-
-def _plotted(speeds: Sequence[tuple[float, float]], cache_ends: float | None) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    colours = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color")
-    style: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "",
-        **dict.fromkeys(colours, _INK),
-    }
-    document = io.StringIO()
-    with matplotlib.rc_context(style):
-        # Not through pyplot, which keeps figures and chooses a window system.
-        figure = Figure(figsize=(5, 2.4), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(*zip(*speeds, strict=True), color=_WRITE)
-        if cache_ends is not None:
-            axes.axvline(cache_ends, color=_INK, linestyle=":")
-        axes.set(xlabel="GB written", ylabel="GB/s", xlim=(0, None), ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(document, format="svg", transparent=True, metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(document.getvalue().encode()).decode()
+    ends, cache_end = run.cache_ends_bytes, None
+    if ends is not None:
+        said = f"After {wording.decimal_bytes(ends)} the drive fell from {first} to {last} GB/s: its fast cache is full."
+        cache_end = 100 * ends / run.bytes
+    return Plot(" ".join(points), most, cache_end, said)

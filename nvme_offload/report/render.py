@@ -47,7 +47,7 @@ def html(profile: Profile) -> str:
     script = environment.get_template("copy.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # styles are not listed by hash, because bars and cells have their own
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     page = environment.get_template("report.html.j2")
     return page.render(_context(profile), script=Markup(script), policy=policy)
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 import dataclasses
 
 import pytest
@@ -58,21 +57,16 @@ def test_flawed_trials_count_nowhere(made_up):
     assert charts.heat_map(profile) == charts.heat_map(honest)
 
 
-def test_the_plot_shows_the_speed_until_the_cache_ends_and_after(made_up, monkeypatch):
+def test_the_plot_shows_the_speed_until_the_cache_ends_and_after(made_up):
     profile = made_up.shapes["sustained, a cache that ends"]()
-    plotted = []
-    draw = charts._plotted
-    monkeypatch.setattr(charts, "_plotted", lambda *given: plotted.append(given) or draw(*given))
-    image = charts.sustained(profile).image
-    ((speeds, ended),) = plotted
-    assert ended == pytest.approx(72)
-    assert len(speeds) == len(profile.sustained.samples) - 1
-    assert speeds[-1][0] == pytest.approx(profile.sustained.bytes / 1e9)
-    for written, speed in speeds:
-        assert speed == pytest.approx(4.5 if written <= ended else 0.5, abs=0.05)
-    document = base64.b64decode(image.removeprefix("data:image/svg+xml;base64,")).decode()
-    assert ">GB written<" in document
-    assert image == charts.sustained(profile).image  # a page does not change by itself
-    charts.sustained(made_up.shapes["sustained, no end"]())
-    assert plotted[-1][1] is None
+    plot = charts.sustained(profile)
+    points = [tuple(map(float, point.split(","))) for point in plot.points.split()]
+    assert len(points) == len(profile.sustained.samples) - 1
+    assert points[-1][0] == 100
+    end = 100 * 72e9 / profile.sustained.bytes
+    assert plot.cache_end == pytest.approx(end)
+    for x, y in points:
+        speed = plot.most_gb_per_s * (40 - y) / 40
+        assert speed == pytest.approx(4.5 if x <= end + 0.01 else 0.5, abs=0.05)
+    assert charts.sustained(made_up.shapes["sustained, no end"]()).cache_end is None
     assert charts.sustained(made_up.profile()) is None
