@@ -157,18 +157,17 @@ def _conceded(
     less and needs more space on the drive.
     """
     said = _ROUNDS[plan.strategy.state_format][0]
-    text = ""
+    excludes = _EXCLUDES.get(plan.strategy.updates)
+    text = f" {excludes}" if excludes else ""
     if said and not question.state_format and question.way != plan.strategy.title:
         finer = [other for other in found if other.fits and other.rounding < plan.rounding]
-        text = f" {said[0].upper()}{said[1:]}"
+        text += f" {said[0].upper()}{said[1:]}"
         if finer:  # which concede more in clipping
             other = min(finer, key=lambda other: (other.concession, other.seconds or math.inf))
             text += f"; without that, {_price(other)}, {other.strategy.title} fits, {_speed(question, other)}"
         elif roomy is None:
             text += "; no way without that fits"
         text += "."
-    if excludes := _EXCLUDES.get(plan.strategy.updates):
-        text += f" {excludes}"
     places = {plan.strategy.optimizer, plan.strategy.parameters}
     if places == {"gpu"} and question.world.ranks * question.world.nodes == 1:
         text += " Everything fits on one GPU, so torch.optim.AdamW does without DeepSpeed, too."
