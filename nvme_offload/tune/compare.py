@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from pathlib import Path
 
 from nvme_offload.errors import OffloadError, UsageError
-from nvme_offload.hardware.profile import PHASES, Profile
+from nvme_offload.hardware.profile import PHASES, Beside, Profile
 from nvme_offload.hardware.profile_grade import final_trials, grade, quantile
 from nvme_offload.hardware.profile_shelf import find
 from nvme_offload.units import format_change, format_speed
@@ -16,21 +15,6 @@ from nvme_offload.units import format_change, format_speed
 from .progress import change, describe
 
 LEAST_SCATTER = 0.02  # the least relative spread that is assumed for few runs
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """The second's chosen setting over the first's under *phase*, with the 90 % interval by the
-    scatter of the final runs. *trusted*: neither profile has poor evidence.
-    """
-
-    phase: str
-    first_gb_per_s: float
-    second_gb_per_s: float
-    ratio: float
-    low: float
-    high: float
-    trusted: bool = True
 
 
 def load(place: Path) -> Profile:
@@ -53,10 +37,11 @@ def load(place: Path) -> Profile:
         raise UsageError(str(error)) from None
 
 
-def changes(first: Profile, second: Profile) -> list[Change]:
-    """By phase, from the final runs of the two chosen settings."""
+def changes(first: Profile, second: Profile) -> list[Beside]:
+    """The speeds of the second's chosen setting over those of the first's, by phase, with the 90 %
+    intervals by the scatter of the final runs.
+    """
     found = []
-    trusted = all(grade(profile).name != "poor" for profile in (first, second))
     for phase in PHASES:
         one, other = _final_logs(first, phase), _final_logs(second, phase)
         if not one or not other:
@@ -65,7 +50,7 @@ def changes(first: Profile, second: Profile) -> list[Change]:
         gap = math.log(after / before)
         reach = quantile(len(one) + len(other) - 2) * math.hypot(_error(one), _error(other))
         interval = math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)
-        found.append(Change(phase, before, after, *interval, trusted))
+        found.append(Beside("", "", phase, after, before, *interval))
     return found
 
 
@@ -76,7 +61,8 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     width = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
     said = [f"{label:{width}}  {left:{middle}}  {right}".rstrip() for label, left, right in rows]
-    said += ["", *map(line, changes(first, second)), ""]
+    trusted = all(grade(profile).name != "poor" for profile in (first, second))
+    said += ["", *(_line(found, trusted) for found in changes(first, second)), ""]
     said.append(
         "The intervals cover the scatter of the runs, but not a drive that is faster on one day than on another."
     )
@@ -85,16 +71,16 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     return said
 
 
-def line(found: Change) -> str:
-    """The line of one load."""
-    if not found.trusted:
+def _line(found: Beside, trusted: bool) -> str:
+    if not trusted:
         sure = "too little evidence"
-    elif found.low <= 1 <= found.high:
+    elif found.relative_low <= 1 <= found.relative_high:
         sure = "no significant difference"
     else:
-        sure = "faster" if found.ratio > 1 else "slower"
-    speeds = f"{format_speed(found.first_gb_per_s)} -> {format_speed(found.second_gb_per_s)} GB/s"
-    return f"{found.phase:6}  {speeds}, {change(found.ratio, found.low, found.high)}: {sure}"
+        sure = "faster" if found.relative > 1 else "slower"
+    speeds = f"{format_speed(found.chosen_gb_per_s)} -> {format_speed(found.gb_per_s)} GB/s"
+    by = change(found.relative, found.relative_low, found.relative_high)
+    return f"{found.phase:6}  {speeds}, {by}: {sure}"
 
 
 def _facts(profile: Profile) -> dict[str, str]:

@@ -22,7 +22,7 @@ from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.closing import Closing
 
 from .space import MAX_BYTES_IN_FLIGHT
-from .trial import REQUEST_BYTES, Load, Point, Rig, measure
+from .trial import REQUEST_BYTES, Load, Rig, measure
 from .verdict import Result
 
 # from sending an order to its start time: the ranks poll for orders every 2 ms
@@ -111,13 +111,14 @@ class Ranks(Closing):
                 pass_fds=[theirs.fileno()],
             )
 
-    def _pump(self, seconds: float) -> tuple[Point, Point]:
+    def _pump(self, seconds: float) -> tuple[Result, Result]:
         """The points of all ranks together, at the mean of their times."""
         by_rank = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
         first, last = (
-            Point(
+            Result(
+                sum(one.read_bytes for one in each),
+                sum(one.write_bytes for one in each),
                 statistics.fmean(one.seconds for one in each),
-                *(sum(one.moved(way) for one in each) for way in ("read", "write")),
             )
             for each in zip(*by_rank, strict=True)
         )
@@ -202,7 +203,7 @@ class _Rank:
     def load(self, setting: Setting, phase: str) -> None:
         self._load = Load(self._rig, setting, phase)
 
-    def pump(self, begin: float, seconds: float) -> tuple[Point, Point]:
+    def pump(self, begin: float, seconds: float) -> tuple[Result, Result]:
         self._pumping = True
         return self._load.pump(begin, seconds)
 

@@ -7,11 +7,10 @@ at that moment.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nvme_offload.hardware.profile import PHASES, Setting
 
@@ -31,7 +30,6 @@ _FINAL_PLANS = ((4, 6), (4, 4), (4, 3), (4, 2), (3, 2), (2, 2), (2, 1))
 MOST_TOLERANCE = 0.15  # one short trial of a preferred setting may be so much too slow
 REPEAT_SHARE = 0.15  # of the time, to repeat trials around which the control jumped
 
-_Trials = Generator[PlannedTrial, Result, None]
 _Entry = tuple[Setting, tuple[str, ...]]  # a setting, and the phases to try it under
 
 
@@ -72,20 +70,21 @@ class Search:
         best = min(costs, key=lambda setting: costs[setting])
         return best, costs[self.evidence.control] / costs[best] - 1
 
-    def planned(self) -> _Trials:
-        """Yield the trials to run one by one; send the `Result` of each."""
+    def run(self, measure: Callable[[PlannedTrial], Result]) -> None:
+        """Run the trials by *measure*."""
+        self._measure = measure
         least = {phase: self._least_window * _windows(phase) for phase in PHASES}
-        yield from self._controls("screen", PHASES, least)
-        yield from self._screen(end=0.30)
+        self._controls("screen", PHASES, least)
+        self._screen(end=0.30)
         for keep, end in ((6, 0.42), (4, 0.50)):
             room = self._affordable(end)
             if room >= 4:
                 chosen = self._survivors(min(keep, room // 2), MOST_TOLERANCE)
                 chosen += self._newcomers(chosen, min(room - len(chosen), len(chosen) + 2))
-                yield from self._stage("narrow", [(setting, ("mixed",)) for setting in chosen], end)
-        yield from self._finals()
+                self._stage("narrow", [(setting, ("mixed",)) for setting in chosen], end)
+        self._finals()
 
-    def _screen(self, end: float) -> _Trials:
+    def _screen(self, end: float) -> None:
         """The coarse grid, or all settings if time allows; a third of it also under reads and
         writes alone.
         """
@@ -96,9 +95,9 @@ class Search:
         first = list(dict.fromkeys(first))
         alone = spread(first, len(first) // 3)
         entries = [(setting, PHASES if setting in alone else ("mixed",)) for setting in first]
-        yield from self._stage("screen", entries, end)
+        self._stage("screen", entries, end)
 
-    def _finals(self) -> _Trials:
+    def _finals(self) -> None:
         """The finalists and the control, mixed in every round, read and write in every other one."""
         left = self.seconds_left()
         most = 2 if self.seconds < 9 else 4 if self.seconds < 90 else 6
@@ -121,7 +120,7 @@ class Search:
         windows = {phase: window * _windows(phase) for phase in PHASES}
         if fitting:
             windows = {phase: max(FINAL_WINDOW_SECONDS, one) for phase, one in windows.items()}
-        yield from self._controls("final", ("read", "write"), windows)
+        self._controls("final", ("read", "write"), windows)
         done = 0
         while (
             done < LEAST_FINAL_ROUNDS
@@ -132,10 +131,10 @@ class Search:
                 (setting, ("mixed", ("read", "write")[done % 2])) for setting in finalists
             ]
             self._order.shuffle(entries)
-            yield from self._group("final", entries, windows)
+            self._group("final", entries, windows)
             done += 1
 
-    def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Trials:
+    def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> None:
         """Try each of *entries* once, in the time until the share *end* of the budget."""
         groups = -(-len(entries) // GROUP)
         trials = [phase for _, phases in entries for phase in phases]
@@ -146,7 +145,7 @@ class Search:
         self._order.shuffle(order)
         windows = {phase: window * _windows(phase) for phase in PHASES}
         for index in range(groups):
-            yield from self._group(stage, order[index::groups], windows)
+            self._group(stage, order[index::groups], windows)
 
     def _group(
         self,
@@ -154,18 +153,16 @@ class Search:
         entries: Sequence[_Entry],
         windows: Mapping[str, float],
         repeated: bool = False,
-    ) -> _Trials:
+    ) -> None:
         """Try *entries*, then the control; once more if the drive's speed jumped meanwhile."""
         before = self._latest_control_speeds()
         first = len(self.evidence.observations)
         began = self._clock()
         for setting, phases in entries:
             for phase in phases:
-                yield from self._try(
-                    PlannedTrial(setting, phase, windows[phase], stage, control=False)
-                )
+                self._try(setting, phase, windows[phase], stage)
         tried = [phase for phase in PHASES if any(phase in phases for _, phases in entries)]
-        yield from self._controls(stage, tried, windows)
+        self._controls(stage, tried, windows)
         after = self._latest_control_speeds()
         drifted = [
             phase for phase in tried if phase in before and jumped(before[phase], after[phase])
@@ -175,21 +172,23 @@ class Search:
             return
         self._repeat_seconds -= seconds
         for seen in self.evidence.observations[first:]:
-            if seen.planned.phase in drifted and not seen.planned.control and not seen.flaw:
+            if seen.phase in drifted and not seen.control and not seen.flaw:
                 seen.flaw = "drifted"
         again = [(setting, tuple(p for p in phases if p in drifted)) for setting, phases in entries]
-        yield from self._group(stage, again, windows, repeated=True)
+        self._group(stage, again, windows, repeated=True)
 
-    def _controls(self, stage: str, phases: Iterable[str], windows: Mapping[str, float]) -> _Trials:
+    def _controls(self, stage: str, phases: Iterable[str], windows: Mapping[str, float]) -> None:
         for phase in phases:
-            yield from self._try(
-                PlannedTrial(self.evidence.control, phase, windows[phase], stage, control=True)
-            )
+            self._try(self.evidence.control, phase, windows[phase], stage)
 
-    def _try(self, planned: PlannedTrial) -> _Trials:
+    def _try(self, setting: Setting, phase: str, seconds: float, stage: str) -> None:
+        planned = PlannedTrial(setting, phase, seconds, stage, setting == self.evidence.control)
         started = self._clock() - self._start
-        result = yield planned
-        seen = Observation(planned, result, started, self._clock() - self._start)
+        result = self._measure(planned)
+        ended = self._clock() - self._start
+        seen = Observation(
+            **vars(planned), result=result, started_seconds=started, ended_seconds=ended
+        )
         if max(result.read_bytes, result.write_bytes) > self._ceiling * result.seconds:
             seen.flaw = "impossible"
         self.evidence.observations.append(seen)
@@ -212,7 +211,7 @@ class Search:
 
     def _newcomers(self, survivors: Sequence[Setting], count: int) -> list[Setting]:
         """New settings: alternately the cheapest and the dearest untried neighbours of *survivors*."""
-        tried = {seen.planned.setting for seen in self.evidence.observations}
+        tried = {seen.setting for seen in self.evidence.observations}
         queues = [
             [other for other in neighbours(setting, self._settings) if other not in tried]
             for setting in survivors
@@ -235,7 +234,7 @@ class Search:
     def _overhead_seconds(self) -> float:
         """The time of a trial outside its window, to fill and drain the queues and to read back."""
         taken = [
-            seen.ended_seconds - seen.started_seconds - seen.planned.seconds
+            seen.ended_seconds - seen.started_seconds - seen.seconds
             for seen in self.evidence.observations[-12:]
         ]
         return max(0.0, statistics.median(taken)) if taken else 0.1
@@ -246,14 +245,6 @@ class Search:
     def _latest_control_speeds(self) -> dict[str, float]:
         series = {phase: self.evidence.control_series(phase) for phase in PHASES}
         return {phase: points[-1][1] for phase, points in series.items() if points}
-
-
-def run_trials(trials: _Trials, measure: Callable[[PlannedTrial], Result]) -> None:
-    """Measure each of *trials* and send it the result."""
-    with contextlib.suppress(StopIteration):
-        planned = next(trials)
-        while True:
-            planned = trials.send(measure(planned))
 
 
 def _windows(phase: str) -> int:

@@ -25,7 +25,7 @@ from nvme_offload.units import format_bytes
 from . import health, space
 from .interleaved import interleaved, judged
 from .progress import Progress, change, describe
-from .search import Search, run_trials
+from .search import Search
 from .verdict import PlannedTrial, Result, decide
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _run_search(
         thermometer.sample()
         return result
 
-    run_trials(search.planned(), measure)
+    search.run(measure)
 
 
 def _latencies(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,18 +56,6 @@ class _Ticket(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-class Point(NamedTuple):
-    """The bytes transferred so far, at a time of CLOCK_MONOTONIC."""
-
-    seconds: float
-    read_bytes: int
-    write_bytes: int
-
-    def moved(self, direction: str) -> int:
-        """The bytes of one direction."""
-        return self.read_bytes if direction == "read" else self.write_bytes
-
-
 class Rig(Closing):
     """Unnamed files on the drive of *directory*, of *file_bytes* each, one for each of *ways*, "read"
     and "write", and the buffers of trials, at most 0.4 GiB.
@@ -88,7 +76,11 @@ class Rig(Closing):
         ways: Sequence[str] = ("read", "write"),
     ) -> None:
         self.request_bytes = request_bytes
-        self._op = _deepspeed_op() if engine == "deepspeed" else None
+        self._op: DeepSpeedOp | None = None
+        if engine == "deepspeed":
+            from .deepspeed_op import load
+
+            self._op = load()
         self._page_numbers = np.arange(request_bytes // PAGE_BYTES, dtype=np.uint64)
         self._direct = direct
         # Reads back written data by another path through the kernel than libaio's.
@@ -241,7 +233,7 @@ class Load(Closing):
             self._undo = undo.pop_all()
         self._turns = itertools.cycle(self._lanes)
 
-    def pump(self, begin: float | None, seconds: float) -> tuple[Point, Point]:
+    def pump(self, begin: float | None, seconds: float) -> tuple[Result, Result]:
         """Keep requests pending until *seconds* after *begin*, by default now; returns the points
         at both.
         """
@@ -279,13 +271,13 @@ class Load(Closing):
         self._undo.close()
 
 
-def measure(pump: Callable[[float], tuple[Point, Point]], phase: str, seconds: float) -> Result:
+def measure(pump: Callable[[float], tuple[Result, Result]], phase: str, seconds: float) -> Result:
     """Fill the queues, then count for *seconds*, or until each direction of *phase* has transferred
     data. *pump* keeps requests pending in its window and between its calls.
     """
     ways = directions(phase)
 
-    def counted(window: float) -> tuple[Point, Point]:
+    def counted(window: float) -> tuple[Result, Result]:
         first, last = pump(window)
         while any(first.moved(way) == last.moved(way) for way in ways):
             last = pump(window)[1]
@@ -328,7 +320,7 @@ class _Lane:
         with contextlib.suppress(WaitTimeout):
             self._under_way[0][0].wait(seconds)
 
-    def watch(self, point: Point) -> None:
+    def watch(self, point: Result) -> None:
         """Record progress. Raises: IOFailure when *point* shows that the drive hangs."""
         moved = point.moved(self._direction)
         if moved != self._progress[1]:
@@ -422,12 +414,6 @@ def directions(phase: str) -> tuple[str, ...]:
     return ("read", "write") if phase == "mixed" else (phase,)
 
 
-def _deepspeed_op() -> DeepSpeedOp:
-    from .deepspeed_op import load
-
-    return load()
-
-
 def _native_buffer(nbytes: int) -> Bytes:
     return np.frombuffer(allocate(nbytes), dtype=np.uint8)
 
@@ -444,6 +430,6 @@ def wait(ticket: _Ticket) -> int:
             return ticket.wait(0.1)
 
 
-def _counters(engine: Engine | DeepSpeedEngine) -> Point:
+def _counters(engine: Engine | DeepSpeedEngine) -> Result:
     stats = engine.stats()
-    return Point(time.monotonic(), stats.read.bytes, stats.write.bytes)
+    return Result(stats.read.bytes, stats.write.bytes, time.monotonic())

@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import PHASES, Best, Setting, Trial
@@ -31,20 +32,8 @@ ALIKE = 0.02  # a smaller difference does not matter
 DOUBTFUL = 0.03  # the largest difference that may count as noise
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedTrial:
-    """A trial to run: *setting* under the load *phase* for a window of *seconds*."""
-
-    setting: Setting
-    phase: str
-    seconds: float
-    stage: str
-    control: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The transfers of a trial in its window."""
+class Result(NamedTuple):
+    """The transfers of a trial in *seconds*; or, at a time of CLOCK_MONOTONIC, those so far."""
 
     read_bytes: int
     write_bytes: int
@@ -55,14 +44,28 @@ class Result:
         """Both directions together."""
         return (self.read_bytes + self.write_bytes) / self.seconds
 
+    def moved(self, direction: str) -> int:
+        """The bytes of one direction."""
+        return self.read_bytes if direction == "read" else self.write_bytes
+
 
 @dataclasses.dataclass
-class Observation:
+class PlannedTrial:
+    """A trial to run: *setting* under the load *phase* for a window of *seconds*."""
+
+    setting: Setting
+    phase: str
+    seconds: float
+    stage: str
+    control: bool
+
+
+@dataclasses.dataclass
+class Observation(PlannedTrial):
     """A trial that ran. *flaw*: "", "drifted" when the drive's speed jumped, "impossible" when it
     was too fast.
     """
 
-    planned: PlannedTrial
     result: Result
     started_seconds: float
     ended_seconds: float
@@ -86,10 +89,10 @@ class Evidence:
         return [
             (seen.at_seconds, seen.result.bytes_per_second)
             for seen in self.observations
-            if seen.planned.control
-            and seen.planned.phase == phase
+            if seen.control
+            and seen.phase == phase
             and seen.flaw != "impossible"
-            and stage in (None, seen.planned.stage)
+            and stage in (None, seen.stage)
         ]
 
     def relatives(
@@ -99,13 +102,12 @@ class Evidence:
         found: dict[Setting, list[tuple[float, float]]] = {}
         series = self.control_series(phase)
         for seen in self.observations if series else ():
-            planned = seen.planned
-            if planned.phase != phase or planned.control or seen.flaw:
+            if seen.phase != phase or seen.control or seen.flaw:
                 continue
-            if stage in (None, planned.stage):
+            if stage in (None, seen.stage):
                 ratio = seen.result.bytes_per_second / steady.control_at(seen.at_seconds, series)
                 value = math.log(ratio), seen.result.seconds
-                found.setdefault(planned.setting, []).append(value)
+                found.setdefault(seen.setting, []).append(value)
         return found
 
     def gains(self, phase: str) -> dict[Setting, float]:
@@ -154,7 +156,7 @@ class Evidence:
     def trials(self) -> tuple[Trial, ...]:
         """All trials, for the profile."""
         series = {phase: self.control_series(phase) for phase in PHASES}
-        return tuple(_trial(seen, series[seen.planned.phase]) for seen in self.observations)
+        return tuple(_trial(seen, series[seen.phase]) for seen in self.observations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +360,7 @@ def _best(
 def _reasons(
     evidence: Evidence, chosen: Setting, why: str, finalists: int, ranks: int
 ) -> list[str]:
-    tried = len({seen.planned.setting for seen in evidence.observations})
+    tried = len({seen.setting for seen in evidence.observations})
     reasons = [
         f"Chosen from {finalists} finalists of {tried} settings tried: its training step {why}."
     ]
@@ -397,19 +399,19 @@ def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
     result = seen.result
     relative = (
         result.bytes_per_second / steady.control_at(seen.at_seconds, series)
-        if series and not seen.planned.control
+        if series and not seen.control
         else 1.0
     )
     return Trial(
-        phase=seen.planned.phase,
-        **dataclasses.asdict(seen.planned.setting),
+        phase=seen.phase,
+        **dataclasses.asdict(seen.setting),
         bytes=result.read_bytes + result.write_bytes,
         seconds=result.seconds,
         gb_per_s=result.bytes_per_second / 1e9,
         read_gb_per_s=result.read_bytes / result.seconds / 1e9,
         write_gb_per_s=result.write_bytes / result.seconds / 1e9,
-        stage=seen.planned.stage,
-        control=seen.planned.control,
+        stage=seen.stage,
+        control=seen.control,
         relative=relative,
         started_seconds=seen.started_seconds,
         flaw=seen.flaw,

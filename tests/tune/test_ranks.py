@@ -18,7 +18,7 @@ from nvme_offload.hardware.machine import gpu_count
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.tune import ranks, space
 from nvme_offload.tune.ranks import Ranks, request_bytes
-from nvme_offload.tune.trial import REQUEST_BYTES, Point
+from nvme_offload.tune.trial import REQUEST_BYTES, Result
 
 FILE_BYTES = 2 * REQUEST_BYTES
 SETTING = Setting(block_size=1 << 20, queue_depth=4, thread_count=1)
@@ -65,7 +65,7 @@ def two(disk: Path) -> Iterator[Ranks]:
 def test_all_ranks_count_in_one_window_and_are_added_up(
     two: Ranks, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pumped: list[tuple[float, float, list[list[Point]]]] = []
+    pumped: list[tuple[float, float, list[list[Result]]]] = []
 
     def seen(name: str, *arguments: Any, order: Any = two._order, **options: Any) -> Any:
         answers = order(name, *arguments, **options)

@@ -15,7 +15,7 @@ from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.hardware.profile_grade import LEAST_TRIAL_SECONDS
 from nvme_offload.planning.traffic import STATES, floor
 from nvme_offload.tune import space
-from nvme_offload.tune.search import GROUP, Search, run_trials
+from nvme_offload.tune.search import GROUP, Search
 from nvme_offload.tune.verdict import ALIKE, STEP_BYTES, PlannedTrial, Result, Verdict, decide
 
 
@@ -98,7 +98,7 @@ class SimulatedDrive:
 
     def sweep(self, seconds: float = 54.0, ceiling: float | None = None) -> Search:
         search = Search(self.grid(), DEEPSPEED_DEFAULTS, seconds, lambda: self.now, ceiling)
-        run_trials(search.planned(), self.measure)
+        search.run(self.measure)
         return search
 
     def regret(self, chosen: Setting) -> float:
@@ -201,16 +201,14 @@ def test_trials_between_jumps_of_the_control_are_repeated() -> None:
         speed(setting, phase) * (0.4 if simulated.now > 6 else 1)
     )  # type: ignore[method-assign]
     search = simulated.sweep()
-    drifted = [seen.planned for seen in search.evidence.observations if seen.flaw == "drifted"]
+    drifted = [seen for seen in search.evidence.observations if seen.flaw == "drifted"]
     assert drifted
     assert not any(planned.control for planned in drifted)
     for planned in drifted:
         again = [
             seen
             for seen in search.evidence.observations
-            if seen.planned.setting == planned.setting
-            and seen.planned.phase == planned.phase
-            and not seen.flaw
+            if seen.setting == planned.setting and seen.phase == planned.phase and not seen.flaw
         ]
         assert again
         for trial in search.evidence.trials():
@@ -320,9 +318,9 @@ def test_the_finals_have_whole_windows_where_there_is_the_time(seconds: float, r
     finals = [
         seen
         for seen in search.evidence.observations
-        if seen.planned.stage == "final" and seen.planned.setting == chosen and not seen.flaw
+        if seen.stage == "final" and seen.setting == chosen and not seen.flaw
     ]
-    whole = [seen.planned.phase for seen in finals if seen.result.seconds >= LEAST_TRIAL_SECONDS]
+    whole = [seen.phase for seen in finals if seen.result.seconds >= LEAST_TRIAL_SECONDS]
     assert len(whole) == len(finals) or seconds == 8
     assert whole.count("mixed") >= (rounds if seconds > 8 else 0)
 

@@ -160,8 +160,8 @@ def test_a_directory_named_like_a_command_is_reached_by_its_path(
 def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
     for phase, change in zip(PHASES, compare.changes(made_up(2.0), made_up(3.0)), strict=True):
         assert change.phase == phase
-        assert change.low < 1.5 < change.high
-        assert change.low > 1.3
+        assert change.relative_low < 1.5 < change.relative_high
+        assert change.relative_low > 1.3
     said = compare.lines(made_up(2.0), made_up(2.01, identity="1" * 32), ("a", "b"))
     assert sum("no significant difference" in line for line in said) == 3
     assert said[-1] == "These are different drives."
@@ -172,7 +172,7 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
         )
         == 3
     )
-    assert compare.changes(made_up(runs=1), made_up(runs=1))[0].low < 1
+    assert compare.changes(made_up(runs=1), made_up(runs=1))[0].relative_low < 1
     poor = compare.lines(made_up(2.0, runs=1), made_up(3.0), ("a", "b"))
     assert sum(line.endswith("too little evidence") for line in poor) == 3
 

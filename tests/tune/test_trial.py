@@ -228,7 +228,7 @@ def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -
 def test_a_stuck_drive_is_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "STUCK_SECONDS", 0.05)
     monkeypatch.setattr(
-        trial, "_counters", lambda engine: trial.Point(trial.time.monotonic(), 0, 0)
+        trial, "_counters", lambda engine: trial.Result(0, 0, trial.time.monotonic())
     )
     with pytest.raises(IOFailure, match="completed no request"):
         rig.run(SETTING, "read", 0.05)

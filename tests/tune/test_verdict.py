@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
-from nvme_offload.tune.verdict import Evidence, Observation, PlannedTrial, Result, Verdict, decide
+from nvme_offload.tune.verdict import Evidence, Observation, Result, Verdict, decide
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 4
@@ -31,9 +31,9 @@ def finals(
         nonlocal now
         speed = CONTROL[phase] * ratio
         read = {"read": speed, "write": 0.0, "mixed": speed / 2}[phase]
-        planned = PlannedTrial(setting, phase, 1.0, "final", setting == DEEPSPEED_DEFAULTS)
+        planned = setting, phase, 1.0, "final", setting == DEEPSPEED_DEFAULTS
         result = Result(round(read), round(speed - read), 1.0)
-        evidence.observations.append(Observation(planned, result, now, now + 1))
+        evidence.observations.append(Observation(*planned, result, now, now + 1))
         now += 1
 
     for number in range(ROUNDS):
