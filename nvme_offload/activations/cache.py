@@ -431,7 +431,6 @@ class ActivationCache:
                 self._finish(*in_flight[0])
 
     def _finish(self, value: SavedBytes, copy: Copy) -> None:
-        """Wait for *copy*, in flight for *value*."""
         copy.wait()
         (self._saving if (value, copy) in self._saving else self._restoring).remove((value, copy))
         value.copy = None

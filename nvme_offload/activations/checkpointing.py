@@ -122,7 +122,6 @@ def _within(generator: Iterator[None], cache: ActivationCache) -> Iterator[None]
 
 
 def _innermost_hooks() -> Any:
-    """The innermost hooks on saved tensors; None if there are none."""
     return _untyped_torch._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -212,7 +211,6 @@ class _Taken:
         self._flags = tensor.requires_grad, tensor.is_conj() or tensor.is_neg()
 
     def saved(self) -> torch.Tensor:
-        """The tensor, from the hooks."""
         node: Any = self._result.grad_fn
         tensor: torch.Tensor = node.saved_tensors[0]
         return tensor

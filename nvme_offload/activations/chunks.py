@@ -149,7 +149,6 @@ class Chunks:
         self._tier.give_back(requested)
 
     def _release_unneeded(self, chunk: Chunk) -> None:
-        """Release or discard *chunk* if nothing needs it."""
         if chunk.pins:
             return
         if not chunk.saved:

@@ -99,7 +99,6 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _pages(name: str) -> int:
-    """A number of pages that sysconf(3) knows, in bytes."""
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
 
 

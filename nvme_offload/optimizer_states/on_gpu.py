@@ -82,7 +82,6 @@ def _of_all_kinds() -> torch.Tensor:
 
 
 def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The results of *by* for *values*, as bits."""
 
     def empty(dtype: torch.dtype, size: int = values.numel()) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=values.device)

@@ -108,7 +108,6 @@ def has_packed_moments(layout: Layout) -> bool:
 
 
 def _next_step(optimizer: torch.optim.Optimizer, part: Part) -> Any:
-    """The constants of the next step of *part*; None if the optimizer has to make it."""
     group, state = part.group, optimizer.state.get(part.parameter, {})
     step = state.get("step")
     numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])

@@ -301,7 +301,6 @@ class _Trial:
         self._outside: dict[Key, Any] | None = None
 
     def record(self) -> None:
-        """Train all samples together."""
         whole = [(index, 0, sample.numel()) for index, sample in enumerate(self._samples)]
         with _same_random_numbers(self._samples[0].device):
             for weights in self._train([whole]):
@@ -311,7 +310,6 @@ class _Trial:
 
     @property
     def states(self) -> dict[Key, torch.dtype]:
-        """The elementwise states of all parameters, by key."""
         return {
             key: dtype for key, dtype in self._dtypes.items() if key not in self._not_elementwise
         }
@@ -547,7 +545,6 @@ def _first_states(
 
 
 def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
-    """Whether some of *states* are not elementwise."""
     return any(
         not is_for_each(value, parameter.shape)
         for parameter, state in states.items()

@@ -130,7 +130,6 @@ class Ranks(Closing):
         *arguments: Any,
         report: Callable[[int], None] | None = None,
     ) -> list[Any]:
-        """Send an order to all ranks, and wait for all answers."""
         asked = list(self._ranks)
         for connection in asked:
             with contextlib.suppress(ConnectionError):  # its last message may still be readable

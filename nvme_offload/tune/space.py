@@ -99,7 +99,6 @@ def preference(setting: Setting) -> tuple[int, int, int, tuple[int, int, bool, i
 
 
 def _doublings(one: int, other: int) -> int:
-    """The number of doublings or halvings between two numbers."""
     return abs(one.bit_length() - other.bit_length())
 
 

@@ -196,7 +196,6 @@ def _run_search(
 def _latencies(
     rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Latency]:
-    """The latencies of blocks with the chosen setting."""
     from .latency import percentiles
 
     found = []

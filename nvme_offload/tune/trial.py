@@ -338,7 +338,6 @@ class _Lane:
             )
 
     def drain(self) -> None:
-        """Wait for all requests."""
         for entry in self._under_way:
             wait(entry[0])
             self._finish(*entry)

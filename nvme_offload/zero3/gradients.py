@@ -240,7 +240,6 @@ class Gradients:
         self._used_up = False
 
     def _widened_memory(self, index: int) -> torch.Tensor:
-        """The memory in which the gradient of sub-group *index* is widened."""
         flat = self._replacements[index]
         if self._device.type == "cpu":
             return self._tier.scratch(self._scratch).view(flat.dtype)[: flat.numel]

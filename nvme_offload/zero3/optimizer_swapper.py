@@ -360,7 +360,6 @@ class OptimizerSwapper(Records):
         sub_group.weights = [weights]
 
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
-        """The master weights and the states of a sub-group in use, by key."""
         layout, memory = known(sub_group.layout), None  # a GPU's allocator reuses freed memory
         if self.device.type == "cpu" and not self._in_place:
             memory = self.tier.scratch(self._unpacked_name).view(torch.float32)

@@ -217,7 +217,6 @@ class Overlap(UpdateQueue):
     # In the thread.
 
     def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> Any:
-        """Make the calls *actions* of sub-group *index*."""
         stage3 = self._stage3
         swapper = stage3.tier.swapper
         before = swapper.stats().waited_seconds

@@ -189,7 +189,6 @@ class ParameterSwapper:
             self.tier.end_use(name, changed=True)
 
     def _swap_out(self, param: Any) -> None:
-        """Store the partition of *param* and drop it."""
         updates.quiesce(self.tier)
         buffer = self._filling.pop(param.ds_id, None)
         if buffer is None:
@@ -311,7 +310,6 @@ def _may_be_shared(param: Any) -> bool:
 
 
 def _has_changed(param: Any) -> bool:
-    """Whether the copy of *param*'s partition was changed since it was read."""
     value: _Value = param.nvme_value
     return value.read is not None and not value.read.equal(fingerprint(param.ds_tensor.data))
 

@@ -86,7 +86,6 @@ class Reductions(SubGroups):
         )
 
     def _norm(self, param: Any, total: torch.Tensor) -> torch.Tensor:
-        """The norm of *total*, the gradient of *param*."""
         if self.update_device == CPU:
             norm: torch.Tensor = self._constant_buffered_norm2(total)
             return norm

@@ -98,7 +98,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._require_room(self._footprint_of(self._gradient_dtype, CPU), sizes, largest)
 
     def _plan(self) -> None:
-        """Cut the partitions into sub-groups."""
         self._require_memory(f"a sub-group of {self._least_sub_group} elements")
         cap = self.tier.cap_bytes
         wanted = min(self._footprint.wanted_elements(cap), self._footprint.most_elements(cap))
@@ -162,7 +161,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         return self._own_weights(group)[start:end]
 
     def _own_weights(self, group: int) -> torch.Tensor:
-        """The 16-bit weights of parameter group *group* that this rank updates."""
         rank = dist.get_rank(group=self.real_dp_process_group[group])
         weights: torch.Tensor = self.parallel_partitioned_bit16_groups[group][rank].detach()
         return weights
@@ -172,7 +170,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             group["params"] = self._of_group(number)
 
     def _of_group(self, number: int) -> list[torch.Tensor]:
-        """The flat parameters of the sub-groups in parameter group *number*."""
         return [
             parameter
             for parameter, group in zip(
@@ -309,7 +306,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             self._clear_fp32_optimizer_param_groups()
 
     def _update(self, index: int, once: OncePerStep) -> None:
-        """Update sub-group *index*, and its 16-bit weights."""
         parameter = self.fp32_partitioned_groups_flat[index]
         self.optimizer_swapper.give_back()
         # Fetch the gradient before the states, so that only one value is in use at a time.
@@ -350,7 +346,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._gather()
 
     def _gather(self) -> None:
-        """Gather the 16-bit weights that the other ranks have updated."""
         with self._weights_as_masters():
             super().update_lp_params()
 

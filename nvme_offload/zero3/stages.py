@@ -34,7 +34,6 @@ def _do_sanity_check(original: Callable[[Any], None], engine: Any) -> None:
 
 @replaces(ENGINE)
 def _configure_zero_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    """Make this package's optimizer if anything is on a drive."""
     ds_config, module = _whole(engine._config._param_dict, engine.module), engine.module
     if type(optimizer).__name__ == "NVMeOptimizer":
         raise UnsupportedError(
@@ -89,7 +88,6 @@ def offloads(ds_config: Mapping[str, Any]) -> bool:
 
 
 def _require_supported(engine: Any, optimizer: Any, ds_config: Mapping[str, Any]) -> None:
-    """Refuse features that stages 1 and 2 do not support."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     autocast = ds_config.get("torch_autocast") or {}
     zero, settings = ds_config["zero_optimization"], Settings.of(ds_config)

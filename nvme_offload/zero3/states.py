@@ -204,7 +204,6 @@ def of_state_dict(stage3: Stage3, tree: Mapping[str, Any]) -> CheckpointReader:
 
 
 def _trained(owner: Owner, group: int | None = None) -> dict[str, Any]:
-    """The parameters of *group*, or of all groups, by name and in order."""
     return {
         owner.param_names[param]: param
         for number, params in enumerate(owner.trained_groups)
@@ -356,7 +355,6 @@ def load(
 def _fetch(
     owner: Owner, saved: CheckpointReader, share: Share, key: str, part: torch.Tensor
 ) -> Iterator[Ticket]:
-    """Start reading the values *key* of *share* into *part*."""
     name, param = owner.param_names[share.param], share.param
     if saved.universal is not None:
         values, _ = saved.whole(name, key, 0)
@@ -487,7 +485,6 @@ def provider(owner: Owner, index: int) -> Provider:
 
 
 def _elementwise_states(owner: Owner, index: int) -> Mapping[str, torch.dtype]:
-    """The elementwise states of sub-group *index*: their dtypes, by key."""
     parameter = owner.fp32_partitioned_groups_flat[index]
     if owner.swaps(index):
         return owner.optimizer_swapper.states(parameter)

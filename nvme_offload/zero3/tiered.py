@@ -337,7 +337,6 @@ class Tiered:
             _log.info("%s", stats)
 
     def _base_step(self, closure: Any) -> None:
-        """DeepSpeed's step."""
         super().step(closure)  # type: ignore[misc]
 
     def _make_step(self, closure: Any) -> bool:

@@ -79,7 +79,6 @@ def _torch_fused_adam(
     set_grad_none: bool = True,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """torch's fused Adam, in place of FusedAdam."""
     if not bias_correction:
         raise UsageError(
             '"bias_correction": false needs DeepSpeed\'s FusedAdam, which cannot be built here: install nvcc, or set "update_device": "cpu" in "nvme_offload"'
