@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -38,6 +39,9 @@ class Replacements(list[Callable[[], Any]]):
         put: Any = dict.__setitem__ if is_dict else setattr
         drop: Any = dict.pop if is_dict else delattr
         before = (owner if is_dict else vars(owner)).get(name, _absent)
+        # A property, such as an optimizer's state, is set and not replaced.
+        if before is _absent and inspect.isdatadescriptor(getattr(type(owner), name, None)):
+            before = getattr(owner, name)
         put(owner, name, value)
         self.append(lambda: drop(owner, name) if before is _absent else put(owner, name, before))
 

@@ -1,0 +1,40 @@
+"""Attributes have other values in a context, and are as before after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvme_offload.zero3.replacing import replaced
+
+
+class Owner:
+    inherited = "of the class"
+
+    def __init__(self) -> None:
+        self.own = "of the object"
+        self._kept = "kept"
+
+    @property
+    def kept(self) -> str:
+        return self._kept
+
+    @kept.setter
+    def kept(self, value: str) -> None:
+        self._kept = value
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_attributes_are_as_before_after_the_context(fails: bool) -> None:
+    owner = Owner()
+    before = dict(vars(owner))
+    names = "own", "inherited", "kept"
+    with (
+        pytest.raises(KeyError) if fails else replaced(owner),
+        replaced(owner, **dict.fromkeys(names, "other")),
+    ):
+        assert [getattr(owner, name) for name in names] == ["other"] * 3
+        assert owner._kept == "other"
+        if fails:
+            raise KeyError
+    assert vars(owner) == before
+    assert Owner.inherited == owner.inherited == "of the class"
