@@ -22,7 +22,8 @@ from bit_patterns import SPECIAL, numbers, patterns
 
 from nvme_offload import optimizer_states
 from nvme_offload.commands import checks
-from nvme_offload.optimizer_states import block_names, by_torch, on_gpu
+from nvme_offload.optimizer_states import FORMATS, block_names, by_torch, on_gpu, one_pass
+from nvme_offload.optimizer_states.adam_by_kernels import step_by_kernels
 from nvme_offload.optimizer_states.packed import MASTER_INDEX, Look, Pieces
 from nvme_offload.optimizer_states.rounding import BLOCK, random_keys, random_table
 
@@ -378,6 +379,58 @@ def test_a_step_of_adam_in_one_kernel(by_triton, numel, low, codes, dtype):
             rests[:-1][weight.isnan()] = 0  # any NaN
             found += [rests, weight.float()]
         return found if codes else [*found, first, second]
+
+    ours, ways = after(), [fused, *([rounded_twice] if DEVICE.type == "cpu" else [])]
+    assert any(all(map(same, ours, after(way))) for way in ways)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_step_over_the_parts_of_a_bucket(by_triton, name, dtype):
+    """A step of some elements, and of none, leaves the rest of the bucket as it is."""
+    state_format, starts, sizes = FORMATS[name], [0, 512, 1024], [300, 0, 2049]
+    numel = starts[-1] + sizes[-1]
+    layout = state_format.layout(numel, dict.fromkeys(one_pass.STATES, torch.float32), dtype)
+    options = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
+    options |= {"maximize": False, "decoupled_weight_decay": True}
+    blocks = block_names(3 * BLOCK, numel, DEVICE)
+    gradient = numbers(numel, 3).to(DEVICE)
+
+    def after(fused=None):
+        master, first, second = (numbers(numel, 4).to(DEVICE) for _ in range(3))
+        weight, buffer = master.to(dtype), torch.zeros(layout.nbytes, dtype=torch.uint8).to(DEVICE)
+
+        def pack(*values, seed):
+            whole, *states = values
+            states = dict(zip(one_pass.STATES, states, strict=True))
+            whole = None if layout.master is None else whole
+            state_format.pack(layout, buffer, [weight], whole, states, seed, blocks)
+
+        pack(master, first, second.square(), seed=1)
+        slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        if fused is None:
+            optimizer = SimpleNamespace(state={})
+            parts = []
+            for part in slices:
+                parameter = torch.empty(0)
+                optimizer.state[parameter] = {"step": torch.tensor(4.0, device=DEVICE)}
+                place = part.start, 3 + part.start // BLOCK
+                parts.append(
+                    one_pass.Part(parameter, options, weight[part], gradient[part], *place)
+                )
+            step_by_kernels(optimizer, state_format, layout, buffer, parts, 2, lambda: None)
+            assert [int(state["step"]) for state in optimizer.state.values()] == [5] * 3
+        else:
+            master, states = state_format.unpack(layout, buffer, [weight])
+            values = [weight if master is None else master, *states.values()]
+            powers = torch.pow(torch.tensor(options["betas"]), torch.tensor(5.0))
+            for part in slices:
+                olds = [value[part] for value in values]
+                news = adam(fused, olds[0], gradient[part], *olds[1:], powers, options)
+                for old, new in zip(olds, news, strict=True):
+                    old.copy_(new)
+            pack(*values, seed=2)
+        return [weight.float(), buffer]
 
     ours, ways = after(), [fused, *([rounded_twice] if DEVICE.type == "cpu" else [])]
     assert any(all(map(same, ours, after(way))) for way in ways)
