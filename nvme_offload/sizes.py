@@ -24,6 +24,9 @@ LARGEST_BUCKET_BYTES = 128 << 20
 LARGEST_IN_MEMORY_BYTES = 256 << 20
 GPU_PARTS = 32
 PLACES = 3  # buckets on a GPU: one is filled, one is computed on, one is emptied
+# Where updates wait for copies from host memory, up to one part in so many of the states is on the GPU
+# before its update: copies then run during the forward pass too.
+AHEAD_PARTS = 8
 # One part in this many of the budget of `NVMeOptimizer` is scratch memory for updates on CPUs.
 SCRATCH_PARTS = 8
 # Share of the updates that run in the forward pass where they run in both passes. The forward pass takes

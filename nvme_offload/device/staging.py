@@ -13,7 +13,9 @@ from ..errors import OutOfHostMemoryError
 from ..optimizer_states.tree import dense_strides
 from ..sizes import PLACES
 from ..swap.tier import Tier
+from ..swap.values import Glimpse
 from .copies import CopyStreams
+from .room import DeviceRoom
 
 CPU = torch.device("cpu")
 _ALIGNED_BYTES = 256  # the alignment of tensors in PyTorch's CUDA allocator
@@ -21,6 +23,7 @@ _ALIGNED_BYTES = 256  # the alignment of tensors in PyTorch's CUDA allocator
 # waits for the oldest copy. It is enough for the updates of several layers, so that autograd can
 # launch the backward pass of the next layer meanwhile.
 _IN_FLIGHT_BYTES = 4 << 30
+_MANY = 16  # waits for copies, to tell whether they are long
 
 
 class HostStager:
@@ -62,6 +65,9 @@ class HostStager:
         """Wait until host memory has the contents of every value that the caller has released, and of
         every tensor that `take_back` copies.
         """
+
+    def ease(self) -> None:
+        """As `drain`, but do not wait where nothing but the copied values' next use depends on it."""
 
     def cancel(self) -> None:
         """Drain, and release the caller's value with its contents in host memory. For use after an
@@ -108,6 +114,8 @@ class Returns:
         """Release the value *name* after the event *done*, as `TensorSwapper.release` does.
         *memory*: its memory, for `resume`.
         """
+        if changed:
+            self._tier.swapper.changes(name)
         self._returns.append(_Return(name, changed, nbytes, done, memory))
 
     def resume(self, name: str) -> _Return | None:
@@ -154,12 +162,56 @@ class Returns:
 class _Place:
     """Memory of the device for one bucket: its value, and *weights* and gradients from host memory.
     *free*: the event after which the memory may be overwritten.
+
+    A value that was copied before its use: *glimpse*, for the swapper, and *source*, its host memory,
+    which is kept until the copy has ended. *filled*: the end of the last copy to *memory*.
     """
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
         self.weights: torch.Tensor | None = None
         self.free: Any = None
+        self.filled: Any = None
+        self.glimpse: Glimpse | None = None
+        self.source: torch.Tensor | None = None
+
+    @property
+    def ahead(self) -> str | None:
+        """The name of the value that was copied before its use."""
+        return None if self.glimpse is None else self.glimpse.value.name
+
+    def sized(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """`memory`, made larger if it has less than *nbytes*."""
+        if self.memory is None or self.memory.numel() < nbytes:
+            # This is rare. Any stream may use the old memory, or the new memory.
+            torch.cuda.synchronize(device)
+            self.memory = None
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+        return self.memory[:nbytes]
+
+
+class _Waits:
+    """The waits of a stream for copies: whether they take much of its time."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[Any, Any]] = deque()  # events before and after each
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Make *stream* wait for *event*."""
+        cuda: Any = torch.cuda
+        before = stream.record_event(cuda.Event(enable_timing=True))
+        stream.wait_event(event)
+        self._waits.append((before, stream.record_event(cuda.Event(enable_timing=True))))
+
+    def are_long(self) -> bool:
+        """Whether enough waits have ended, and took more than a twentieth of the time."""
+        if len(self._waits) <= _MANY or not self._waits[_MANY - 1][1].query():
+            return False
+        waits = [self._waits.popleft() for _ in range(_MANY)]
+        whole: float = waits[0][0].elapsed_time(waits[-1][1])
+        waited: float = sum(before.elapsed_time(after) for before, after in waits)
+        return waited > whole / 20
 
 
 class DeviceStager(HostStager):
@@ -168,11 +220,19 @@ class DeviceStager(HostStager):
 
     A value stays in use until its copy to the host has ended, so that the swapper never writes
     incomplete contents to the drive.
+
+    With *looks_ahead*, values that stay in host memory are copied to the device before their use: a
+    place that is given back is filled with the value that is expected next. While the stream waits
+    long for copies, there are more places, as the memory of the device allows.
     """
 
-    def __init__(self, tier: Tier, device: torch.device) -> None:
+    def __init__(self, tier: Tier, device: torch.device, *, looks_ahead: bool = False) -> None:
         super().__init__(tier)
         self._device = device
+        self._looks_ahead = looks_ahead
+        self._names: set[str] = set()  # of values that were fetched
+        self._waits = _Waits()
+        self._room = DeviceRoom(device, 0)
         self._copies = CopyStreams()
         # The copies of gradients wait until FSDP2 has written them. Copies of the next value need not.
         self._gradient_copies = CopyStreams()
@@ -187,11 +247,16 @@ class DeviceStager(HostStager):
         """See `HostStager`."""
         self._returns.release(at_most=self._most_in_flight(name, nbytes))
         self._taking = name
-        host = self._returns.with_room(lambda: self._tier.swapper.swap_in(name))
-        memory = self._place(nbytes)
-        filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
-        torch.cuda.current_stream(self._device).wait_event(filled)
-        self._host, self._filled = host, filled
+        swapper = self._tier.swapper
+        host = self._returns.with_room(lambda: swapper.swap_in(name))
+        place = self._choose_place(name)
+        memory = place.sized(nbytes, self._device)
+        if place.glimpse is None or not swapper.is_as_glimpsed(place.glimpse):
+            place.filled = self._copies.start(memory, host[:nbytes], after=place.free)
+        place.glimpse = place.source = None
+        self._names.add(name)
+        self._wait_for(place.filled)
+        self._host, self._filled = host, place.filled
         self._held, self._taking = name, None
         return memory
 
@@ -204,9 +269,13 @@ class DeviceStager(HostStager):
         self._tier.forget([name])
         self._taking = name
         host = self._returns.with_room(lambda: self._tier.swapper.create(name, nbytes, once=True))
-        memory = self._place(nbytes)
-        if self._places[0].free is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._places[0].free)
+        place = self._choose_place(None)
+        memory = place.sized(nbytes, self._device)
+        stream = torch.cuda.current_stream(self._device)
+        for event in (place.free, place.filled):
+            if event is not None:
+                stream.wait_event(event)
+        place.glimpse = place.source = None
         self._host = host
         self._held, self._taking = name, None
         return memory
@@ -229,6 +298,8 @@ class DeviceStager(HostStager):
                 )
             self._returns.add(name, changed=changed, nbytes=nbytes, done=place.free)
         self._places.rotate(-1)
+        if self._looks_ahead:
+            self._look_ahead()
 
     def bring(
         self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
@@ -238,10 +309,11 @@ class DeviceStager(HostStager):
         `give_back`, and after `fetch` or `renew` if there is a value.
         """
         place, stream = self._places[0], torch.cuda.current_stream(self._device)
+        self._looks_ahead = False  # in the forward pass, weights are copied to the device
         parts = [*weights, *gradients]
         sizes = [-(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for part in parts]
         if place.weights is None or place.weights.numel() < sum(sizes):
-            torch.cuda.synchronize(self._device)  # as in `_place`
+            torch.cuda.synchronize(self._device)  # as in `_Place.sized`
             place.weights = None
             place.weights = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             torch.cuda.synchronize(self._device)
@@ -275,10 +347,17 @@ class DeviceStager(HostStager):
             self._taken_back.synchronize()
             self._taken_back = None
 
+    def ease(self) -> None:
+        """See `HostStager`. The CPU uses the weights that are copied back."""
+        if self._taken_back is not None or not self._tier.swapper.everything_stays:
+            self.drain()
+
     def cancel(self) -> None:
         """See `HostStager`."""
         torch.cuda.synchronize(self._device)
         self._has_weights, self._taken_back = False, None
+        for place in self._places:
+            place.glimpse = place.source = None
         super().cancel()
         self._returns.cancel()
 
@@ -288,14 +367,51 @@ class DeviceStager(HostStager):
             return 0
         if not self._tier.swapper.stays(name):
             return PLACES - 1  # another value may need the memory
-        return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
+        return max(len(self._places) - 1, _IN_FLIGHT_BYTES // nbytes)
 
-    def _place(self, nbytes: int) -> torch.Tensor:
-        place = self._places[0]
-        if place.memory is None or place.memory.numel() < nbytes:
-            # This is rare. Any stream may use the old memory, or the new memory.
-            torch.cuda.synchronize(self._device)
-            place.memory = None
-            place.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            torch.cuda.synchronize(self._device)
-        return place.memory[:nbytes]
+    def _choose_place(self, name: str | None) -> _Place:
+        """Move a place to the front: the one that has the value *name* already, else the one that was
+        given back first and has no value, else the first.
+        """
+        chosen = next(
+            (place for ahead in (name, None) for place in self._places if place.ahead == ahead),
+            self._places[0],
+        )
+        self._places.remove(chosen)
+        self._places.appendleft(chosen)
+        return chosen
+
+    def _wait_for(self, filled: Any) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._looks_ahead:
+            self._waits.wait(stream, filled)
+        else:
+            stream.wait_event(filled)
+
+    def _look_ahead(self) -> None:
+        """Start copying the values that are expected next to places without a value."""
+        upcoming = [
+            one
+            for one in self._tier.swapper.upcoming(2 * len(self._places))
+            if one[0].value.name in self._names
+        ]
+        if self._waits.are_long():
+            self._add_places(min(len(self._places), len(upcoming) - len(self._places)))
+        present = {place.ahead for place in self._places}
+        vacant = (place for place in self._places if place.glimpse is None)
+        for place, (glimpse, source) in zip(
+            vacant,
+            [one for one in upcoming[: len(self._places)] if one[0].value.name not in present],
+            strict=False,
+        ):
+            target = place.sized(source.numel(), self._device)
+            place.filled = self._copies.start(target, source, after=place.free)
+            place.glimpse, place.source = glimpse, source
+
+    def _add_places(self, count: int) -> None:
+        each = max(0 if one.memory is None else one.memory.numel() for one in self._places)
+        held = each * len(self._places)
+        for _ in range(count):
+            if self._room.suffices(held, each):
+                self._places.append(_Place())
+                held += each

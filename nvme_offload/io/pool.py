@@ -71,7 +71,7 @@ class _Arena(Memory):
             and os.getpid() == self._process_id
             and not sys.is_finalizing()
         ):
-            self._unregister(self.address)
+            self.unregister()
 
 
 class PinnedPool(Closing):

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import known
 from ..optimizer_states import StateFormat
+from ..parameters.idle import streamer_of
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier
 from .accumulation import GradientSums
@@ -158,6 +159,10 @@ class Steps:
             )
             if len(buckets) == len(binding.buckets):  # the tier was reset
                 self.clock = UpdateClock(self.tier)
+            # With streamed parameters, or updates under the forward pass, it has copies of its own.
+            self.updater.looks_ahead = not self.when.overlap_step and not any(
+                streamer_of(parameter) for _, parameter in parameters_of(groups)
+            )
             if any(bucket.device.type == "cpu" for bucket in binding.buckets):
                 use_share_of_cores()
             for bucket in buckets:
@@ -217,6 +222,14 @@ class Steps:
         """Return when no value of the tier is in use."""
         self.updater.drain()
         self.sums.settle()
+
+    def _ease(self) -> None:
+        """As `drain`, but values that stay in memory may still be on their way there."""
+        if self.when.is_provisional:  # which writes values back before their use
+            self.drain()
+        else:
+            self.updater.ease()
+            self.sums.settle()
 
     @fixed_modes()
     def settle(self) -> None:
@@ -300,12 +313,12 @@ class Steps:
                 self.options.left(self.overlap.step.left)
                 self.overlap.step = None
             with self.clock.running():
-                self.drain()
+                self._ease()
                 self.tier.swapper.prefetch(self.sums.names(due))
                 for bucket in due:
                     self.update_now(bucket)
                 self.options.left(idle)
-                self.drain()
+                self._ease()
                 counts = self._counts
                 self._end_step()
             self._last = self.clock.end_step(self.count, **counts)

@@ -4,9 +4,10 @@ reads and writes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..errors import OutOfHostMemoryError, UsageError, known
+from ..sizes import AHEAD_PARTS
 from ..store.transfer import Stage, Transfer
 from ..units import format_bytes
 from .access_order import AccessOrder
@@ -15,7 +16,7 @@ from .prefetch import Prefetcher
 from .residency import Residency
 from .residents import Chooser
 from .value_states import Event, State
-from .values import EVICTABLE, IDLE, Need, Value, check
+from .values import EVICTABLE, IDLE, Glimpse, Need, Value, check
 from .victims import Victims
 
 _STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is stale
@@ -253,12 +254,41 @@ class Schedule:
             value.to(Event.ROLL_BACK)
             self.blocks.free(value)
         value.read_failed = False
+        value.uses += 1
         value.value_bytes, value.retained_bytes = retained_bytes, None
         self.order.repeat(name)
 
     def stays(self, name: str) -> bool:
         """Whether *name* is chosen to be resident."""
         return self._residency.everything or name in self._residency.homes
+
+    @property
+    def everything_stays(self) -> bool:
+        """Whether the plan is to keep all values in memory."""
+        return self._residency.everything
+
+    def upcoming(self, count: int) -> Iterator[Glimpse]:
+        """The next *count* values that are expected, up to one that may not be read before its use;
+        at most a part of a period, and none unless all values stay in memory.
+        """
+        order = self.order
+        if not (self.everything_stays and order.followed):
+            return
+        for position in range(order.now, order.now + min(count, len(order.period) // AHEAD_PARTS)):
+            use = order.at(position)
+            value = self._values.get(use.name)
+            if use.created or value is None or not value.is_kept:
+                return
+            yield Glimpse(value, value.uses, known(value.block))
+
+    def is_as_glimpsed(self, glimpse: Glimpse) -> bool:
+        """Whether the present use of a value found what *glimpse* shows, in the same memory."""
+        value, uses, block = glimpse
+        return (
+            self._values.get(value.name) is value
+            and value.uses == uses + 1
+            and value.block is block
+        )
 
     def foretell(self, sizes: Mapping[str, int], at_once: int, stay: bool) -> None:
         """Plan for an order before any is learned; with *stay*, its residents stay."""
@@ -414,6 +444,7 @@ class Schedule:
     ) -> None:
         self._need.begin(value, created)
         value.stamp = 0  # not a candidate
+        value.uses += 1
         self._count += 1
         expected = self.order.now + 1
         self.order.use(value.name, value.nbytes, recreated, in_order)

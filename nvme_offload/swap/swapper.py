@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..io.pool import PinnedPool
     from ..store.store import TensorStore
+    from .values import Glimpse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,6 +281,56 @@ class TensorSwapper(Closing):
         """
         with self._lock:
             return self._schedule.stays(name)
+
+    @property
+    def everything_stays(self) -> bool:
+        """Whether the plan is to keep all values in memory."""
+        with self._lock:
+            return self._schedule.everything_stays
+
+    def upcoming(self, count: int) -> list[tuple[Glimpse, torch.Tensor]]:
+        """The next values of the learned order, for copies of their contents before their use. None
+        unless all values stay in memory.
+
+        Parameters
+        ----------
+        count : int
+            The most values.
+
+        Returns
+        -------
+        list
+            For each value, in order, what `is_as_glimpsed` takes, and its memory, which another
+            value may get at any time.
+        """
+        with self._lock:
+            return [
+                (seen, self._runner.memory[seen.block.start :][: seen.value.nbytes])
+                for seen in self._schedule.upcoming(count)
+            ]
+
+    def is_as_glimpsed(self, glimpse: Glimpse) -> bool:
+        """Whether the present use of a value found the contents that `upcoming` showed, in the same
+        memory.
+
+        Parameters
+        ----------
+        glimpse : Glimpse
+            From `upcoming`.
+        """
+        with self._lock:
+            return self._schedule.is_as_glimpsed(glimpse)
+
+    def changes(self, name: str) -> None:
+        """Make the planner learn now that this use of a value changes it, because `release` comes
+        after the end of the period.
+
+        Parameters
+        ----------
+        name : str
+        """
+        with self._lock:
+            self._schedule.order.changed(name)
 
     def retain(self, name: str) -> None:
         """Keep the on-drive version of a value in use, until `commit` or `roll_back`. Later writes

@@ -1,10 +1,11 @@
-"""`Value`: the planner's record of a value. `Block`: its memory. `Need`: the value that is
-requested next.
+"""`Value`: the planner's record of a value. `Block`: its memory. `Glimpse`: what was seen of it without
+a use. `Need`: the value that is requested next.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from ..errors import InvariantError
 from ..store.transfer import Transfer
@@ -35,6 +36,7 @@ class Value:
     retained_bytes: int | None = None  # bytes of the on-drive version to which `roll_back` returns
     keeps_copy: bool = False  # keeps its copy on the drive until its next use ends
     last_use: int = 0
+    uses: int = 0  # how often a use has begun, or the contents were rolled back
     stamp: int = 0  # of its valid entry in a heap
 
     def to(self, event: Event) -> None:
@@ -59,6 +61,14 @@ class Block:
     owner: Value | None = None  # of the contents
     writes: tuple[Transfer, ...] = ()  # from these bytes; they must end before the next contents
     reclaimable: bool = False  # another value may get the block
+
+
+class Glimpse(NamedTuple):
+    """A value in memory as it was before its use number *uses*, and its *block*."""
+
+    value: Value
+    uses: int
+    block: Block
 
 
 @dataclasses.dataclass(slots=True)

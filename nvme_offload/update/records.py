@@ -57,12 +57,15 @@ class Unit:
 class Records:
     """The states that an optimizer of the class *name* keeps for units, in *tier* and in
     *state_format*. One unit at a time is in use, from `_open` or `_renew` to `_give_back`.
+
+    *looks_ahead*: whether values are copied to a GPU before their use.
     """
 
     def __init__(self, tier: Tier, state_format: StateFormat, name: str) -> None:
         self.tier = tier
         self._format = state_format
         self._name = name
+        self.looks_ahead = False
         self._host = HostStager(tier)  # for units that are not on their device
         self._stagers: dict[torch.device, HostStager] = {}
 
@@ -71,13 +74,20 @@ class Records:
         for stager in self._stagers.values():
             stager.drain()
 
+    def ease(self) -> None:
+        """At the end of a step: return when the program may use what the updates have changed, and
+        the tier may end its period.
+        """
+        for stager in self._stagers.values():
+            stager.ease()
+
     def _stager(self, unit: Unit) -> HostStager:
         stager = self._stagers.get(unit.device)
         if stager is None:
             stager = self._stagers[unit.device] = (
                 HostStager(self.tier)
                 if unit.device.type == "cpu"
-                else DeviceStager(self.tier, unit.device)
+                else DeviceStager(self.tier, unit.device, looks_ahead=self.looks_ahead)
             )
         return stager
 

@@ -15,7 +15,10 @@ sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, train, unlike
 from test_ranks import CASES, IN_BACKWARD, OVERLAPPED, results_of_ranks
 
+from nvme_offload import sizes
+from nvme_offload.device import staging
 from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.swap import schedule
 
 LARGE = [(2000, 1000), (3, 5), (4000, 500), (1000,), (1500, 1000)] * 3
 
@@ -306,3 +309,77 @@ def test_updates_in_backward_on_two_gpus(results_in_backward, case):
 @pytest.mark.parametrize("case", OVERLAPPED)
 def test_overlapped_steps_on_two_gpus(results_overlapped, case):
     assert results_overlapped[case] == []
+
+
+def _train_with_surprises(params, optimizer, steps=8):
+    """Train, and change and read states in between, as the swapper's plan does not expect."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        torch.cuda._sleep(20_000_000)  # the CPU is ahead of the GPU
+        used = params if step != 4 else params[::3]
+        factors = [torch.randn(p.shape, generator=generator).cuda() for p in used]
+        sum((p.float() * f).square().sum() for p, f in zip(used, factors, strict=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            optimizer.state[params[-1]]["exp_avg"].mul_(2)
+        if step == 5:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 6:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+def test_states_are_copied_to_the_gpu_before_their_use(
+    tmp_path, monkeypatch, state_format, in_backward
+):
+    monkeypatch.setattr(sizes, "LARGEST_BUCKET_BYTES", 1 << 20)
+    monkeypatch.setattr(sizes, "LARGEST_IN_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(staging._Waits, "are_long", lambda _: True)
+    shapes = [(300, 200)] * 96
+    found = {}
+    for parts in (8, 1 << 30):
+        monkeypatch.setattr(schedule, "AHEAD_PARTS", parts)
+        params = parameters(torch.bfloat16, "cuda", shapes)
+        with NVMeOptimizer(
+            params,
+            paths=tmp_path,
+            host_memory="200MB",
+            state_format=state_format,
+            step_in_backward=in_backward,
+            lr=1e-2,
+        ) as optimizer:
+            used = _uses_of_glimpses(optimizer._steps.tier.swapper, monkeypatch)
+            _train_with_surprises(params, optimizer)
+            buckets = len(optimizer._steps.binding.buckets)
+            (stager,) = optimizer._steps.updater._stagers.values()
+            assert optimizer.stats().bytes_read == 0
+            if parts == 8:
+                assert buckets > 20
+                assert used.count(True) > 3 * buckets  # in 8 steps, with surprises
+                assert len(stager._places) > 3
+            else:
+                assert not any(used)
+                assert len(stager._places) == 3
+            found[parts] = [*params, *_tensors(optimizer.state_dict()["state"])]
+    assert differing(*found.values()) == []
+
+
+def _uses_of_glimpses(swapper, monkeypatch):
+    """A list to which is added, for each use of a value that was copied before, whether the copy holds."""
+    used, real = [], swapper.is_as_glimpsed
+
+    def is_as_glimpsed(glimpse):
+        used.append(real(glimpse))
+        return used[-1]
+
+    monkeypatch.setattr(swapper, "is_as_glimpsed", is_as_glimpsed)
+    return used
+
+
+def _tensors(state):
+    return [
+        one for each in state.values() for one in each.values() if isinstance(one, torch.Tensor)
+    ]

@@ -14,6 +14,7 @@ from patience import PATIENCE
 from nvme_offload.errors import OutOfHostMemoryError, UsageError, WaitTimeout
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.pool import PinnedPool
+from nvme_offload.sizes import AHEAD_PARTS
 from nvme_offload.store.store import TensorStore
 from nvme_offload.store.transfer import Transfer
 from nvme_offload.swap.swapper import SwapperStats, TensorSwapper
@@ -119,6 +120,52 @@ def test_there_and_back_finds_what_it_left_near_the_turn(make_swapper: MakeSwapp
         before, after = train(swapper, order, contents, changed=False)
     assert after.misses - before.misses <= 2 * (count - values + ahead + 1)
     assert after.bytes_written == before.bytes_written  # it is on the drive as it is
+
+
+def test_a_value_can_be_copied_before_its_use(make_swapper: MakeSwapper) -> None:
+    count = 2 * AHEAD_PARTS
+    swapper = make_swapper(count)
+    contents = fill(swapper, count)
+    order = list(range(count))
+    train(swapper, order, contents)
+    seen = swapper.upcoming(count)
+    assert [glimpse.value.name for glimpse, _ in seen] == ["n0", "n1"]  # a part of the period
+    copies = [memory.clone() for _, memory in seen]
+    assert [torch.equal(copies[n], pattern(contents[n])) for n in (0, 1)] == [True, True]
+    for glimpse, _ in seen:
+        swapper.swap_in(glimpse.value.name)
+    assert [swapper.is_as_glimpsed(glimpse) for glimpse, _ in seen] == [True, True]
+    assert swapper.upcoming(count)[0][0].value.name == "n2"
+    for glimpse, _ in seen:
+        swapper.release(glimpse.value.name, changed=True)
+    swapper.swap_in("n0")
+    assert not swapper.is_as_glimpsed(seen[0][0])  # after a use in between
+
+
+def test_a_replaced_value_is_not_the_one_that_was_copied(make_swapper: MakeSwapper) -> None:
+    count = 2 * AHEAD_PARTS
+    swapper = make_swapper(count)
+    contents = fill(swapper, count)
+    train(swapper, list(range(count)), contents)
+    (first, _), _ = swapper.upcoming(2)
+    swapper.discard("n0")
+    swapper.swap_out("n0", pattern(7))
+    swapper.swap_in("n0")
+    assert not swapper.is_as_glimpsed(first)
+
+
+def test_nothing_is_copied_before_its_use_that_may_move(make_swapper: MakeSwapper) -> None:
+    count = 2 * AHEAD_PARTS
+    swapper = make_swapper(count - 1)
+    contents = fill(swapper, count)
+    for _ in range(3):
+        train(swapper, list(range(count)), contents)
+    assert swapper.upcoming(count) == []
+    roomy = make_swapper(count)
+    contents = fill(roomy, count)
+    train(roomy, list(range(count)), contents)
+    roomy.swap_in("n1", in_order=False)
+    assert [glimpse.value.name for glimpse, _ in roomy.upcoming(count)] == ["n0"]  # n1 is in use
 
 
 def test_another_order_in_between_changes_no_contents(make_swapper: MakeSwapper) -> None:
