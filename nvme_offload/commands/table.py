@@ -312,8 +312,7 @@ def _given(question: Question) -> Iterator[str]:
     for drive in machine.drives:
         yield f"Drive: {_described(drive)}."
     yield (
-        "Bytes are per rank. Host memory of DeepSpeed includes its own factor of 1.5. The GPU memory "
-        "that a way needs includes CUDA's context and DeepSpeed's buckets. "
+        "Bytes are per rank. Host memory of DeepSpeed includes its own factor of 1.5. "
         f"Seconds are per {'pass' if question.inference else 'step'}, without {', '.join(_not_modelled(question))}."
     )
 

@@ -355,7 +355,9 @@ def _plan(
             gpu_bytes += replaced
     if machine.gpu:
         needed = gpu_bytes + reduced + CONTEXT_BYTES
-        require(needed, machine.gpu.memory_bytes, "{} of GPU memory, and a GPU has {}")
+        own = "CUDA's context" + (" and DeepSpeed's buffers" if reduced else "")
+        said = f"{{}} of GPU memory with {own}, and a GPU has {{}}"
+        require(needed, machine.gpu.memory_bytes, said)
     needed = host_bytes * world.ranks
     require(needed, machine.host_bytes, "{} of host memory, and {} are available")
     if drive_bytes and not machine.drives:

@@ -407,7 +407,9 @@ def test_what_does_not_fit_says_how_much_it_takes():
     found = by_name(
         plans(SEVEN, machine(host_bytes=32 << 30, drives=(Drive("/d", 50 << 30, SPEEDS),)), World())
     )
-    assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
+    assert found["zero3"].problems == (
+        "128 GB of GPU memory with CUDA's context and DeepSpeed's buffers, and a GPU has 85.9 GB",
+    )
     assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
     assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
     smaller = machine(host_bytes=8 << 30, drives=(Drive("/d", 5 << 30, SPEEDS),))
