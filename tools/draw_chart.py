@@ -199,18 +199,15 @@ def of_8b_exact() -> Measurement:
 
 
 def of_70b() -> Measurement:
-    """Llama 3.1 70B over two GPUs, with 100 GB of host memory for each rank."""
-    report = "big-models-h100.md"
-    section = text_of(report).partition("### With 100 GB of host memory for each rank")[2]
-    each = re.search(r"([\d.]+) GB of each\s+rank's states are read", section)
-    seconds = re.search(r"\| steps 5 to 7, 10 and 11, median, s \| ([\d.]+)", section)
-    host = re.search(r"\| host memory, GB, [^|]*\| ([\d.]+)", section)
-    gpu = re.search(r"\| GPU memory of each, [^|]*\| ([\d.]+)", section)
-    assert each
-    assert seconds
-    assert host
-    assert gpu
-    return Measurement(report, float(seconds[1]), float(gpu[1]), float(host[1]), 2 * float(each[1]))
+    """Llama 3.1 70B on one GPU, weights streamed, with the limit of host memory."""
+    report = "big-models-70b-h200.md"
+    titles = (
+        "a settled step, seconds: median of the last four",
+        "peak of GPU memory, GB",
+        "limit of host memory, GB",
+    )
+    found = [float(row[0]) for title in titles for row in rows(report, title, "measured")]
+    return Measurement(report, *found)
 
 
 def measurements() -> dict[str, Measurement]:

@@ -370,8 +370,8 @@ class DeviceStager(HostStager):
         return max(len(self._places) - 1, _IN_FLIGHT_BYTES // nbytes)
 
     def _choose_place(self, name: str | None) -> _Place:
-        """Move a place to the front: the one that has the value *name* already, else the one that was
-        given back first and has no value, else the first.
+        """Move a place to the front: if possible the place with the value *name*, otherwise the first
+        without a value, otherwise the first.
         """
         chosen = next(
             (place for ahead in (name, None) for place in self._places if place.ahead == ahead),

@@ -159,7 +159,7 @@ class Steps:
             )
             if len(buckets) == len(binding.buckets):  # the tier was reset
                 self.clock = UpdateClock(self.tier)
-            # With streamed parameters, or updates under the forward pass, it has copies of its own.
+            # With streamed parameters, or updates under the forward pass, copies run in that pass already.
             self.updater.looks_ahead = not self.when.overlap_step and not any(
                 streamer_of(parameter) for _, parameter in parameters_of(groups)
             )

@@ -268,8 +268,8 @@ class Schedule:
         return self._residency.everything
 
     def upcoming(self, count: int) -> Iterator[Glimpse]:
-        """The next *count* values that are expected, up to one that may not be read before its use;
-        at most a part of a period, and none unless all values stay in memory.
+        """The next *count* values that are expected, before the first that may not be read before its
+        use; at most a part of a period, and none unless all values stay in memory.
         """
         order = self.order
         if not (self.everything_stays and order.followed):

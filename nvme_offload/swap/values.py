@@ -1,4 +1,4 @@
-"""`Value`: the planner's record of a value. `Block`: its memory. `Glimpse`: what was seen of it without
+"""`Value`: the planner's record of a value. `Block`: its memory. `Glimpse`: its state before
 a use. `Need`: the value that is requested next.
 """
 

@@ -71,7 +71,7 @@ class Stage3(Access):
         if self._settings.step_in_backward:
             require_possible(self, self._ds_config)
             self.in_backward = InBackward(self)
-        # In the forward pass, parameters of a drive have copies of their own.
+        # Parameters of a drive are copied to the GPU in the forward pass.
         self.optimizer_swapper.looks_ahead = self.overlap is None and len(tiers) == 1
 
     def _drop(self) -> None:
