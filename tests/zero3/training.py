@@ -463,7 +463,7 @@ class Training:
         first = next(iter(engine.module.parameters()))
         if self.case.section.get("missing_gradients") == "last":
             self._observe_gradients(engine)
-        elif self.ours:
+        elif self.ours and self.case.states == "nvme":
             refused = ""
             try:
                 utils.safe_get_full_grad(first)
