@@ -23,6 +23,7 @@ FAMILY = {
     "ValueError",
     "PermissionError",
     "ChildProcessError",
+    "FileNotFoundError",
 }
 LOGGED = {"warning", "error", "exception", "critical", "warn"}
 _EDGES = " ,.;:()'\"…"
