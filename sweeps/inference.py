@@ -28,7 +28,7 @@ from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
 from .machine import facts
 from .meter import Meter, restart_peak, status
-from .report import columns, document, escaped, listed, ratios, shown, write
+from .report import Medians, columns, document, escaped, listed, write
 from .systems import example, find_speeds, write_weights
 
 _SETTLING = 2  # tokens: the first is the prompt's, after the second the order is learned
@@ -175,10 +175,10 @@ def main(
 
 
 def _figures(run: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run, medians over the tokens that count; "tokens" is 0 if it had none."""
+    """The figures of a run, medians over the tokens that count; "count" is 0 if it had none."""
     tokens = apart.of(run["events"], "token")
     settled = [token["taken"] for token in tokens if token["number"] >= _SETTLING]
-    figures = {"side": run["side"], "round": run["round"], "tokens": len(settled)}
+    figures = {"name": run["side"], "round": run["round"], "count": len(settled)}
     if not settled:
         return figures
     made, taken = apart.of(run["events"], "made")[0], pd.DataFrame(settled).median()
@@ -194,23 +194,8 @@ def _figures(run: dict[str, Any]) -> dict[str, Any]:
 
 def render(results: Results) -> str:
     """The report in Markdown."""
-    runs = pd.DataFrame([_figures(run) for run in results.runs])
-    names = list(dict.fromkeys(run["side"] for run in results.runs))
-    by_name = {name: runs[runs.side == name].set_index("round") for name in names}
-    nbytes = results.nbytes / 1e9
-
-    def known(cell: Callable[[pd.Series], str]) -> Callable[[str], str]:
-        def figure(name: str) -> str:
-            mine = by_name[name]
-            return cell(mine.median(numeric_only=True)) if mine.tokens.sum() else ""
-
-        return figure
-
-    def ratio(name: str) -> str:
-        if not by_name[name].tokens.sum() or not by_name[names[0]].tokens.sum():
-            return ""
-        return shown(ratios(by_name[name].seconds, by_name[names[0]].seconds))
-
+    medians, nbytes = Medians(map(_figures, results.runs)), results.nbytes / 1e9
+    known, names = medians.cell, medians.names
     # of the tokens that a run made before it ended
     digests = [
         [token["logits"] for token in apart.of(run["events"], "token")] for run in results.runs
@@ -218,10 +203,10 @@ def render(results: Results) -> str:
     shared = min(map(len, digests), default=0)
     cells: dict[str, Callable[[str], str]] = {
         "": lambda name: SIDES[name][0],
-        "tokens that count": lambda name: str(by_name[name].tokens.sum()),
+        "tokens that count": lambda name: str(medians.count(name)),
         "s a token": known(lambda run: f"{run.seconds:.3f}"),
         "tokens a second": known(lambda run: f"{1 / run.seconds:.2f}"),
-        f"time over {names[0] if names else 'the first'}": ratio,
+        f"time over {names[0] if names else 'the first'}": medians.ratio,
         "GB read a token": known(lambda run: f"{run.read:.2f}"),
         "GB/s": known(lambda run: f"{run.read / run.seconds:.2f}"),
         "GPU, GB": known(lambda run: f"{run.gpu:.1f}"),

@@ -62,6 +62,35 @@ def columns(keys: Iterable[Key], cells: Mapping[str, Callable[[Key], Any]]) -> s
     return table([head.rstrip() for head in cells], lines)
 
 
+class Medians:
+    """Cells of a table with a row for each side of a comparison: medians over the rounds.
+
+    *figures*: of each run, with "name", "round", "count" (of what it measured; without it, the run
+    has no other figures) and "seconds".
+    """
+
+    def __init__(self, figures: Iterable[Mapping[str, Any]]) -> None:
+        runs = pd.DataFrame(figures)
+        self.names = list(dict.fromkeys(runs["name"])) if len(runs) else []
+        self._runs = {name: runs[runs["name"] == name].set_index("round") for name in self.names}
+
+    def count(self, name: str) -> int:
+        """How much the runs of *name* measured in total."""
+        return int(self._runs[name]["count"].sum())
+
+    def cell(self, text: Callable[[pd.Series], str]) -> Callable[[str], str]:
+        """The *text* of a side's medians; empty if it measured nothing."""
+        return lambda name: (
+            text(self._runs[name].median(numeric_only=True)) if self.count(name) else ""
+        )
+
+    def ratio(self, name: str) -> str:
+        """The seconds of *name* over those of the first side."""
+        if not self.count(name) or not self.count(self.names[0]):
+            return ""
+        return shown(ratios(self._runs[name].seconds, self._runs[self.names[0]].seconds))
+
+
 def escaped(text: str) -> str:
     """*text* for a cell of a table."""
     return text.replace("|", "\\|")

@@ -43,7 +43,7 @@ from .command import COUNT, Names, Size, option, say
 from .machine import facts
 from .meter import Meter
 from .probe import Probe
-from .report import columns, document, escaped, listed, ratios, shown, write
+from .report import Medians, columns, document, escaped, listed, write
 
 _EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
 _SETTLING = 2  # steps: the first creates states, after the second the order is learned
@@ -500,10 +500,10 @@ def _run(
 
 
 def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
-    """The figures of a run, medians over its settled steps; "steps" is 0 if it had none."""
+    """The figures of a run, medians over its settled steps; "count" is 0 if it had none."""
     steps = apart.of(one["events"], "step")
     settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]
-    figures = {"system": one["system"], "round": one["round"], "steps": len(settled)}
+    figures = {"name": one["system"], "round": one["round"], "count": len(settled)}
     if not settled:
         return figures
     taken = pd.DataFrame(settled).median()
@@ -527,28 +527,14 @@ def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
 def render(results: Results) -> str:
     """The report in Markdown."""
     options, billions = results.options, results.parameters / 1e9
-    runs = pd.DataFrame([_figures(one, results.speeds) for one in results.systems])
-    names = list(dict.fromkeys(one["system"] for one in results.systems))
-    by_name = {name: runs[runs.system == name].set_index("round") for name in names}
+    medians = Medians(_figures(one, results.speeds) for one in results.systems)
+    known, names = medians.cell, medians.names
     tokens = options["gpus"] * options["batch"] * options["sequence"]
-
-    def known(cell: Callable[[pd.Series], str]) -> Callable[[str], str]:
-        def figure(name: str) -> str:
-            mine = by_name[name]
-            return cell(mine.median(numeric_only=True)) if mine.steps.sum() else ""
-
-        return figure
-
-    def ratio(name: str) -> str:
-        if not by_name[name].steps.sum() or not by_name[names[0]].steps.sum():
-            return ""
-        return shown(ratios(by_name[name].seconds, by_name[names[0]].seconds))
-
     cells: dict[str, Callable[[str], str]] = {
         "": lambda name: SYSTEMS[name].title,
-        "steps that count": lambda name: str(by_name[name].steps.sum()),
+        "steps that count": lambda name: str(medians.count(name)),
         "s a step": known(lambda run: f"{run.seconds:.2f}"),
-        f"over {names[0] if names else 'the first'}": ratio,
+        f"over {names[0] if names else 'the first'}": medians.ratio,
         "tokens a second": known(lambda run: f"{tokens / run.seconds:,.0f}"),
         "CPU s a step, of a rank": known(lambda run: f"{run.cpu:.1f}"),
         "host memory, GB": known(lambda run: f"{run.host:.1f}"),
