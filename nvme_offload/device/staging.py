@@ -321,15 +321,18 @@ class DeviceStager(HostStager):
         if place.free is not None:
             self._gradient_copies.wait(self._device, True, place.free)
         brought: list[torch.Tensor] = []
+        filled: dict[CopyStreams, Any] = {}  # the ends of their copies
         for part, start in zip(parts, itertools.accumulate(sizes, initial=0), strict=False):
             flat = place.weights[start : start + part.nbytes].view(part.dtype)
             target = flat.as_strided(part.shape, dense_strides(part))
-            if len(brought) < len(weights):
-                filled = self._copies.start(target, part, after=place.free)
-            else:
-                filled = self._gradient_copies.start(target, part, after=written)
-            stream.wait_event(filled)
+            is_weight = len(brought) < len(weights)
+            copies, after = (
+                (self._copies, place.free) if is_weight else (self._gradient_copies, written)
+            )
+            filled[copies] = copies.start(target, part, after=after)
             brought.append(target)
+        for event in filled.values():
+            stream.wait_event(event)
         return brought
 
     def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
