@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import UsageError
 from ..files import sealed
+from ..units import format_bytes
 
 SCHEMA_VERSION = 4
 PHASES = ("read", "write", "mixed")
@@ -37,6 +38,10 @@ class Setting:
     def bytes_in_flight(self) -> int:
         """Bytes in flight with all queues full."""
         return self.block_size * self.queue_depth * self.thread_count
+
+    def __str__(self) -> str:
+        threads = f", {self.thread_count} threads" if self.thread_count > 1 else ""
+        return f"{format_bytes(self.block_size)} x {self.queue_depth}{threads}"
 
     @property
     def setting(self) -> Setting:

@@ -12,7 +12,7 @@ from nvme_offload.hardware.profile_grade import final_trials
 from nvme_offload.planning import traffic
 
 from . import wording
-from .wording import NONE, SPACE, TIMES
+from .wording import NONE, SPACE
 
 MODELS = (7e9, 13e9, 70e9)
 NOT_REPORTED = "not reported by this drive"
@@ -136,14 +136,14 @@ def stripe(profile: Profile) -> Table:
     """Several paths: each alone, all together, and the share of the bytes for each."""
     rows: list[tuple[str, ...]] = []
     for path in profile.stripe:
-        named = path.path, path.model or path.device, wording.setting(path.setting)
+        named = path.path, path.model or path.device, str(path.setting)
         share = f"{100 * path.weight:.1f}{SPACE}%"
         rows.append((*named, share, *_by_phase(path.alone), *_by_phase(path.together)))
     if together := traffic.stripe_speeds(profile):
         named = "All together", "", ""
         rows.append((*named, f"100{SPACE}%", *[NONE] * 3, *_by_phase(together)))
     columns = (
-        *("Path", "Drive", f"Block {TIMES} depth\n{TIMES} threads", "Weight"),
+        *("Path", "Drive", "Setting", "Weight"),
         *(f"{phase.capitalize()},\n{how}" for how in ("alone", "together") for phase in PHASES),
     )
     caption = "Each path alone and with all paths together, GB/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.hardware.profile import Best, Setting
+from nvme_offload.hardware.profile import Best
 from nvme_offload.units import format_bytes, format_ratio
 from nvme_offload.units import format_speed as speed
 
@@ -65,11 +65,6 @@ def duration(seconds: float) -> str:
 def plural(count: int, word: str) -> str:
     """A count with its word: "1 trial", "2 trials"."""
     return f"{count}{SPACE}{word}{'' if count == 1 else 's'}"
-
-
-def setting(one: Setting) -> str:
-    """Block size, queue depth and threads in short."""
-    return f"{format_bytes(one.block_size)} {TIMES} {one.queue_depth} {TIMES} {one.thread_count}"
 
 
 def label(key: str) -> str:

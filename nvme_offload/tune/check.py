@@ -15,7 +15,6 @@ from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.hardware.profile import PHASES, Profile, Setting
 from nvme_offload.hardware.profile_grade import quantile
 
-from .progress import describe
 from .verdict import ALIKE, STEP_BYTES
 
 LEAST_ROUNDS = 3
@@ -111,7 +110,7 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
             if setting == config == profile.chosen
             else roles.get(setting, "DeepSpeed's defaults")
         )
-        said.append(f"           {numbers}  {describe(setting)}: {role}")
+        said.append(f"           {numbers}  {setting}: {role}")
     before = {phase: profile.performance[phase].gb_per_s for phase in PHASES}
     now = checked.speeds.get(profile.chosen)
     if now:
@@ -127,7 +126,7 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
     takes = f"a step takes {abs(loss):.1f} % {sign} time ({low:+.1f} to {high:+.1f} %) than with"
     if checked.better is not None:
         said.append(
-            f"The settings no longer hold: {takes} {describe(checked.better)}. "
+            f"The settings no longer hold: {takes} {checked.better}. "
             "Run nvme-sweep again with --config."
         )
     elif checked.holds:

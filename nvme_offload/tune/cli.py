@@ -24,7 +24,7 @@ from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
 
 from . import launcher, preflight, results, space
-from .progress import Progress, describe
+from .progress import Progress
 from .sweep import Options, fill, open_rig, tune
 
 MOST_SECONDS = 86400
@@ -387,7 +387,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         fill(rig, found, 0.2 * seconds, options.backend, _progress)
 
         def run(one: Setting, phase: str, window: float) -> float:
-            _progress.show("checking", f"{phase} with {describe(one)}")
+            _progress.show("checking", f"{phase} with {one}")
             return rig.run(one, phase, window).bytes_per_second
 
         checked = checking.judged(setting, checking.rounds(settings, run, 0.8 * seconds))

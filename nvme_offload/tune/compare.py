@@ -12,7 +12,7 @@ from nvme_offload.hardware.profile_grade import final_trials, grade, quantile
 from nvme_offload.hardware.profile_shelf import find
 from nvme_offload.units import format_change, format_speed
 
-from .progress import change, describe
+from .progress import change
 
 LEAST_SCATTER = 0.02  # the least relative spread that is assumed for few runs
 
@@ -38,7 +38,7 @@ def load(place: Path) -> Profile:
 
 
 def changes(first: Profile, second: Profile) -> list[Beside]:
-    """The speeds of the second's chosen setting over those of the first's, by phase, with the 90 %
+    """The speed of the second's chosen setting over the speed of the first's, by phase, with the 90 %
     intervals by the scatter of the final runs.
     """
     found = []
@@ -96,7 +96,7 @@ def _facts(profile: Profile) -> dict[str, str]:
         "kernel": engine.get("kernel", "not known"),
         "engine": f"{engine.get('name')} {engine.get('version')}, {engine.get('backend')}",
         "ranks": str(profile.workload.get("ranks", 1)),
-        "setting": describe(profile.chosen),
+        "setting": str(profile.chosen),
         "over the defaults": ", ".join(
             f"{phase} {format_change(profile.performance[phase].relative)}" for phase in PHASES
         ),

@@ -8,8 +8,7 @@ import shutil
 import time
 from typing import TextIO
 
-from nvme_offload.hardware.profile import Setting
-from nvme_offload.units import format_bytes, format_change
+from nvme_offload.units import format_change
 
 PLAIN_SECONDS = 5.0  # between two lines that do not go to a terminal
 _ERASE = "\r\x1b[K"
@@ -56,12 +55,6 @@ class Progress:
             if self._stream is not None:
                 self._stream.write(text)
                 self._stream.flush()
-
-
-def describe(setting: Setting) -> str:
-    """*setting* in few words: "1 MiB x 32, 2 threads"."""
-    threads = f", {setting.thread_count} threads" if setting.thread_count > 1 else ""
-    return f"{format_bytes(setting.block_size)} x {setting.queue_depth}{threads}"
 
 
 def change(relative: float, low: float, high: float) -> str:

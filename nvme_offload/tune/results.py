@@ -20,7 +20,7 @@ from nvme_offload.hardware.profile import PHASES, Latency, Profile, StripePath
 from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.units import format_bytes, format_speed
 
-from .progress import Progress, change, describe
+from .progress import Progress, change
 
 LONGER = "Sweep longer for more (--seconds), while no other process uses the drive."
 
@@ -142,7 +142,7 @@ def summary(profile: Profile) -> list[str]:
     for phase in PHASES:
         reached, best = profile.performance[phase], profile.best[phase]
         gain = change(reached.relative, reached.relative_low, reached.relative_high)
-        other = f"{format_speed(best.gb_per_s)} with {describe(best.setting)}"
+        other = f"{format_speed(best.gb_per_s)} with {best.setting}"
         other = "the same" if best.setting == chosen else other
         lines.append(f"  {phase:6}  {format_speed(reached.gb_per_s):>5}   {gain:40}   {other}")
     lines += ["", f"Evidence: {grade(profile)}."]
@@ -175,7 +175,7 @@ def shelf_lines() -> list[str]:
         drive, mixed = profile.drive, profile.performance["mixed"]
         by = ", DeepSpeed's own op" if profile.engine.get("name") == "deepspeed" else ""
         lines.append(
-            f"{drive['path']}: {drive['model'] or drive['device']}, {drive['filesystem']}, {profile.created[:10]}: {describe(profile.chosen)}, "
+            f"{drive['path']}: {drive['model'] or drive['device']}, {drive['filesystem']}, {profile.created[:10]}: {profile.chosen}, "
             f"mixed {format_speed(mixed.gb_per_s)} GB/s{by}, evidence {grade(profile).name}"
         )
     return lines

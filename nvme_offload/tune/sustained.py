@@ -14,7 +14,7 @@ from nvme_offload.planning.traffic import STEP_BYTES_7B
 from nvme_offload.units import format_bytes, format_speed
 
 from . import steady
-from .trial import POLL_SECONDS, REQUEST_BYTES, Load, Rig
+from .trial import REQUEST_BYTES, Load, Rig
 
 ROUNDS = 32  # into which the given bytes are divided
 MOST = 2  # times the given bytes, while the drive is not steady
@@ -41,8 +41,9 @@ def write_on(
     ):
         began = time.monotonic()
         while not _enough(samples, total_bytes):
-            point = load.pump(None, POLL_SECONDS)[1]
-            if point.write_bytes >= samples[-1][1] + each:
+            load.turn()
+            point = load.pump(None, 0.0)[1]
+            if point.write_bytes >= len(samples) * each:
                 samples.append((point.seconds - began, point.write_bytes))
                 report(point.write_bytes, speeds(samples)[-1])
         load.finish()

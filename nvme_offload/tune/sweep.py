@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import errno
-import functools
+import math
 import platform
 import shlex
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,17 +21,16 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive, filesystem_space
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
 from nvme_offload.hardware.machine import usable_cpus
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Profile, Setting
 from nvme_offload.units import format_bytes
 
 from . import health, space
-from .interleaved import interleaved, judged
-from .progress import Progress, change, describe
+from .progress import Progress, change
 from .search import Search
 from .verdict import PlannedTrial, Result, decide
 
 if TYPE_CHECKING:
-    from nvme_offload.hardware.profile import Beside, Latency, Sustained
+    from nvme_offload.hardware.profile import Latency, Sustained
 
     from .ranks import Ranks
     from .trial import Rig
@@ -183,8 +184,8 @@ def _run_search(
 
     def measure(planned: PlannedTrial) -> Result:
         best, left = search.best_so_far(), search.seconds_left()
-        so_far = f", best so far {describe(best[0])} ({best[1]:+.0%})" if best else ""
-        what = f"{planned.phase}{by} with {describe(planned.setting)}{so_far}, {left:.0f} s left"
+        so_far = f", best so far {best[0]} ({best[1]:+.0%})" if best else ""
+        what = f"{planned.phase}{by} with {planned.setting}{so_far}, {left:.0f} s left"
         progress.show(planned.stage, what)
         result = rig.run(planned.setting, planned.phase, planned.seconds)
         thermometer.sample()
@@ -200,7 +201,7 @@ def _latencies(
 
     found = []
     for phase in PHASES if _measures_latency(options) else ():
-        progress.show("latency", f"{phase} with {describe(chosen)}")
+        progress.show("latency", f"{phase} with {chosen}")
         window = LATENCY_SHARE * options.seconds / len(PHASES)
         found.append(percentiles(chosen, phase, rig.block_seconds(chosen, phase, window)))
     return found
@@ -239,12 +240,25 @@ def _compare_backends(
         setting = dataclasses.replace(chosen, backend=backend)
         return rig.run(setting, phase, COMPARISON_WINDOW_SECONDS).bytes_per_second
 
-    found: list[Beside] = []
+    found = []
     for phase in PHASES if other else ():
         progress.show("comparing", f"{phase} with {other}, {rounds} rounds")
-        ours, theirs = (functools.partial(run, name, phase) for name in (chosen.backend, other))
-        found.append(judged(other, phase, *interleaved(ours, theirs, rounds)))
+        ones, others = [run(chosen.backend, phase)], []
+        for _ in range(rounds):
+            others.append(run(other, phase))
+            ones.append(run(chosen.backend, phase))
+        found.append(judged(other, phase, ones, others))
     return found
+
+
+def judged(name: str, phase: str, ones: Sequence[float], others: Sequence[float]) -> Beside:
+    """The comparison of *others* with *ones*, in bytes per second: each is judged by the two around it."""
+    around = zip(others, ones[:-1], ones[1:], strict=True)
+    ratios = sorted(value / math.sqrt(before * after) for value, before, after in around)
+    cut = len(ratios) // 20  # of each end: the middle 90 %
+    speeds = statistics.median(others) / 1e9, statistics.median(ones) / 1e9
+    interval = statistics.median(ratios), ratios[cut], ratios[-1 - cut]
+    return Beside(name, "", phase, *speeds, *interval)
 
 
 def _other_backend(options: Options) -> str | None:

@@ -44,7 +44,7 @@ STUCK_SECONDS = 30.0
 READ_BACK_SHARE = 0.05  # of the written requests; one request at least
 
 # less than a request takes on any single drive, and another request is always queued
-POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 
 Bytes = NDArray[np.uint8]
 
@@ -250,11 +250,11 @@ class Load(Closing):
         while (left := moment - time.monotonic()) > 0:
             self.turn(left)
 
-    def turn(self, seconds: float = POLL_SECONDS) -> None:
-        """Fill the queues and wait for one request, at most *seconds* or `POLL_SECONDS`."""
+    def turn(self, seconds: float = _POLL_SECONDS) -> None:
+        """Fill the queues and wait for one request, at most *seconds* or `_POLL_SECONDS`."""
         for lane in self._lanes:
             lane.refill()
-        next(self._turns).pause(min(seconds, POLL_SECONDS))
+        next(self._turns).pause(min(seconds, _POLL_SECONDS))
 
     def finish(self) -> None:
         """Wait for pending requests, and verify a sample of the data."""

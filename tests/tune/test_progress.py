@@ -7,7 +7,7 @@ import pytest
 
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.tune import progress
-from nvme_offload.tune.progress import Progress, describe
+from nvme_offload.tune.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -57,9 +57,9 @@ def test_without_a_reader_it_is_silent(stream: Closed | None) -> None:
     shown.say("done")
 
 
-def test_describe() -> None:
-    assert describe(Setting(1 << 20, 8, 1)) == "1 MiB x 8"
-    assert describe(Setting(128 << 10, 32, 4)) == "128 KiB x 32, 4 threads"
+def test_a_setting_in_few_words() -> None:
+    assert str(Setting(1 << 20, 8, 1)) == "1 MiB x 8"
+    assert str(Setting(128 << 10, 32, 4)) == "128 KiB x 32, 4 threads"
 
 
 def test_the_last_line_is_said_in_the_middle_of_another() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from nvme_offload.hardware.profile import Setting
 from nvme_offload.tune import sweep
-from nvme_offload.tune.interleaved import interleaved, judged
 from nvme_offload.tune.progress import Progress
 from nvme_offload.tune.verdict import Result
 
@@ -20,23 +19,12 @@ def test_a_steady_drift_cancels() -> None:
         now[0] *= 0.8
         return 1e9 * now[0] * factor
 
-    ones, others = interleaved(lambda: run(1.0), lambda: run(1.5), 3)
-    found = judged("io_uring", "mixed", ones, others)
+    speeds = [run(1.5 if number % 2 else 1.0) for number in range(7)]
+    ones, others = speeds[::2], speeds[1::2]
+    found = sweep.judged("io_uring", "mixed", ones, others)
     interval = found.relative_low, found.relative, found.relative_high
     assert interval == pytest.approx((1.5, 1.5, 1.5))
     assert (found.name, found.phase) == ("io_uring", "mixed")
-
-
-def test_the_other_takes_turns_with_the_engine() -> None:
-    ran: list[str] = []
-
-    def run(name: str, speed: float) -> float:
-        ran.append(name)
-        return speed
-
-    found = interleaved(lambda: run("ours", 4.0), lambda: run("other", 2.0), 2)
-    assert ran == ["ours", "other", "ours", "other", "ours"]
-    assert found == ([4.0] * 3, [2.0] * 2)
 
 
 @pytest.mark.parametrize("seconds", [40, 60, 300])
@@ -59,4 +47,7 @@ def test_the_other_backend_runs_more_than_once_for_half_a_second_at_least(
     assert all(one.relative_low < one.relative_high for one in found)
     assert sum(backend == "io_uring" for backend, _, _ in ran) >= 6
     assert {window for _, _, window in ran} == {0.5}
+    for phase in ("read", "write", "mixed"):
+        turns = [backend for backend, under, _ in ran if under == phase]
+        assert turns == ["libaio", *["io_uring", "libaio"] * (len(turns) // 2)]
     assert sweep._seconds_after(options) < 0.5 * seconds
