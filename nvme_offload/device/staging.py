@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import OutOfHostMemoryError
+from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states.tree import dense_strides
 from ..sizes import PLACES
+from ..swap.swapper import newer_name
 from ..swap.tier import Tier
 from ..swap.values import Glimpse
 from .copies import CopyStreams
@@ -52,6 +53,19 @@ class HostStager:
         memory = self._tier.swapper.create(name, nbytes, once=True)
         self._held, self._taking = name, None
         return memory
+
+    def renew_beside(self, memory: torch.Tensor) -> torch.Tensor:
+        """Continue with a newer version of the caller's value, which has *memory*: see
+        `TensorSwapper.renew_beside`. Returns: the memory of the newer version, with the same contents.
+        Raises: as `TensorSwapper.create`.
+        """
+        name = known(self._held)
+        self._taking = newer_name(name)
+        newer = self._tier.swapper.renew_beside(name)[: memory.numel()]
+        newer.copy_(memory)
+        self._held, self._taking = self._taking, None
+        self._tier.swapper.release(name, changed=False)
+        return newer
 
     def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:
         """Release the caller's value, if it holds one. Of a *changed* value, the first *nbytes* are
@@ -278,6 +292,15 @@ class DeviceStager(HostStager):
         place.glimpse = place.source = None
         self._host = host
         self._held, self._taking = name, None
+        return memory
+
+    def renew_beside(self, memory: torch.Tensor) -> torch.Tensor:
+        """See `HostStager`."""
+        name = known(self._held)
+        self._taking = newer_name(name)
+        self._host = self._returns.with_room(lambda: self._tier.swapper.renew_beside(name))
+        self._held, self._taking = self._taking, None
+        self._returns.add(name, changed=False, done=self._filled)
         return memory
 
     def give_back(self, *, changed: bool, nbytes: int | None = None) -> None:

@@ -184,8 +184,10 @@ class BackwardUpdates:
         provisional, calls = owner.provisional, owner.health.calls
         if not (provisional.may_begin(bucket) and owner.updater.keeps_layout(bucket, owner.count)):
             return
-        owner.tier.swapper.write_back(bucket.name)  # an undo returns to this version
+        if not owner.tier.swapper.stays(bucket.name):
+            owner.tier.swapper.write_back(bucket.name)  # an undo returns to this version
         owner.updater.open(bucket)
+        owner.updater.retain(bucket)
         before = provisional.before(bucket)
         try:
             for fragment in bucket.fragments:

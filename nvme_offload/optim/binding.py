@@ -56,17 +56,25 @@ class Plan:
 
 class Binding:
     """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them; *weights* are in the
-    order of the groups.
+    order of the groups. *share_room*: see `ProvisionalUpdates`.
     """
 
     def __init__(
-        self, bucketing: Bucketing, budget: Budget, tier: Tier, updater: Updater, when: When
+        self,
+        bucketing: Bucketing,
+        budget: Budget,
+        tier: Tier,
+        updater: Updater,
+        when: When,
+        share_room: Callable[[Sequence[Bucket], int], int],
     ) -> None:
         self._bucketing = bucketing
         self._budget = budget
         self._tier = tier
         self._updater = updater
         self._when = when
+        self._share_room = share_room
+        self._second_bytes = 0  # of second versions of values
         self._by_id: dict[int, Weight] = {}
         self._is_made = False
         self.weights: list[Weight] = []
@@ -139,6 +147,7 @@ class Binding:
         if not self.buckets:
             self._bucketing.together = False
             self._budget.forget()
+            self._second_bytes = 0
             self._tier.cap_bytes = self._budget.cap_bytes
             if self._tier.counters() is not None:
                 self._tier.start_over()
@@ -207,7 +216,11 @@ class Binding:
             twice=max(nbytes - tier.cap_bytes, 0) if when.is_provisional else 0,
             growth=self._bucketing.growth_bytes(trained),
         )
-        tier.require(nbytes)
+        if when.is_provisional:
+            tier.give_back(self._second_bytes)
+            left = tier.cap_bytes - tier.needed_bytes - nbytes
+            self._second_bytes = self._share_room([*self.buckets, *trained], left)
+        tier.require(nbytes + self._second_bytes)
         if foretold:
             tier.foretell(sizes, at_once=self._updater.at_once(trained))
 

@@ -27,6 +27,8 @@ from .update import Options
 _log = logging.getLogger(__name__)
 # its multiples modulo 1 are spread evenly, whatever the period of the buckets
 _GOLDEN = 0.6180339887498949
+# Kinds of devices on which values that stay in memory are updated provisionally. Tests set it.
+BESIDE_ON = {"cuda"}
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
@@ -83,10 +85,11 @@ class ProvisionalUpdates:
     """The updates of a step before `step` is called. `before` and `made` enclose each update;
     `roll_back_changed` follows when the gradients are final. *owner* is not kept alive.
 
-    A value that stays in host memory is not updated provisionally: `step` needs no drive for it. If
-    gradients were changed after backward(), as by clipping, they are expected to change in the next
-    step, too, and no update is provisional then. Before a forward pass of a module whose parameters
-    are updated, *owner* undoes the updates, unless backward() itself runs that pass.
+    A value that stays in host memory is updated provisionally on a GPU, whose copies then run during
+    backward(), as far as two versions fit in memory: see `share_room`. If gradients were
+    changed after backward(), as by clipping, they are expected to change in the next step, too, and
+    no update is provisional then. Before a forward pass of a module whose parameters are updated,
+    *owner* undoes the updates, unless backward() itself runs that pass.
 
     If `step` queues its updates for the next forward pass (*overlap*), `FORWARD_SHARE` of the
     updates are left to that pass, spread evenly over the order of backward(), so that the drive
@@ -98,6 +101,9 @@ class ProvisionalUpdates:
     def __init__(self, tier: Tier, owner: Any, overlap: bool) -> None:
         self._tier = tier
         self._forward_share = FORWARD_SHARE if overlap else 0.0
+        self._second_share = (
+            0.0  # of the values, if all stay in memory: those that have two versions
+        )
         self._owner = weakref.ref(owner)
         self._forward_hook: Any = None  # set while there are updates
         self._made: dict[Bucket, Before] = {}
@@ -150,6 +156,10 @@ class ProvisionalUpdates:
             and self._is_suitable(bucket)
             and bucket.inner is not None
             and all(map(_is_plain, bucket.fragments))
+            and (
+                not self._tier.swapper.stays(bucket.name)
+                or self._tier.swapper.unused_bytes >= bucket.room_bytes
+            )
         )
 
     def _is_suitable(self, bucket: Bucket) -> bool:
@@ -157,16 +167,34 @@ class ProvisionalUpdates:
             not self._draws
             and bucket.traits.undoable
             and bucket.nbytes > 0
-            and not self._tier.swapper.stays(bucket.name)
-            and self._order.get(bucket, 0) * _GOLDEN % 1 >= self._forward_share
+            and self._order.get(bucket, 0) * _GOLDEN % 1 >= self._left_to_step(bucket)
         )
+
+    def _left_to_step(self, bucket: Bucket) -> float:
+        """The share of updates like the one of *bucket* that are not provisional."""
+        if not self._tier.swapper.stays(bucket.name):
+            return self._forward_share
+        if bucket.device.type not in BESIDE_ON or not self._tier.swapper.everything_stays:
+            return 1.0
+        return max(self._forward_share, 1 - self._second_share)
+
+    def share_room(self, buckets: Sequence[Bucket], nbytes: int) -> int:
+        """Take as much of *nbytes* for second versions of *buckets* as is useful; return the bytes
+        taken.
+        """
+        sizes = [one.room_bytes for one in buckets if one.device.type in BESIDE_ON]
+        whole, largest = sum(sizes), max(sizes, default=0)
+        # Multiples of a number are spread evenly up to two.
+        room = min(max(nbytes - 2 * largest, 0), int(whole * (1 - self._forward_share)))
+        self._second_share = room / whole if room else 0.0
+        return room + 2 * largest if room else 0
 
     def before(self, bucket: Bucket) -> Before:
         """Copy the data that an update of *bucket* will replace. The bucket's value is in use, and
-        on the drive. Raises an error if there is no memory for the copies; nothing is kept then.
+        retained. Raises an error if there is no memory for the copies.
         """
         weights = {fragment.weight for fragment in bucket.fragments}
-        before = Before(
+        return Before(
             bucket,
             {fragment: _fingerprint_of(fragment) for fragment in bucket.fragments},
             _RandomNumbers(bucket.device),
@@ -175,9 +203,6 @@ class ProvisionalUpdates:
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.changes for fragment in bucket.fragments],
         )
-        self._tier.swapper.retain(bucket.name)
-        bucket.is_retained = True
-        return before
 
     def draws(self, before: Before) -> bool:
         """Whether the update drew random numbers: undo it then, and make no other in backward()."""
@@ -250,17 +275,17 @@ class ProvisionalUpdates:
         self._clear()
         return [before.bucket for before in made]
 
-    def commit_but_made(self, buckets: Iterable[Bucket]) -> None:
-        """Release the old versions of *buckets* whose updates an exception has ended."""
+    def keep_but_made(self, buckets: Iterable[Bucket]) -> None:
+        """Keep one version of *buckets* whose updates an exception has ended."""
         for bucket in buckets:
             if bucket not in self._made:
-                self._tier.swapper.commit(bucket.name)
+                self._tier.swapper.keep(bucket.name)
                 bucket.is_retained = False
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
         """Drop the updates, even partially undone ones: all *buckets* get other states."""
         self._clear()
-        self.commit_but_made(buckets)
+        self.keep_but_made(buckets)
 
     def forget_order(self, buckets: Iterable[Bucket]) -> None:
         """Forget *buckets* that are discarded, which are not provisionally updated now."""

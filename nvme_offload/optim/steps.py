@@ -78,11 +78,13 @@ class Steps:
             gradients=when.accumulate is not None,
             place_updates=place_updates,
         )
-        self.binding = Binding(self.bucketing, budget, tier, self.updater, when)
+        self.provisional = ProvisionalUpdates(tier, self, when.overlap_step)
+        self.binding = Binding(
+            self.bucketing, budget, tier, self.updater, when, self.provisional.share_room
+        )
         self.options = StepOptions()
         self.states = States(self)
         self.backward = BackwardUpdates(self)
-        self.provisional = ProvisionalUpdates(tier, self, when.overlap_step)
         self.sums = GradientSums(tier, self.lock, self.updater.drain, self.weakly(Steps.recover))
         self.overlap = Overlap(self, name, self.health.calls, enabled=when.overlap_step)
         self._gradient_hooks = GradientHooks(self.backward)
@@ -225,11 +227,8 @@ class Steps:
 
     def _ease(self) -> None:
         """As `drain`, but values that stay in memory may still be on their way there."""
-        if self.when.is_provisional:  # which writes values back before their use
-            self.drain()
-        else:
-            self.updater.ease()
-            self.sums.settle()
+        self.updater.ease()
+        self.sums.settle()
 
     @fixed_modes()
     def settle(self) -> None:
@@ -548,7 +547,7 @@ class Steps:
                 buckets = self.binding.buckets
                 self.updater.recover(buckets)
                 self.sums.recover(buckets)
-                self.provisional.commit_but_made(buckets)
+                self.provisional.keep_but_made(buckets)
                 if self.ended:
                     self._end_step()
             health.calls.running = health.jobs.running = self.sums.running = False

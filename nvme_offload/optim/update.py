@@ -104,6 +104,18 @@ class Updater(Records):
                 bucket.layout, bucket.rest_bytes, bucket.is_stored = layout, 0, False
             self._open(bucket)
 
+    def retain(self, bucket: Bucket) -> None:
+        """Keep the old version of the value of the opened *bucket*: a value that stays in memory gets
+        other memory for its next version, of others the drive keeps the old one. Raises: as
+        `TensorSwapper.create`.
+        """
+        if self.tier.swapper.stays(bucket.name):
+            with self._on_stream(bucket):
+                self._renew_beside(bucket)
+        else:
+            self.tier.swapper.retain(bucket.name)
+        bucket.is_retained = True
+
     def step(self, bucket: Bucket, options: Options, seed: int, progress: Progress) -> Options:
         """Update the parameters of the opened *bucket* by their gradients; return the *options* as
         the inner optimizer left them. *progress* records when the change begins.

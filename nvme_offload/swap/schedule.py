@@ -232,6 +232,25 @@ class Schedule:
         del self._values[name]
         self.order.dropped(name)
 
+    def replace(self, name: str, by: str) -> bool:
+        """Make the value *by* the value *name*, whose contents are dropped, with no transfer of either
+        in flight. Returns: False, and changes nothing, if *by* is not in memory. Raises: UsageError.
+        """
+        value = self._value(by)
+        self._check_free(self._value(name))
+        self._check_free(value)
+        if not value.is_kept:
+            return False
+        if value.state is State.CLEAN:
+            value.to(Event.SPARE)  # the drive has no copy by the other name
+        self.blocks.copies.pop(by, None)
+        self.order.dropped(by)
+        self.blocks.free(self._values[name])
+        del self._values[by]
+        value.name = name
+        self._values[name] = value
+        return True
+
     def retain(self, name: str) -> None:
         """Keep the on-drive version of *name*, in use, for `roll_back`. Raises: UsageError."""
         value = self._value(name)
@@ -241,6 +260,10 @@ class Schedule:
                 f"memory alone has the newest version of {name!r}: write it back before its use"
             )
         value.retained_bytes = value.value_bytes
+
+    def expect_again(self, name: str) -> None:
+        """Do not learn the next use of *name* in this period, which repeats an earlier one."""
+        self.order.repeat(name)
 
     def roll_back(self, name: str) -> None:
         """Make the retained version of *name* the newest, with no transfer in flight."""
@@ -277,7 +300,9 @@ class Schedule:
         for position in range(order.now, order.now + min(count, len(order.period) // AHEAD_PARTS)):
             use = order.at(position)
             value = self._values.get(use.name)
-            if use.created or value is None or not value.is_kept:
+            if use.created:
+                continue
+            if value is None or not value.is_kept:
                 return
             yield Glimpse(value, value.uses, known(value.block))
 

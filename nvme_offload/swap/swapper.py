@@ -165,6 +165,7 @@ class TensorSwapper(Closing):
                     self._runner.delete(name)
                 raise
             self._runner.commit(name)  # `retain` kept a version of the replaced value
+            self._drop_newer(name)
             return tensor
 
     def swap_in(self, name: str, *, in_order: bool = True) -> torch.Tensor:
@@ -264,10 +265,8 @@ class TensorSwapper(Closing):
         with self._lock:
             with self._changing:
                 self._schedule.size(name)  # raises for an unknown name
-                self._runner.settle(name)
-                self._schedule.discard(name)
-                self._runner.forget_errors(name)
-                self._runner.delete(name)
+                self._drop(name)
+                self._drop_newer(name)
             self._pump()
 
     def stays(self, name: str) -> bool:
@@ -287,6 +286,12 @@ class TensorSwapper(Closing):
         """Whether the plan is to keep all values in memory."""
         with self._lock:
             return self._schedule.everything_stays
+
+    @property
+    def unused_bytes(self) -> int:
+        """The bytes of memory that no value takes."""
+        with self._lock:
+            return self._schedule.nbytes - self._schedule.blocks.used_bytes
 
     def upcoming(self, count: int) -> list[tuple[Glimpse, torch.Tensor]]:
         """The next values of the learned order, for copies of their contents before their use. None
@@ -348,20 +353,65 @@ class TensorSwapper(Closing):
                 self._store.retain(name)
                 self._runner.retained.add(name)
 
+    def renew_beside(self, name: str) -> torch.Tensor:
+        """Create a newer version of a value in other memory, until `commit` or `roll_back`. The value
+        keeps its contents, and both may be in use. Raises: as `create`.
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        torch.Tensor
+            The memory of the newer version, valid until its `release` by `newer_name`. Its contents are
+            undefined.
+        """
+        return self.create(newer_name(name), self.nbytes(name))
+
     def commit(self, name: str) -> None:
-        """Release the version that `retain` kept, if there is one.
+        """Release the older version that `retain` or `renew_beside` has kept, if there is one. Neither
+        version of `renew_beside` may be in use. Raises: as `swap_in`.
+
+        Parameters
+        ----------
+        name : str
+        """
+        newer = newer_name(name)
+        with self._lock:
+            with self._changing:
+                if newer not in self._schedule:
+                    self._runner.commit(name)
+                    return
+                for one in (name, newer):
+                    self._runner.settle(one)
+                replaced = self._schedule.replace(name, newer)
+                if replaced:
+                    for one in (name, newer):
+                        self._runner.forget_errors(one)
+                        self._runner.delete(one)
+            if not replaced:  # memory was short, and the newer version is on the drive
+                source = self.swap_in(newer)
+                self.create(name, source.numel(), once=True).copy_(source)
+                self.release(name, changed=True)
+                self.discard(newer)
+
+    def keep(self, name: str) -> None:
+        """After an update that was interrupted: as `commit` after `retain`; after `renew_beside`, drop
+        the newer version.
 
         Parameters
         ----------
         name : str
         """
         with self._lock, self._changing:
-            self._runner.commit(name)
+            if not self._drop_newer(name):
+                self._runner.commit(name)
 
     def roll_back(self, name: str) -> None:
-        """Return to the version that `retain` kept of a value that is not in use. Waits for a transfer
-        of the value in flight. The next use in this period is not learned, because it repeats an
-        earlier use.
+        """Return to the version that `retain` or `renew_beside` kept of a value; the newer version is
+        not in use. Waits for a transfer of the value in flight. The next use in this period is not
+        learned, because it repeats an earlier use.
 
         Parameters
         ----------
@@ -369,6 +419,9 @@ class TensorSwapper(Closing):
         """
         with self._lock:
             with self._changing:
+                if self._drop_newer(name):
+                    self._schedule.expect_again(name)
+                    return
                 if name not in self._runner.retained:
                     raise UsageError(f"nothing is retained of {name!r}")
                 self._runner.settle(name)
@@ -583,7 +636,31 @@ class TensorSwapper(Closing):
         offset, was_read = self._runner.obtain(name)
         return self._runner.memory[offset : offset + self._schedule.size(name)], was_read
 
+    def _drop(self, name: str) -> None:
+        self._runner.settle(name)
+        self._schedule.discard(name)
+        self._runner.forget_errors(name)
+        self._runner.delete(name)
+
+    def _drop_newer(self, name: str) -> bool:
+        """Delete the version that `renew_beside` has made, if there is one. Returns: whether."""
+        newer = newer_name(name)
+        if newer not in self._schedule:
+            return False
+        self._drop(newer)
+        return True
+
     def _pump(self) -> None:
         """Start the transfers that can start now, in a separate section: the call itself has ended."""
         with self._changing:
             self._runner.advance()
+
+
+def newer_name(name: str) -> str:
+    """Name the newer version of a value: see `TensorSwapper.renew_beside`.
+
+    Parameters
+    ----------
+    name : str
+    """
+    return f"{name}+"

@@ -27,8 +27,9 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from interrupts import Hang, Place, Raising, deadline, places, raising, watched
 
 from nvme_offload.errors import UsageError
-from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim import NVMeOptimizer, provisional
 
+ON_CPUS = {"cpu", "cuda"}  # of `provisional.BESIDE_ON`
 _SECONDS = 600  # that a trial may take: hundredths of one are usual
 _FIRST = 4  # the step that is ended in the first trial of a training
 _STEPS = 2  # of a trial: the step that is ended, and the next one
@@ -39,27 +40,31 @@ ELSEWHERE = ("units.py", "errors.py", "hardware/", "optimizer_states/compiling.p
 
 
 class Mode(NamedTuple):
-    """How the optimizer is made. *large*: all states stay in host memory."""
+    """How the optimizer is made. *memory*: in which all states stay."""
 
     options: dict[str, Any]
     dtype: torch.dtype = torch.float32
-    large: bool = False
+    memory: str = ""
 
 
 _COMPACT = {"state_format": "compact"}
 MODES = {
     "plain": Mode({}),
-    "plain, in memory": Mode({}, large=True),
+    "plain, in memory": Mode({}, memory="64MB"),
     "plain, compact": Mode(_COMPACT, torch.bfloat16),
     "host": Mode({"accumulate": "host"}),
-    "host, compact, in memory": Mode({"accumulate": "host", **_COMPACT}, torch.bfloat16, True),
+    "host, compact, in memory": Mode({"accumulate": "host", **_COMPACT}, torch.bfloat16, "64MB"),
     "in backward": Mode({"step_in_backward": True}),
     "in backward, compact": Mode({"step_in_backward": True, **_COMPACT}, torch.bfloat16),
     "provisional": Mode({"step_in_backward": "provisional"}),
     "provisional, compact": Mode({"step_in_backward": "provisional", **_COMPACT}, torch.bfloat16),
+    "provisional, in memory": Mode({"step_in_backward": "provisional"}, memory="700kB"),
     "overlap": Mode({"overlap_step": True}),
     "overlap, in backward": Mode({"overlap_step": True, "step_in_backward": True}),
     "overlap, provisional": Mode({"overlap_step": True, "step_in_backward": "provisional"}),
+    "overlap, provisional, in memory": Mode(
+        {"overlap_step": True, "step_in_backward": "provisional"}, memory="700kB"
+    ),
 }
 
 
@@ -71,7 +76,7 @@ class Training:
         make: Callable[[int | str], NVMeOptimizer] = lambda memory: NVMeOptimizer(  # noqa: E731
             self.net.parameters(), lr=1e-2, paths=place, host_memory=memory, **mode.options
         )
-        self.optimizer = make("64MB") if mode.large else make(_least(mode, place))
+        self.optimizer = make(mode.memory or _least(mode, place))
 
     def calls(self, number: int) -> list[tuple[str, Callable[[], Any]]]:
         """What a program calls for step *number*, in order."""
@@ -331,6 +336,7 @@ def _in_process(
     end: float, directory: Path, training: tuple[str, Sequence[Place]]
 ) -> tuple[str, list[tuple[Place, str]]]:
     """The mode and the outcomes of one training in a process of a pool; none after *end*."""
+    provisional.BESIDE_ON = ON_CPUS
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     mode, tried = training
@@ -386,6 +392,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the places")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    provisional.BESIDE_ON = ON_CPUS
     logging.disable(logging.CRITICAL)
     chooser, end = random.Random(arguments.seed), time.monotonic() + (arguments.minutes or 1e9) * 60
     counts: dict[str, Counter[str]] = {mode: Counter() for mode in MODES}

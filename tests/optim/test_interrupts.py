@@ -15,15 +15,20 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from interrupted import MODES, found, outcomes
+from interrupted import MODES, ON_CPUS, found, outcomes
 from interrupts import Hang, Place, deadline, each_line, sample
 from reference import differing, model, train
 
 from nvme_offload.errors import UsageError
-from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim import NVMeOptimizer, provisional
 from nvme_offload.optim.update import Updater
 
 GOOD = {"exact", "refused", "unreached"}
+
+
+@pytest.fixture(autouse=True)
+def second_versions_on_cpus(monkeypatch):
+    monkeypatch.setattr(provisional, "BESIDE_ON", ON_CPUS)
 
 
 def tried(mode: str, places: Sequence[Place], place: Path) -> Counter[str]:

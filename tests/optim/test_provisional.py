@@ -32,7 +32,7 @@ SMALL = 200_000  # of host memory: a few buckets of `model` are on the drive
 STEPS = 10
 
 
-def both(path, dtype=torch.float32, optimizer=torch.optim.AdamW, host_memory=SMALL, **options):
+def both(path, dtype=torch.float32, optimizer=torch.optim.AdamW, host_memory=None, **options):
     """Two models, and their optimizers: with updates after backward(), and provisional ones."""
     made = []
     for in_backward in (False, "provisional"):
@@ -46,7 +46,7 @@ def both(path, dtype=torch.float32, optimizer=torch.optim.AdamW, host_memory=SMA
                 NVMeOptimizer(
                     net.parameters(),
                     optimizer,
-                    **{"lr": 0.01, "host_memory": host_memory, "paths": path, **kwargs},
+                    **{"lr": 0.01, "host_memory": host_memory or SMALL, "paths": path, **kwargs},
                 ),
             )
         )

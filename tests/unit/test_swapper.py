@@ -17,7 +17,7 @@ from nvme_offload.io.pool import PinnedPool
 from nvme_offload.sizes import AHEAD_PARTS
 from nvme_offload.store.store import TensorStore
 from nvme_offload.store.transfer import Transfer
-from nvme_offload.swap.swapper import SwapperStats, TensorSwapper
+from nvme_offload.swap.swapper import SwapperStats, TensorSwapper, newer_name
 
 SIZE = 16 << 10
 MakeSwapper = Callable[..., TensorSwapper]
@@ -120,6 +120,76 @@ def test_there_and_back_finds_what_it_left_near_the_turn(make_swapper: MakeSwapp
         before, after = train(swapper, order, contents, changed=False)
     assert after.misses - before.misses <= 2 * (count - values + ahead + 1)
     assert after.bytes_written == before.bytes_written  # it is on the drive as it is
+
+
+def _renewed_beside(swapper: TensorSwapper, name: str, number: int) -> None:
+    """Give *name* a newer version with the pattern of *number*."""
+    swapper.renew_beside(name).copy_(pattern(number))
+    swapper.release(newer_name(name), changed=True)
+
+
+def _contents(swapper: TensorSwapper, name: str) -> torch.Tensor:
+    found = swapper.swap_in(name).clone()
+    swapper.release(name, changed=False)
+    return found
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("end", ["commit", "roll_back", "keep", "discard"])
+def test_a_value_has_two_versions_until_one_is_chosen(
+    make_swapper: MakeSwapper, store: TensorStore, end: str, flushed: bool
+) -> None:
+    swapper = make_swapper(4)
+    fill(swapper, 2)
+    _renewed_beside(swapper, "n0", 7)
+    assert torch.equal(_contents(swapper, "n0"), pattern(0))
+    if flushed:
+        swapper.flush()  # the drive has both versions
+    getattr(swapper, end)("n0")
+    assert swapper.names() == ["n0", "n1"] if end == "commit" else "n1" in swapper.names()
+    assert len(swapper.names()) == (1 if end == "discard" else 2)
+    assert not any(name.endswith("+") for name in store.names())
+    for number in range(4):  # so that values are written to the drive
+        swapper.swap_out(f"other{number}", pattern(number))
+    if end != "discard":
+        assert torch.equal(_contents(swapper, "n0"), pattern(7 if end == "commit" else 0))
+    assert torch.equal(_contents(swapper, "n1"), pattern(1000))
+
+
+def test_a_newer_version_that_went_to_the_drive_becomes_the_value(
+    make_swapper: MakeSwapper, store: TensorStore
+) -> None:
+    swapper = make_swapper(3)
+    fill(swapper, 2)
+    _renewed_beside(swapper, "n0", 7)
+    for number in range(6):
+        swapper.swap_out(f"other{number}", pattern(number))
+        swapper.flush()
+    swapper.commit("n0")
+    assert newer_name("n0") not in swapper
+    assert torch.equal(_contents(swapper, "n0"), pattern(7))
+    assert not any(name.endswith("+") for name in store.names())
+
+
+def test_versions_in_use_are_not_chosen(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(4)
+    fill(swapper, 1)
+    swapper.renew_beside("n0").copy_(pattern(7))
+    with pytest.raises(UsageError, match="in use"):
+        swapper.commit("n0")
+    swapper.release(newer_name("n0"), changed=True)
+    swapper.commit("n0")
+    assert torch.equal(_contents(swapper, "n0"), pattern(7))
+
+
+def test_a_new_value_in_place_of_two_versions_is_the_only_one(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(4)
+    fill(swapper, 1)
+    _renewed_beside(swapper, "n0", 7)
+    swapper.swap_out("n0", pattern(8))
+    assert swapper.names() == ["n0"]
+    swapper.commit("n0")
+    assert torch.equal(_contents(swapper, "n0"), pattern(8))
 
 
 def test_a_value_can_be_copied_before_its_use(make_swapper: MakeSwapper) -> None:
