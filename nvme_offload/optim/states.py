@@ -45,24 +45,25 @@ class States:
     def show(self, bucket: Bucket) -> None:
         """Show the present states of the parameters of *bucket*."""
         for fragment in bucket.fragments:
-            weight = fragment.weight
-            if fragment is not weight.fragments[0]:
-                continue
-            if weight.shown is None:
-                weight.shown = ShownState(weight, saved.check, self._settle)
-            elif weight.shown.shows(fragment) and (
-                dict.get(self.shown, weight.parameter) is weight.shown
-                or not dict.__len__(weight.shown)
-            ):
-                continue
-            weight.placeholders = {
-                key: self._placeholder(fragment, key, form)
-                for key, form in saved.forms(fragment).items()
-            }
-            whole = saved.in_place_of_leaves(weight, weight.placeholders, lambda small: small)
-            weight.shown.show(whole, fragment)
-            if dict.__len__(weight.shown):
-                dict.__setitem__(self.shown, weight.parameter, weight.shown)
+            if fragment is fragment.weight.fragments[0]:
+                self._show(fragment.weight, fragment)
+
+    def _show(self, weight: Weight, fragment: Fragment) -> None:
+        """Show the present states of *weight*, of which *fragment* is the first."""
+        if weight.shown is None:
+            weight.shown = ShownState(weight, saved.check, self._settle)
+        elif weight.shown.shows(fragment) and (
+            dict.get(self.shown, weight.parameter) is weight.shown or not dict.__len__(weight.shown)
+        ):
+            return
+        weight.placeholders = {
+            key: self._placeholder(fragment, key, form)
+            for key, form in saved.forms(fragment).items()
+        }
+        whole = saved.in_place_of_leaves(weight, weight.placeholders, lambda small: small)
+        weight.shown.show(whole, fragment)
+        if dict.__len__(weight.shown):
+            dict.__setitem__(self.shown, weight.parameter, weight.shown)
 
     def _placeholder(self, fragment: Fragment, key: Key, form: torch.Tensor) -> torch.Tensor:
         """The present placeholder of a state if it has this *form*, or a new one."""
