@@ -70,7 +70,14 @@ class GradientSums:
             )
 
     def limit(self, buckets: Sequence[Bucket]) -> None:
-        """Decide from the sizes of all *buckets* whether several values in use may not fit."""
+        """Follow a new binding: decide from the sizes of all *buckets* whether several values in use
+        may not fit, and let gradients that are used up refer to the new weights.
+        """
+        for weight in {fragment.weight for bucket in buckets for fragment in bucket.fragments}:
+            gradient = weight.parameter.grad
+            if isinstance(gradient, HostGradient) and gradient.held.owner() is self:
+                gradient.held.weight = weakref.ref(weight)
+                gradient.held.strides = _strides(weight, gradient)
         largest = max((max(one.room_bytes, one.gradient_bytes) for one in buckets), default=0)
         self.tight = self._tier.cap_bytes < _UNTIGHT * largest
 

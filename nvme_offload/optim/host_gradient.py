@@ -22,6 +22,7 @@ _ADD = _ATEN.add_.Tensor
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NORM = _ATEN.linalg_vector_norm.default
 _NORMS = _ATEN._foreach_norm.Scalar
+_MOVE = _ATEN._to_copy.default
 _ZERO = _ATEN.zero_.default
 _ZEROS = _ATEN._foreach_zero_.default
 # operators that scale each element by a number or a tensor of one element
@@ -57,7 +58,8 @@ class Sum:
             self.lost = "went with its NVMeOptimizer"
         if owner is None or self.lost:
             raise UsageError(
-                f'the gradient that accumulate="host" had of a parameter {self.lost}: call zero_grad() before the next backward()'
+                f'the gradient that accumulate="host" had of a parameter {self.lost}: call zero_grad() before the next backward(), or, of a parameter that has '
+                "left the optimizer, set .grad to None"
             )
         return owner
 
@@ -76,12 +78,14 @@ class Sum:
         return change
 
     def make_zero(self) -> None:
-        """Reset to zero. A gradient whose weight was bound anew has no bytes any longer, so that a
-        plain tensor replaces it.
+        """Reset to zero. A plain tensor replaces the gradient of a weight that is not bound any longer,
+        or not as it is now. Raises: UsageError if the weight is gone.
         """
         self.pending.clear()
         weight = self.weight()
-        if weight is None or weight.fragments:
+        if weight is None:
+            self.check()
+        elif weight.fragments and weight.is_as_bound:
             self.is_zero, self.lost = True, ""
         else:
             weight.parameter.grad = torch.zeros_like(weight.parameter.detach())
@@ -99,9 +103,20 @@ class HostGradient(WithoutMemory):
     def __new__(cls: Any, of: Sum) -> Any:
         """Stand for the gradient *of*."""
         parameter = known(of.weight()).parameter
-        made = cls.make(parameter.shape, of.strides, parameter.dtype, parameter.device)
+        return cls._of_form(of, parameter.shape, of.strides, parameter.dtype, parameter.device)
+
+    @classmethod
+    def _of_form(cls, of: Sum, *form: Any) -> Any:
+        made = cls.make(*form)
         made.held = of
         return made
+
+    def _moved(self, args: Any, kwargs: Any) -> Any:
+        """The placeholder that `Tensor.to` makes of this one, whose values are gone."""
+        form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        device = kwargs.get("device") or self.device
+        moved = _MOVE(form, *args, **{**kwargs, "device": form.device})
+        return self._of_form(self.held, moved.shape, moved.stride(), moved.dtype, device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of shape {list(self.shape)}, in host memory>"
@@ -122,9 +137,13 @@ class HostGradient(WithoutMemory):
         them later.
         """
         weight = self.held.weight()
+        if weight is None:
+            self.held.check()
         if weight is None or weight.parameter.grad is not self:
             _refuse("an assignment to .data of a tensor that is no longer in .grad")
-        if values is not self:
+        if isinstance(values, HostGradient) and values.held is self.held:
+            weight.parameter.grad = values
+        else:
             weight.parameter.grad = values.detach()
             self.held.lost = "was replaced by an assignment to its .data"
 
@@ -137,6 +156,8 @@ class HostGradient(WithoutMemory):
         first: Any = args[0] if args else None
         if function is _ATEN.detach.default:
             return cls(first.held)
+        if function is _MOVE and first.held.lost:
+            return first._moved(args[1:], kwargs)
         if function is _ADD and isinstance(first, cls) and _is_gradient(args[1], first, kwargs):
             first.held.check().add(first.held, args[1])
             return first

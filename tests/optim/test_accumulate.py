@@ -404,6 +404,42 @@ def test_zero_grad(tmp_path, by, set_to_none, foreach):
     assert differing(*results) == []
 
 
+@covering(
+    move=[torch.double, torch.bfloat16, torch.channels_last],
+    when=["before step", "after step", "after zero_grad"],
+    by=["model", "optimizer"],
+    set_to_none=[True, False],
+    momentum=[0.9, 0.0],
+)
+def test_a_model_that_is_moved_anywhere_in_a_step(tmp_path, move, when, by, set_to_none, momentum):
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(72, 5)
+        )
+        kind = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+        options = {"paths": tmp_path, "accumulate": "host", "masters": False}
+        optimizer = NVMeOptimizer(net.parameters(), kind, **options) if ours else None
+        optimizer = optimizer or kind(net.parameters())
+        for step in range(3):
+            for micro_batch in range(2):
+                generator = torch.Generator().manual_seed(2 * step + micro_batch)
+                images = torch.randn(2, 3, 5, 5, generator=generator)
+                net(images.to(net[0].weight.dtype)).square().mean().backward()
+            for moment in ("before step", "after step", "after zero_grad"):
+                if moment == "after step":
+                    optimizer.step()
+                if moment == "after zero_grad":
+                    (net if by == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+                if moment == when and step == 1:
+                    net.to(move) if isinstance(move, torch.dtype) else net.to(memory_format=move)
+        results.append(list(net.parameters()))
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
 def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
     results = []
     for ours in (False, True):
@@ -581,6 +617,14 @@ def test_gradients_are_used_up_by_a_step(tmp_path):
         assert all(parameter.grad is None for parameter in net.parameters())
         optimizer.step()
         loss_of(net, 1).backward()
+        optimizer.step()
+        gone = optimizer.param_groups[0]["params"].pop()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="left the optimizer, set"):
+            loss_of(net, 2).backward()
+        gone.grad = None
+        optimizer.zero_grad()
+        loss_of(net, 2).backward()
         optimizer.step()
 
 
