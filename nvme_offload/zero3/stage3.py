@@ -21,6 +21,7 @@ from ..errors import known
 from ..io import archive
 from . import compat, states
 from .in_backward import InBackward, require_possible
+from .modes import outside_inference_mode
 from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
 from .param_swapper import has_value, swappers_of
@@ -227,6 +228,7 @@ class Stage3(Access):
         """Raises: OffloadError if *saved* lacks states: see `states.require_complete`."""
         states.require_complete(self, saved, sum(self.fp16_partitioned_groups_flat_numel))
 
+    @outside_inference_mode()
     def _rigid_state_dict(self) -> dict[str, Any]:
         self.finish_updates()
         self.require_whole()
@@ -235,6 +237,7 @@ class Stage3(Access):
         self.give_back()
         return self._completed(states.save(self, super()._rigid_state_dict))
 
+    @outside_inference_mode()
     def _rigid_load_state_dict(
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
     ) -> None:

@@ -69,6 +69,7 @@ _ZERO3 = (
     "cpu_adam",
     "fragments",
     "gradients",
+    "modes",
     "moving",
     "in_backward",
     "inference",

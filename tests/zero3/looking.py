@@ -162,6 +162,30 @@ def clip(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     return seen
 
 
+def infer(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Do everything but a backward pass in inference mode, and a step."""
+    from deepspeed import utils
+
+    params = [param for param in engine.module.parameters() if param.requires_grad]
+    with torch.inference_mode():
+        if engine.global_steps == 2:
+            engine.load_checkpoint("kept", tag="tag")
+        seen = gather(engine, kept)
+        engine(engine.module.inputs(torch.Generator()).to(torch.bfloat16))
+    generator = torch.Generator().manual_seed(engine.global_steps)
+    engine.backward(engine(engine.module.inputs(generator).to(torch.bfloat16)).float().sum())
+    with torch.inference_mode():
+        seen.append(utils.safe_get_full_grad(params[0]))
+        engine.step()
+        for param in params[:3]:
+            seen.append(utils.safe_get_full_fp32_param(param))
+            moment = utils.safe_get_full_optimizer_state(param, "exp_avg_sq")
+            utils.safe_set_full_optimizer_state(param, moment * 0.5, "exp_avg_sq")
+        utils.safe_set_full_fp32_param(params[0], seen[-1].new_full(params[0].ds_shape, 0.25))
+        engine.save_checkpoint("kept", tag="tag")
+    return [one.clone() for one in seen]
+
+
 def backward_twice(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     """Two backward passes of a step that has one micro-batch."""
     for _ in range(2):
@@ -172,6 +196,7 @@ def backward_twice(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
 
 LOOPS = {
     "backward twice": backward_twice,
+    "infer": infer,
     "resume": resume,
     "interrupt": interrupt,
     "fragments": fragments,

@@ -97,6 +97,10 @@ CASES = {
     ),
     "checksums": Case(model="blocks", parameters="nvme", section={**SMALLEST, "checksum": True}),
     "posix": Case(model="blocks", parameters="nvme", section={**SMALLEST, "backend": "posix"}),
+    "inference-mode": Case(
+        loop="infer", model="blocks", parameters="nvme", section=SMALLEST, steps=4
+    ),
+    "inference-mode-states": Case(loop="infer", model="blocks", persistence=100, steps=4),
     "fragments": Case(fragments=True, model="blocks", clipping=1.0, section=SMALLEST, steps=4),
     "fragments-fp16": Case(
         fragments=True, dtype="fp16", overflow_step=2, accumulation=2, parameters="nvme", steps=4
