@@ -190,8 +190,6 @@ class BackwardUpdates:
         owner.updater.retain(bucket)
         before = provisional.before(bucket)
         try:
-            for fragment in bucket.fragments:
-                fragment.weight.look()
             options = owner.options_of(bucket)
             left = owner.updater.step(bucket, options, owner.count, calls)
             if provisional.draws(before):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..optimizer_states import BLOCK, block_names
+from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, dense_strides, is_for_each
 from ..parameters.idle import address_of
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 _TAKEN = "_nvme_offload_taken"  # key in the __dict__ of a gradient
 _marks = itertools.count()
-# In place of `Fragment.changes`: the master is made from the weight; it follows any element that has
-# another value, since a change through `parameter.data` leaves no other trace.
-NO_MASTER, ANY_CHANGE = -1, -2
 SLOT_BYTES = 64  # a cache line: alignment of the states outside the layout
 
 
@@ -48,8 +46,8 @@ class Form(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """One parameter. *seen*: version and address of its data after the last update. *changes*: how
-    often the program has changed it between updates. *updates*: how often its states have changed.
+    """One parameter. *seen*: version and address of its data after the last update. *updates*: how
+    often its states have changed.
 
     *traits*: of the optimizer's class with parameters like this one. *number*: its index among all
     parameters of the optimizer. *offset*: of the local shard in the whole parameter, in elements.
@@ -68,7 +66,6 @@ class Weight:
     trained: bool = True
     fragments: list[Fragment] = dataclasses.field(default_factory=list)
     seen: tuple[int, int] | None = None
-    changes: int = 0
     updates: int = 0
     number: int = 0
     offset: int = 0
@@ -128,12 +125,6 @@ class Weight:
         if gradient is not None:
             gradient.__dict__[_TAKEN] = next(_marks)
             self.taken = _mark_of(gradient)
-
-    def look(self) -> None:
-        """Detect a change of the parameter by the program since the last update."""
-        if self.was_changed:
-            self.changes += 1
-            self.seen = self._now()
 
     @property
     def was_changed(self) -> bool:
@@ -198,9 +189,9 @@ class Fragment:
     *rest*: the places of its other states. *strides*: of the shadow. *stepped*: it has had a
     gradient, so that its master may differ from the weight. *summed*: during an update, its part of
     a gradient that was in host memory. *norm*: of the part of a gradient that an update has brought
-    to a GPU, which has the norm. *changes*: the changes of the weight before its master was loaded,
-    or `NO_MASTER` or `ANY_CHANGE`. *rounded*: the fingerprint of the weight after an update on the
-    CPU.
+    to a GPU, which has the norm. *has_master*: the bucket's value has its master, which may be older
+    than the weight. *rounded*: the fingerprint of the weight when the master was up to date: after
+    an update on the CPU, or when the program has given the master; None if it was not taken.
     """
 
     weight: Weight
@@ -216,7 +207,7 @@ class Fragment:
     rest: dict[Key, Place] = dataclasses.field(default_factory=dict)
     strides: tuple[int, ...] = ()
     stepped: bool = False
-    changes: int = 0
+    has_master: bool = False
     rounded: torch.Tensor | None = None
     summed: torch.Tensor | None = None
     norm: torch.Tensor | None = None
@@ -244,6 +235,18 @@ class Fragment:
     def of_weight(self) -> torch.Tensor:
         """The elements of the parameter; a copy, for `put_weight`, if `is_scattered`."""
         return self.of(local(self.weight.parameter).detach())
+
+    def fingerprint(self) -> torch.Tensor:
+        """The fingerprint of the elements of the parameter."""
+        return fingerprint(self.in_memory_order(self.of_weight()))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the weight is known to be as it was when the master was up to date."""
+        if self.rounded is None:
+            return False
+        now = self.fingerprint()
+        return now.device == self.rounded.device and torch.equal(now, self.rounded)
 
     @property
     def is_scattered(self) -> bool:

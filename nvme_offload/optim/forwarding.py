@@ -75,8 +75,6 @@ class Forwarding(torch.optim.Optimizer):
                     continue
                 try:
                     steps.updater.open(bucket)
-                    for fragment in bucket.fragments:
-                        fragment.weight.look()
                     options = steps.options_of(bucket)
                     left = steps.updater.call(bucket, options, call, calls)
                 except BaseException as error:

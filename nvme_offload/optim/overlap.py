@@ -132,7 +132,6 @@ class Overlap(UpdateQueue):
         for weight in dict.fromkeys(fragment.weight for fragment in bucket.fragments):
             one = weight.awaited
             if one is None or one.step is not step:
-                weight.look()
                 one = Awaited(self, step, weight)
                 weight.taken_up()
             awaited.append(one)

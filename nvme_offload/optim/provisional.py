@@ -63,9 +63,9 @@ class _RandomNumbers:
 class Before:
     """The data that an update of *bucket* replaces, except the bucket's value.
 
-    *gradients*: the fingerprint of each fragment's gradient. *changes*: for each weight, how often
-    the program has changed it, and whether it did so since the last update. For each fragment, its
-    *elements* of the parameter, the small *states*, and the changes that its master has *taken_up*.
+    *gradients*: the fingerprint of each fragment's gradient. *changed*: for each weight, whether the
+    program has changed it since the last update. For each fragment, its *elements* of the
+    parameter, the small *states*, and `Fragment.rounded`.
     *left*: the options of groups after the update. *weights*: the fingerprint of each fragment's
     elements after it, if they are not on the way from another device.
     """
@@ -73,10 +73,10 @@ class Before:
     bucket: Bucket
     gradients: Mapping[Fragment, torch.Tensor | None]
     random: _RandomNumbers
-    changes: Mapping[Weight, tuple[int, bool]]
+    changed: Mapping[Weight, bool]
     elements: Sequence[torch.Tensor]
     states: Sequence[dict[Any, Any]]
-    taken_up: Sequence[int]
+    rounded: Sequence[torch.Tensor | None]
     left: Options = dataclasses.field(default_factory=dict)
     weights: Mapping[Fragment, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
@@ -198,10 +198,10 @@ class ProvisionalUpdates:
             bucket,
             {fragment: _fingerprint_of(fragment) for fragment in bucket.fragments},
             _RandomNumbers(bucket.device),
-            {weight: (weight.changes, weight.was_changed) for weight in weights},
+            {weight: weight.was_changed for weight in weights},
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],
-            [fragment.changes for fragment in bucket.fragments],
+            [fragment.rounded for fragment in bucket.fragments],
         )
 
     def draws(self, before: Before) -> bool:
@@ -299,7 +299,7 @@ class ProvisionalUpdates:
         self.made_count = self.rolled_back_count = 0
 
     def _changed_by_others(self) -> set[Weight]:
-        weights = {weight for before in self._made.values() for weight in before.changes}
+        weights = {weight for before in self._made.values() for weight in before.changed}
         # a change through `parameter.data` leaves no trace but in the elements
         found = _changed((one.weights for one in self._made.values()), _fingerprint_of_weight)
         changed = {fragment.weight for fragment in found}
@@ -376,17 +376,15 @@ def _restore(before: Before, others: Container[Weight]) -> None:
             fragment.put_weight(old)
             if old.is_cuda:
                 old.record_stream(torch.cuda.current_stream(old.device))
-    for fragment, old_states, taken_up in zip(
-        bucket.fragments, before.states, before.taken_up, strict=True
+    for fragment, old_states, rounded in zip(
+        bucket.fragments, before.states, before.rounded, strict=True
     ):
         _restore_small(fragment, old_states)
-        fragment.changes = taken_up
-    for weight, (count, was_changed) in before.changes.items():
+        fragment.rounded = rounded
+    for weight, was_changed in before.changed.items():
         if weight in others:
-            weight.look()  # so that the masters follow
             continue
         weight.updated(always=True)
-        weight.changes = count
         if was_changed:
             weight.seen = _NEVER_SEEN
 

@@ -20,9 +20,9 @@ from ..io.archive import Part, Provider, offloaded
 from ..optimizer_states import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
-from .buckets import ANY_CHANGE, Bucket, Fragment, Weight, like, local
+from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
-from .update import MASTER, Find, Updater, is_rounded
+from .update import MASTER, Find, Updater
 
 _ALIGNMENT = 64
 _AHEAD = 3  # buckets that are read while one is written
@@ -176,10 +176,12 @@ def restore(
     *,
     keep_dtypes: bool = False,
     loaded: bool = True,
+    are_older: bool = False,
 ) -> None:
     """Store the states *given* in *bucket*, in the dtypes in which the optimizer makes them, or
     unchanged with *keep_dtypes*; small states are converted if they are *loaded*. A weight that is
-    not in *given* keeps its states; placeholders stand for present states.
+    not in *given* keeps its states; placeholders stand for present states. Masters that *are older*
+    than the weights follow these in the next update.
     """
     kept: dict[Fragment, State] = {fragment: {} for fragment in bucket.fragments}
     keeping = [
@@ -225,14 +227,11 @@ def restore(
     }
     updater.store(bucket, leaves, fill, groups)
     for fragment, source in sources.items():
-        if MASTER not in source:  # it was made from the weight
-            fragment.changes = ANY_CHANGE
+        fragment.has_master = True
+        if MASTER not in source or are_older:
+            fragment.rounded = None
         elif fragment.weight in given and not is_on_drive(given[fragment.weight][MASTER]):
-            changed = fragment.rounded is not None and not is_rounded(
-                fragment, fragment.of_weight()
-            )
-            fragment.changes = ANY_CHANGE if changed else fragment.weight.changes
-        fragment.rounded = None
+            fragment.rounded = fragment.fingerprint() if has_masters else None
 
 
 def _given(

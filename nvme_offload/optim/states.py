@@ -145,12 +145,10 @@ class States:
                         owner.groups,
                         keep_dtypes=keeps,
                         loaded=loaded,
+                        are_older=bound_again,
                     )
                     self.files.drop()
                     self.show(bucket)
-            if bound_again:
-                for weight in given:
-                    weight.changes += 1
 
     def bring(self, plan: Plan) -> None:
         """Replace placeholders of states in the buckets of *plan* by tensors, mapped from an

@@ -371,8 +371,6 @@ class Steps:
     def _update(self, bucket: Bucket, options: Options, seed: int, progress: Progress) -> Options:
         """Update *bucket*. The caller records the options, and ends the change in *progress*."""
         self.updater.open(bucket)  # if it raises, nothing is changed
-        for fragment in bucket.fragments:
-            fragment.weight.look()
         left = self.updater.step(bucket, options, seed, progress)
         self.states.show(bucket)
         return left

@@ -29,7 +29,6 @@ from ..optimizer_states import (
     widened,
 )
 from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
-from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.packed import Look
 from ..optimizer_states.traits import raw_step
@@ -38,7 +37,7 @@ from ..sizes import PLACES
 from ..swap.tier import Tier
 from ..units import format_bytes
 from ..update.records import Records, Unit, nothing
-from .buckets import ANY_CHANGE, NO_MASTER, Bucket, Fragment
+from .buckets import Bucket, Form, Fragment
 from .modes import callers_modes
 from .progress import Progress
 
@@ -100,7 +99,7 @@ class Updater(Records):
                     fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}
                     fragment.look_at_strides()
                     fragment.stepped = False
-                    fragment.changes = NO_MASTER
+                    fragment.has_master = False
                 bucket.layout, bucket.rest_bytes, bucket.is_stored = layout, 0, False
             self._open(bucket)
 
@@ -200,11 +199,15 @@ class Updater(Records):
 
     @contextlib.contextmanager
     def kept(self, bucket: Bucket, ahead: Sequence[str] = ()) -> Iterator[torch.Tensor]:
-        """The bytes of a bucket's value, valid in the context. *ahead*: names to prefetch."""
+        """The bytes of a bucket's value, with the masters that the next update would begin with, valid
+        in the context. *ahead*: names to prefetch.
+        """
         if ahead:
             self.tier.swapper.prefetch(ahead)
-        yield self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
-        self._host.give_back(changed=False)  # after an exception, `recover` ends the use
+        memory = self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
+        changed = self._follow_all(bucket, memory)
+        yield memory
+        self._host.give_back(changed=changed)  # after an exception, `recover` ends the use
 
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
@@ -439,9 +442,9 @@ class Updater(Records):
             fragment.put_weight(weight)
         has_masters = self._format.in_place and bucket.update_dtype != bucket.dtype
         for fragment in bucket.fragments:
-            fragment.changes, fragment.rounded = ANY_CHANGE, None
+            fragment.has_master, fragment.rounded = True, None
             if has_masters and bucket.device.type == "cpu":
-                fragment.rounded = _bits(fragment, fragment.of_weight())
+                fragment.rounded = fragment.fingerprint()
 
     def _brought(
         self,
@@ -524,12 +527,32 @@ class Updater(Records):
 
     def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
         """Copy elements of the *weight* that the program has changed to the *master*."""
-        if fragment.changes == fragment.weight.changes or not self._format.in_place:
+        if not self._format.in_place:
             return
-        if fragment.changes == NO_MASTER:
+        if not fragment.has_master:
             master.copy_(weight)
-        elif weight.device.type != "cpu" or not is_rounded(fragment, weight):  # costs more on a GPU
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+        elif not fragment.is_rounded:
+            master.copy_(_followed(master, weight))
+
+    def _follow_all(self, bucket: Bucket, memory: torch.Tensor) -> bool:
+        """As `_follow`, for all masters in the value of *bucket*; whether that changed one."""
+        layout, changed = known(bucket.layout), False
+        if layout.master is None or not self._format.in_place:
+            return False
+        masters = layout.master.of(memory).view(torch.float32)
+        for fragment in bucket.fragments:
+            now = Form.of(fragment.weight.parameter)
+            if now.shape != fragment.weight.form.shape or now.device.type == "meta":
+                continue
+            if not fragment.has_master or fragment.is_rounded:
+                continue
+            master, weight = fragment.within(masters), fragment.of_weight().cpu()
+            # the next binding makes the master of a parameter that was cast
+            new = _followed(master, weight) if now.dtype == bucket.dtype else weight.float()
+            if not torch.equal(master, new):
+                master.copy_(new)
+                changed = True
+        return changed
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner = self.make(groups)
@@ -618,15 +641,9 @@ class Updater(Records):
             drop_memory([*fragment.leaves.values(), fragment.shadow])
 
 
-def is_rounded(fragment: Fragment, weight: torch.Tensor) -> bool:
-    """Whether *weight* is known to be as the last update on the CPU left it."""
-    rounded = fragment.rounded
-    return rounded is not None and torch.equal(rounded, _bits(fragment, weight))
-
-
-def _bits(fragment: Fragment, weight: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of *weight* in the order of *fragment*."""
-    return fingerprint(fragment.in_memory_order(weight))
+def _followed(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The *master*, with each element of the *weight* that differs from the rounded master."""
+    return torch.where(master.to(weight.dtype) == weight, master, weight)
 
 
 def _step(inner: torch.optim.Optimizer) -> None:

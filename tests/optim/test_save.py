@@ -57,6 +57,60 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
             assert unlike(optimizer.state_dict(), again.state_dict()) == []
 
 
+CHANGES = {
+    "in place": lambda parameter, _: parameter.mul_(0.7),
+    "data": lambda parameter, _: parameter.data.mul_(0.7),
+    "new data": lambda parameter, _: setattr(parameter, "data", parameter.data * 0.7),
+    "some elements": lambda parameter, _: parameter.view(-1)[::2].mul_(0.7),
+    "master": lambda parameter, state: state["master"].add_(2.0**-12),
+}
+
+
+@pytest.mark.parametrize("when", ["before saving", "after loading", "both"])
+@covering(
+    change=list(CHANGES),
+    state_format=FORMATS,
+    way=["save", "state_dict"],
+    mode=[{}, {"step_in_backward": "provisional"}, {"overlap_step": True}],
+)
+def test_a_weight_that_was_changed_is_resumed_as_it_goes_on(
+    tmp_path, when, change, state_format, way, mode
+):
+    options = {"state_format": state_format, **mode}
+    params, path = parameters(torch.bfloat16), tmp_path / "saved"
+
+    def groups(params):
+        return [{"params": params[:3]}, {"params": params[3:], "lr": 0.01}]
+
+    def apply(params, optimizer):
+        optimizer.synchronize()
+        with torch.no_grad():
+            for parameter in params[1::2]:
+                CHANGES[change](parameter, optimizer.state[parameter])
+
+    with tight(groups(params), tmp_path, **options) as optimizer:
+        train(params, optimizer)
+        if when != "after loading":
+            apply(params, optimizer)
+        if way == "save":
+            optimizer.save(path)
+        else:
+            torch.save(optimizer.state_dict(), path)
+        optimizer.synchronize()
+        resumed = copied(params)
+        if when != "before saving":
+            apply(params, optimizer)
+        train(params, optimizer, first=3)
+        with roomy(groups(resumed), tmp_path, **options) as again:
+            load(again, path)
+            if when != "before saving":
+                apply(resumed, again)
+            train(resumed, again, first=3)
+            again.synchronize()
+            assert differing(params, resumed) == []
+            assert unlike(optimizer.state_dict()["state"], again.state_dict()["state"]) == []
+
+
 def test_load_takes_the_file_of_one_process(tmp_path):
     params, path = parameters(shapes=[(40, 30), (300, 20)]), tmp_path / "saved"
     with roomy(params, tmp_path, Odd) as optimizer:
