@@ -37,7 +37,7 @@ from ..sizes import PLACES
 from ..swap.tier import Tier
 from ..units import format_bytes
 from ..update.records import Records, Unit, nothing
-from .buckets import Bucket, Form, Fragment
+from .buckets import Bucket, Form, Fragment, local
 from .modes import callers_modes
 from .progress import Progress
 
@@ -170,7 +170,12 @@ class Updater(Records):
 
     def start(self, bucket: Bucket, options: Options) -> None:
         """Store the states that the inner optimizer has before its first step, if any."""
-        with self._on_stream(bucket):
+        weights = {fragment.weight: fragment.weight.parameter for fragment in bucket.fragments}
+        # packing writes to the weights the bits that they have, and a graph may have saved them
+        preserved = torch.autograd._unsafe_preserve_version_counter(
+            tuple(local(parameter).detach() for parameter in weights.values())
+        )
+        with preserved, self._on_stream(bucket):
             self._bound(bucket, options, 0, lambda _: None, Progress())
             self._give_back(bucket, changed=True)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
-from reference import OPTIMIZERS, differing, parameters, set_gradients, train, unlike
+from reference import OPTIMIZERS, Reference, differing, parameters, set_gradients, train, unlike
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
@@ -546,6 +546,36 @@ def test_the_model_before_sharding_is_garbage_once_it_is_replaced(tmp_path, mode
     finally:
         torch.distributed.destroy_process_group()
     assert differing(list(sharded.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.parametrize("mode", EACH_MODE)
+def test_new_buckets_between_forward_and_backward_leave_the_graph_as_it_is(tmp_path, mode):
+    """Of Adagrad, whose states are made, and packed with the masters, before its first step."""
+    plain, ours = net_of().bfloat16(), net_of().bfloat16()
+    reference = Reference(list(plain.parameters()), OPTIMIZERS["adagrad"])
+    optimizer = None
+    for number in range(4):
+        losses = [net(_batch(number, net)).square().mean() for net in (plain, ours)]
+        if optimizer is None:
+            optimizer = NVMeOptimizer(
+                ours.parameters(),
+                OPTIMIZERS["adagrad"],
+                paths=tmp_path,
+                host_memory=CAP,
+                **MODES[mode],
+            )
+        if number == 2:  # the biases leave
+            reference.pairs = reference.pairs[::2]
+            for one in (reference.optimizer, optimizer):
+                one.param_groups[0]["params"] = one.param_groups[0]["params"][::2]
+        for loss in losses:
+            loss.backward()
+        reference.step()
+        optimizer.step()
+        plain.zero_grad()
+        ours.zero_grad()
+    optimizer.close()
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
 
 
 def test_a_parameter_in_two_groups_is_refused(tmp_path):
