@@ -327,7 +327,8 @@ def check(state: Any, weight: Weight) -> None:
             MASTER,
         }:
             raise UsageError(
-                "a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()"
+                "a state that another parameter or another optimizer has on its drive cannot be put into state: put in a clone(), or load the "
+                "state_dict() of the other optimizer"
             )
     for key, value in {**state, **found}.items():
         if (

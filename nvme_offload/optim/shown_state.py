@@ -23,11 +23,16 @@ _USES = (
 
 
 class ShownStates(defaultdict[Any, Any]):
-    """The states of all parameters. Every use first calls *settle*, which makes pending updates."""
+    """The states of all parameters. Every use first calls *settle*, which makes pending updates.
+    *own* returns the state to set for a parameter in place of a given one.
+    """
 
-    def __init__(self, settle: Callable[[], None]) -> None:
+    def __init__(self, settle: Callable[[], None], own: Callable[[Any, Any], Any]) -> None:
         super().__init__(dict)
-        self._settle = settle
+        self._settle, self._own = settle, own
+
+    def __setitem__(self, parameter: Any, state: Any) -> None:
+        super().__setitem__(parameter, self._own(parameter, state))
 
     def copy(self) -> Any:
         """A plain dictionary."""

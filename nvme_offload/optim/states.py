@@ -15,7 +15,7 @@ from ..optimizer_states.tree import Key, replaced, tensors, top
 from . import saved
 from .binding import Plan
 from .buckets import Bucket, Form, Fragment, Weight, like, local
-from .placeholders import StateOnDrive
+from .placeholders import StateOnDrive, is_on_drive
 from .shown_state import ShownState, ShownStates
 from .update import MASTER
 
@@ -34,13 +34,25 @@ class States:
     def __init__(self, owner: Steps) -> None:
         self._source = weakref.ref(owner)
         self._settle = owner.weakly(lambda steps: steps.settle_for_use())
-        self.shown: dict[Any, Any] = ShownStates(self._settle)
+        self.shown: dict[Any, Any] = ShownStates(self._settle, self._own)
         self.were_used = False
         self.files = MappedFiles()
 
     @property
     def _owner(self) -> Steps:
         return known(self._source())
+
+    def _own(self, parameter: Any, state: Any) -> Any:
+        """The *state* that the program gives *parameter*. If it is shown for another one, it is a copy,
+        except the master, which belongs to the weight.
+        """
+        weight = self._owner.binding.of(parameter)
+        if weight is None or state is weight.shown or not isinstance(state, ShownState):
+            return state
+        others = {key: value for key, value in state.items() if key != MASTER}
+        leaves = filter(is_on_drive, tensors(others).values())
+        own = {key: value for key, value in weight.placeholders.items() if key == MASTER}
+        return {**replaced(others, {id(leaf): leaf.clone() for leaf in leaves}), **own}
 
     def show(self, bucket: Bucket) -> None:
         """Show the present states of the parameters of *bucket*."""

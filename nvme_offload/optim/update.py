@@ -172,7 +172,7 @@ class Updater(Records):
         """Store the states that the inner optimizer has before its first step, if any."""
         weights = {fragment.weight: fragment.weight.parameter for fragment in bucket.fragments}
         # packing writes to the weights the bits that they have, and a graph may have saved them
-        preserved = torch.autograd._unsafe_preserve_version_counter(
+        preserved = torch.autograd.grad_mode._unsafe_preserve_version_counter(
             tuple(local(parameter).detach() for parameter in weights.values())
         )
         with preserved, self._on_stream(bucket):

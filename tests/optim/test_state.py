@@ -201,6 +201,32 @@ def test_what_uses_the_memory_of_a_state_is_refused(tmp_path, use):
     assert differing(ours, plain) == []
 
 
+@pytest.mark.parametrize("mode", [{}, {"overlap_step": True}, {"step_in_backward": "provisional"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_may_exchange_their_states(tmp_path, dtype, mode):
+    shapes = [(300, 100), (7,), (40, 30), (300, 100)]  # two of which are cut
+    plain, ours = parameters(dtype, shapes=shapes), parameters(dtype, shapes=shapes)
+    reference = Reference(plain, torch.optim.AdamW, lr=0.1)
+    first, *_, last = (master for _, master in reference.pairs)
+    with tight(ours, tmp_path, lr=0.1, **mode) as optimizer:
+        for number in (0, 3, 6):
+            train(plain, reference, first=number)
+            train(ours, optimizer, first=number)
+            for state, one, other in (
+                (reference.optimizer.state, first, last),
+                (optimizer.state, ours[0], ours[3]),
+            ):
+                state[one], state[other] = state[other], state[one]
+                state[one]["exp_avg"].mul_(0.5)  # which is not the other's any more
+        train(plain, reference, first=9)
+        train(ours, optimizer, first=9)
+        optimizer.synchronize()
+        assert differing(ours, plain) == []
+        state = optimizer.state
+        with pytest.raises(UsageError, match="another parameter or another optimizer"):
+            state[ours[0]]["exp_avg"] = state[ours[3]]["exp_avg"]
+
+
 def test_a_state_cannot_be_swapped(tmp_path):
     params = parameters(shapes=SHAPES)
     with tight(params, tmp_path) as optimizer:
