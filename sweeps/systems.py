@@ -131,7 +131,11 @@ def _ours(
         state_format=state_format,
         **{**_IN_BACKWARD, **when},
     )
-    return _plain(model, optimizer, (lambda: optimizer.clip_grad_norm_(1000.0)) if clips else None)
+    return _plain(model, optimizer, _clipping(optimizer) if clips else None)
+
+
+def _clipping(optimizer: Any) -> Callable[[], Any]:
+    return lambda: optimizer.clip_grad_norm_(1000.0)
 
 
 def write_weights(llama: Any, directory: Path) -> None:
@@ -140,8 +144,8 @@ def write_weights(llama: Any, directory: Path) -> None:
     save(llama, directory, lambda weight: noise.fill(torch.empty_like(weight, device="cpu")))
 
 
-def _streamed(state_format: str, job: dict[str, Any]) -> Step:
-    """Parameters and states in host memory, and on the drive beyond that."""
+def _streamed(state_format: str, job: dict[str, Any], clips: bool = False, **when: Any) -> Step:
+    """Parameters and states in host memory, and on the drive beyond that. *when*, *clips*: as `_ours`."""
     from nvme_offload import Offload
 
     if job["gpus"] > 1:
@@ -152,9 +156,12 @@ def _streamed(state_format: str, job: dict[str, Any]) -> Step:
     shutil.rmtree(weights)  # a drive may not hold them and the states
     model = example()["WithLoss"](llama).train()
     optimizer = offload.optimizer(
-        model.parameters(), torch.optim.AdamW, state_format=state_format, **_IN_BACKWARD
+        model.parameters(),
+        torch.optim.AdamW,
+        state_format=state_format,
+        **{**_IN_BACKWARD, **when},
     )
-    return _plain(model, optimizer)
+    return _plain(model, optimizer, _clipping(optimizer) if clips else None)
 
 
 def _zero3(
@@ -312,6 +319,10 @@ SYSTEMS = {
         'NVMeOptimizer, "compact", after backward',
         functools.partial(_ours, "compact", step_in_backward=False),
     ),
+    "compact-provisional": System(
+        'NVMeOptimizer, "compact", provisional, clipping',
+        functools.partial(_ours, "compact", clips=True, step_in_backward="provisional"),
+    ),
     "compact-overlap": System(
         'NVMeOptimizer, "compact", provisional, `overlap_step`, clipping',
         functools.partial(
@@ -347,6 +358,11 @@ SYSTEMS = {
     "offload-compact": System(
         'Offload: streamed parameters, "compact", in backward',
         functools.partial(_streamed, "compact"),
+        loads=True,
+    ),
+    "offload-provisional": System(
+        'Offload: streamed parameters, "compact", provisional, clipping',
+        functools.partial(_streamed, "compact", clips=True, step_in_backward="provisional"),
         loads=True,
     ),
     "offload-compact24": System(

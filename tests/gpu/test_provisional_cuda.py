@@ -44,10 +44,12 @@ def train(net, optimizer, clipping):
     return norms, counts
 
 
+# The second holds two versions of all states.
+@pytest.mark.parametrize("host_memory", ["8MB", "100MB"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clipping", ["never", "sometimes", "always"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_as_in_memory(tmp_path, dtype, clipping, fused):
+def test_the_same_bits_as_in_memory(tmp_path, dtype, clipping, fused, host_memory):
     plain, ours = model(dtype), model(dtype)
     reference = Reference(list(plain.parameters()), torch.optim.AdamW, fused=fused)
     expected, _ = train(plain, reference, clipping)
@@ -55,7 +57,7 @@ def test_the_same_bits_as_in_memory(tmp_path, dtype, clipping, fused):
         ours.parameters(),
         fused=fused,
         paths=tmp_path,
-        host_memory="8MB",
+        host_memory=host_memory,
         step_in_backward="provisional",
     ) as optimizer:
         norms, counts = train(ours, optimizer, clipping)
@@ -66,14 +68,20 @@ def test_the_same_bits_as_in_memory(tmp_path, dtype, clipping, fused):
     assert (undone > 0) == (clipping == "sometimes")
 
 
+@pytest.mark.parametrize("host_memory", ["4MB", "80MB"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("clipping", ["never", "sometimes"])
 @pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
-def test_the_same_bits_as_without(tmp_path, state_format, clipping, overlap):
+def test_the_same_bits_as_without(tmp_path, state_format, clipping, overlap, host_memory):
     trained = []
     for more in ({}, {"step_in_backward": "provisional", "overlap_step": overlap}):
         net = model(torch.bfloat16)
-        options = {"paths": tmp_path, "host_memory": "4MB", "state_format": state_format, **more}
+        options = {
+            "paths": tmp_path,
+            "host_memory": host_memory,
+            "state_format": state_format,
+            **more,
+        }
         with NVMeOptimizer(net.parameters(), **options) as optimizer:
             _, counts = train(net, optimizer, clipping)
             states = optimizer.state_dict()["state"]
