@@ -29,14 +29,7 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     """Parse the size *value*; 0 and small numbers without a unit are refused."""
     if value is None:
         return None
-    try:
-        bare = float(value)
-    except ValueError:
-        bare = None
-    if bare is not None and 0 < bare < 1 << 20:
-        raise click.BadParameter(
-            f"{value} is {value} bytes: did you mean {value}GB?", context, option
-        )
+    _refuse_bare(value, "bytes", "GB", context, option)
     try:
         amount = parse_bytes(value)
     except ValueError as error:
@@ -44,6 +37,25 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     if amount < 1:
         raise click.BadParameter(f"{value} is not a size: give one above 0", context, option)
     return amount
+
+
+def _count(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    _refuse_bare(value, "parameters", "B" if option.name == "params" else "M", context, option)
+    return value
+
+
+def _refuse_bare(
+    value: str | None, unit: str, meant: str, context: click.Context, option: click.Parameter
+) -> None:
+    """Refuse a small number without a unit."""
+    try:
+        bare = float(value or 0)
+    except ValueError:
+        return
+    if 0 < bare < 1 << 20:
+        raise click.BadParameter(
+            f"{value} is {value} {unit}: did you mean {value}{meant}?", context, option
+        )
 
 
 def _way(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -103,7 +115,7 @@ _SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": _bytes}
 _FILE: dict[str, Any] = {"metavar": "FILE", "type": Path}
 _DIRECTORY: dict[str, Any] = {"metavar": "DIR", "multiple": True}
 _FLAG: dict[str, Any] = {"is_flag": True}
-_COUNT: dict[str, Any] = {"metavar": "COUNT"}
+_COUNT: dict[str, Any] = {"metavar": "COUNT", "callback": _count}
 
 
 def _number(default: int | None, least: int = 1, most: int | None = None) -> dict[str, Any]:

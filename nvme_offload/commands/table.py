@@ -53,6 +53,7 @@ def text(
     """The output, wrapped at *width* columns. *every*: with all rows of the table."""
     blocks = [_lines([_answer(question, found, chosen, change)], width)]
     if chosen is not None:
+        blocks.append(_lines(_price_and_faster(question, found, chosen), width))
         blocks.append(list(_to_paste(question, chosen)))
         blocks.append(_lines(_found_how(question, found, chosen), width))
     best = change.plan if change else chosen
@@ -202,11 +203,10 @@ def _to_paste(question: Question, chosen: Plan) -> Iterator[str]:
     yield from textwrap.indent(paste.script(chosen, question), "    ").splitlines()
 
 
-def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
-    machine = question.machine
-    if chosen.seconds is not None:
-        yield "How the seconds were found:"
-        yield from (f"  {phase.formula}" for phase in chosen.phases if phase.beside)
+def _price_and_faster(
+    question: Question, found: Sequence[Plan], chosen: Plan
+) -> Iterator[str]:
+    yield from _wear(question.machine, chosen)
     if quicker := faster(found, chosen):
         yield "Faster, if you accept the condition (--way TITLE prints the code of one):"
         for plan in quicker:
@@ -215,13 +215,18 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
                 f"  {_speed(question, plan)}: {plan.strategy.title}, {_price(plan)}"
                 f"{'; it does not write to the drive' if dry else ''}"
             )
+
+
+def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
+    if chosen.seconds is not None:
+        yield "How the seconds were found:"
+        yield from (f"  {phase.formula}" for phase in chosen.phases if phase.beside)
     if chosen.written_bytes and (hidden := hiding(question, found)):
         plan, batch = hidden
         yield (
             f"With --micro-batch {batch}, the drive no longer limits {plan.strategy.title}: its transfers "
             f"end within the {' and the '.join(plan.strategy.windows)} pass."
         )
-    yield from _wear(machine, chosen)
 
 
 def _price(plan: Plan) -> str:

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 @functools.cache
 def _warn_of_clipping() -> None:
     _log.warning(
-        "step_in_backward has used up the gradients, and only their norm is left: clipping that would change them raises an error. Turn it off, as by "
-        'max_grad_norm=0, or use step_in_backward="provisional"'
+        "step_in_backward has used up the gradients, and only their norm is left: clipping that would change them raises an error. Nothing is to be done "
+        'without clipping (max_grad_norm=0 in the Trainer); to clip, use step_in_backward="provisional" or accumulate="host"'
     )
 
 

@@ -80,7 +80,9 @@ def test_the_answer_comes_first_then_what_to_paste_then_the_table(tmp_path):
         "        host_memory=3000000000,",
     ]
     head = next(index for index, line in enumerate(lines) if "way to train" in line)
-    assert code < lines.index("How the seconds were found:") < head
+    wear = next(index for index, line in enumerate(lines) if line.startswith("It writes "))
+    faster = next(index for index, line in enumerate(lines) if line.startswith("Faster, if "))
+    assert wear < faster < code < lines.index("How the seconds were found:") < head
     (chosen,) = [line for line in lines if line.startswith("*")]
     assert chosen.split("  ")[1].strip() == "NVMeOptimizer"
     at = next(index for index, line in enumerate(lines) if "ZeRO-1" in line)
@@ -436,6 +438,8 @@ def test_what_would_help_is_reported_where_nothing_fits(tmp_path):
             "24 is 24 bytes: did you mean 24GB?",
         ),
         (["plan", "--params", "7B", "--host-memory", "1.5"], "did you mean 1.5GB?"),
+        (["plan", "--params", "8"], "8 is 8 parameters: did you mean 8B?"),
+        (["plan", "--params", "8B", "--trainable", "40"], "did you mean 40M?"),
         (["plan", "--params", "7B", "--host-memory", "0GB"], "0GB is not a size: give one above 0"),
         (["plan", "--params", "-1"], "'-1' is not a number of parameters"),
         (
