@@ -12,7 +12,7 @@ from ..errors import OffloadError
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import PHASES, Profile
-from ..sizes import AUTO_SHARE, MARGIN_PARTS
+from ..sizes import AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
 from ..units import format_gb
 from .model import Model
 from .passes import Work, activation_bytes, saved_bytes
@@ -332,6 +332,7 @@ def _plan(
     if machine.gpu is None:
         host_bytes, gpu_bytes = host_bytes + gpu_bytes + reduced, 0
     kept: int | None = None
+    second = 0.0  # the share of the states that has two versions in host memory
     if strategy.ours:
         share = max(int((machine.host_bytes / world.ranks - host_bytes) * AUTO_SHARE), 0)
         whole = whole_bytes(strategy, model, world)
@@ -342,6 +343,12 @@ def _plan(
         host_bytes += min(kept, whole)
         if machine.gpu and kept >= whole:
             gpu_bytes = needs(*asked, machine.gpu.memory_bytes).gpu_bytes
+            if strategy.provisional:
+                states = strategy.state_bytes * model.trained / world.size
+                most = 1 - FORWARD_SHARE * (strategy.updates == "in both")
+                second = min(((share if budget is None else budget) - whole) / states, most)
+                host_bytes += int(second * states)
+                gpu_bytes += int(second * WEIGHT_BYTES * model.trained / world.size)
     moved = _moved(strategy, model, world, kept)
     spilled = max(saved - work.activation_host_bytes, 0.0)
     drive_bytes = space if kept is None else beside_budget(strategy, model, world, kept)
@@ -365,7 +372,9 @@ def _plan(
     else:
         require(drive_bytes * world.ranks, machine.free_bytes, "{} on the drive, and {} are free")
     host_speed, speeds = machine.host_bytes_per_second, machine.speeds
-    step = Step(strategy, model, machine.gpu, host_speed, speeds, world, work, moved, spilled)
+    step = Step(
+        strategy, model, machine.gpu, host_speed, speeds, world, work, moved, spilled, second
+    )
     phases = step.phases()
     known = bool(speeds) or not (moved.total or spilled)
     seconds = sum(phase.seconds for phase in phases) if known else None

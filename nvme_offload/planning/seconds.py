@@ -102,7 +102,8 @@ _Concurrent = tuple[tuple[Term, ...], ...]
 
 class Step(NamedTuple):
     """A step with *strategy*. *speeds*: of all drives, in GB/s by phase. *moved*: bytes that a rank
-    transfers; *spilled*: bytes of activations that a forward pass writes to the drive.
+    transfers; *spilled*: bytes of activations that a forward pass writes to the drive. *second*: the
+    share of the states of which host memory keeps the old version.
     """
 
     strategy: Strategy
@@ -114,6 +115,7 @@ class Step(NamedTuple):
     work: Work
     moved: Streamed
     spilled: float
+    second: float = 0.0
 
     @property
     def flops(self) -> float | None:
@@ -161,15 +163,17 @@ class Step(NamedTuple):
 
     def _hidden(self) -> dict[str, tuple[float, float]]:
         """By pass, the shares of the parameters and of the bytes that are updated during it."""
-        strategy, whole = self.strategy, 1.0
-        if strategy.provisional:  # states in host memory are updated later
+        strategy, on_drive, rest = self.strategy, 1.0, 1 - FORWARD_SHARE
+        if strategy.provisional:  # states in host memory without a second version are updated later
             states = strategy.state_bytes * self.model.trained
-            whole = self.moved.written * self.world.size / states
+            on_drive = self.moved.written * self.world.size / states
         if strategy.updates != "in both":
+            whole = on_drive + self.second
             return {name: (whole, 1.0) for name in strategy.windows if whole}
-        rest = 1 - FORWARD_SHARE
-        shares = {"forward": (1 - rest * whole, FORWARD_SHARE), "backward": (rest * whole, rest)}
-        return shares if whole else {"forward": (1.0, 1.0)}
+        backward = rest * on_drive + self.second
+        if not backward:
+            return {"forward": (1.0, 1.0)}
+        return {"forward": (1 - backward, FORWARD_SHARE), "backward": (backward, rest)}
 
     def _passes(self, moved: Streamed) -> tuple[_Concurrent, _Concurrent]:
         """The concurrent terms of a forward and of a backward pass."""

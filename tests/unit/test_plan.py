@@ -677,10 +677,19 @@ def test_updates_run_under_the_pass_of_their_window():
     assert provisional.concession == both.concession
     windows = [each.free_tokens for each in (both, backward, forward)]
     assert [windows[0] / each for each in windows[1:]] == pytest.approx([6 / 8, 2 / 8])
-    in_memory = by_name(plans(SEVEN, roomy, World(), work, 64_000_000_000))
-    assert in_memory["plain-provisional-compact"].seconds == pytest.approx(
-        in_memory["plain-compact"].seconds or 0.0
+    # in memory, which holds two versions of all states, or of a part
+    twice, once = (
+        by_name(plans(SEVEN, roomy, World(), work, nbytes)) for nbytes in (64 * 10**9, 40 * 10**9)
     )
+    provisional, part = (each["plain-provisional-compact"] for each in (twice, once))
+    assert provisional.seconds == pytest.approx(twice["plain-in-backward-compact"].seconds)
+    states = 4 * SEVEN.parameters
+    assert provisional.host_bytes - twice["plain-compact"].host_bytes == pytest.approx(states, rel=0.01)
+    replaced = provisional.gpu_bytes - twice["plain-compact"].gpu_bytes
+    assert replaced == pytest.approx(2 * SEVEN.parameters, rel=0.01)
+    assert part.seconds is not None
+    assert provisional.seconds < part.seconds < once["plain-compact"].seconds
+    assert twice["plain-compact"].host_bytes < part.host_bytes < provisional.host_bytes
     several = by_name(plans(SEVEN, roomy, World(2), work, budget))
     assert all(several[f"plain-{way}"].fits for way in ("in-forward", "in-both", "provisional"))
 

@@ -101,6 +101,9 @@ NOT_PREDICTED = {
     'host-memory-h200.md: 3B: ZeRO-3 with nvme_offload, "exact"': (
         "the CPU was busy for the whole step, as the report says"
     ),
+    "host-memory-h200.md: `NVMeOptimizer`, provisional, `overlap_step`": (
+        "an earlier version, without provisional updates of states in host memory"
+    ),
     "host-memory-h200.md: two H200s: FSDP2 with `NVMeOptimizer`, in backward": (
         "communication between ranks is not included, and was not measured alone"
     ),
