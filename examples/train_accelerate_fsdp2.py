@@ -6,6 +6,7 @@ This model would fit in memory, so the script allows 2 MB of host memory, to mak
 """
 
 import argparse
+import os
 
 import torch
 from accelerate import Accelerator
@@ -52,6 +53,8 @@ def main() -> None:
         lr=1e-3,
     )
     model, optimizer, sentences = accelerator.prepare(model, optimizer, sentences)
+    if accelerator.distributed_type == "NO" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        print("Accelerate found no GPU: each process trains the whole model alone", flush=True)
     if arguments.resume:
         accelerator.load_state(arguments.resume)
     for step, words in enumerate(sentences, 1):
