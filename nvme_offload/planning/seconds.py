@@ -276,7 +276,11 @@ def _term(
     scale: float = 1e9,
 ) -> Term:
     """The time for *amount* at a *share* of a speed."""
-    speed = f"{per_second / scale:.3g} {unit}/s"
+    speed = f"{_digits(per_second / scale)} {unit}/s"
     if share != 1:
         speed = f"({share:g} x {speed})"
-    return Term(name, amount / per_second / share, f"{amount / scale:.3g} {unit} / {speed}")
+    return Term(name, amount / per_second / share, f"{_digits(amount / scale)} {unit} / {speed}")
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -88,6 +88,7 @@ def test_the_answer_comes_first_then_what_to_paste_then_the_table(tmp_path):
     at = next(index for index, line in enumerate(lines) if "ZeRO-1" in line)
     assert lines[at + 1].startswith("     needs 22.4 GB of GPU memory with CUDA's context")
     assert "It writes " in done.output
+    assert not re.search(r"\de\+\d", done.output)  # 1,000 GB/s, not 1e+03
     reported = " ".join(done.output.split())
     assert " DeepSpeed's buffers, and a GPU has 8 GB" in reported
     assert f" TB a day to {tmp_path}: a drive that is rated for 1,200 TB lasts " in reported
