@@ -151,6 +151,10 @@ class NVMeOptimizer(Forwarding):
         given = materialised(params)
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         samples = samples_of(given)
+        if not callable(optimizer_class):
+            raise UsageError(
+                f"optimizer_class must be a class, such as torch.optim.AdamW, not {optimizer_class!r}"
+            )
         template = optimizer_class(samples, **kwargs)
         if not isinstance(getattr(template, "param_groups", None), list):
             raise UnsupportedError(

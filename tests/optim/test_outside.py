@@ -12,7 +12,7 @@ import pytest
 import torch
 from reference import differing, parameters, set_gradients, smallest, train
 
-from nvme_offload.errors import UnsupportedError
+from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
 
 SHAPES = [(40, 30), (300, 100), (64, 64), (1500,), (7,)]
@@ -183,6 +183,8 @@ def test_a_group_that_is_added_is_as_the_class_has_it(tmp_path):
 
 
 def test_what_cannot_be_used_is_refused_by_name(tmp_path):
+    with pytest.raises(UsageError, match="must be a class, such as .*, not 'AdamW'"):
+        NVMeOptimizer(parameters(shapes=SHAPES), "AdamW", paths=tmp_path)
     with pytest.raises(
         UnsupportedError,
         match="Regrouped cannot be used with NVMeOptimizer: it turns one parameter group into 4",
