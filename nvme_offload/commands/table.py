@@ -203,9 +203,7 @@ def _to_paste(question: Question, chosen: Plan) -> Iterator[str]:
     yield from textwrap.indent(paste.script(chosen, question), "    ").splitlines()
 
 
-def _price_and_faster(
-    question: Question, found: Sequence[Plan], chosen: Plan
-) -> Iterator[str]:
+def _price_and_faster(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
     yield from _wear(question.machine, chosen)
     if quicker := faster(found, chosen):
         yield "Faster, if you accept the condition (--way TITLE prints the code of one):"

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import logging
-import pickle
 import random
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -40,20 +39,19 @@ class _RandomNumbers:
         self._states = [torch.get_rng_state()]
         if device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(device))
-        self._others = pickle.dumps((random.getstate(), numpy.random.get_state()))
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     @property
     def drawn(self) -> bool:
         """Whether numbers were drawn since."""
         now = _RandomNumbers(self._device)
-        same = all(map(torch.equal, self._states, now._states))
-        return not same or now._others != self._others
+        same = all(map(torch.equal, self._states, now._states)) and self._python == now._python
+        return not same or not all(map(numpy.array_equal, self._numpy, now._numpy))
 
     def restore(self) -> None:
         """Make the generators draw the same numbers again."""
-        python, mersenne = pickle.loads(self._others)
-        random.setstate(python)
-        numpy.random.set_state(mersenne)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._states[0])
         for state in self._states[1:]:
             torch.cuda.set_rng_state(state, self._device)

@@ -175,6 +175,19 @@ def mark_far(
         far[start // BLOCK :][: len(part)] |= matter.sum(dim=1) > MOST_FAR
 
 
+def add_sums(
+    words: torch.Tensor, factors: torch.Tensor, of_chunks: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """Add to *sums*, for each row of factors, the products of *words* with *factors*, a chunk's sum
+    times its factor *of_chunks*, modulo 2**64.
+    """
+    size = factors.shape[1]
+    for number, start in enumerate(range(0, words.numel(), size)):
+        chunk = words[start : start + size]
+        found = [(chunk * row[: chunk.numel()]).sum() for row in factors]
+        sums += torch.stack(found) * of_chunks[:, number]
+
+
 def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 exponent field of each block's largest magnitude, rounded up; `NOT_FINITE` for a
     block that is not finite, or is unsigned and has a negative value.

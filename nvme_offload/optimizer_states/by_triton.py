@@ -32,6 +32,7 @@ from .packed import MASTER_INDEX, Look, Pieces
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
 _ROWS = tl.constexpr(8)  # rows of a program: 2048 values
+_WORDS = 8192  # of a program of `_add_sums`
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(INFINITY)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -216,6 +217,27 @@ def _mark_far(values, first, far, count, eps):
     before = tl.load(far + row, mask=row * _BLOCK < count, other=0)
     found = _far_rows(part, roots, updates, eps)
     tl.store(far + row, before | found, mask=row * _BLOCK < count)
+
+
+@triton.jit
+def _add_sums(
+    words,
+    factors,
+    of_chunks,
+    sums,
+    count,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    place = first + tl.arange(0, SIZE)
+    word = tl.load(words + place, mask=place < count, other=0).to(tl.int64)
+    factor = factors + first % CHUNK + tl.arange(0, SIZE)
+    of_chunk = of_chunks + first // CHUNK
+    for row in tl.static_range(2):
+        of_words = tl.sum(word * tl.load(factor + row * CHUNK), axis=0)
+        tl.atomic_add(sums + row, of_words * tl.load(of_chunk + row * CHUNKS))
 
 
 @triton.jit
@@ -410,6 +432,14 @@ def adam(
     )
 
 
+def add_sums(
+    words: torch.Tensor, factors: torch.Tensor, of_chunks: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """See `by_torch.add_sums`. A chunk is a multiple of the words of a program."""
+    sizes = {"SIZE": _WORDS, "CHUNK": factors.shape[1], "CHUNKS": of_chunks.shape[1]}
+    _launch(_add_sums, words, factors, of_chunks, sums, count=words.numel(), each=_WORDS, **sizes)
+
+
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
 
@@ -423,9 +453,13 @@ def _randoms_of(
     return random_table(values.device), blocks, seed_state(seed)
 
 
-def _launch(kernel: Any, *arguments: Any, count: int, **options: Any) -> None:
-    """Launch *kernel* on the current stream of the device of the first of the *arguments*."""
-    programs = -(-count // (BLOCK * _ROWS.value))
+def _launch(
+    kernel: Any, *arguments: Any, count: int, each: int = BLOCK * _ROWS.value, **options: Any
+) -> None:
+    """Launch *kernel* on the current stream of the device of the first of the *arguments*, with a
+    program for *each* so many of *count* values.
+    """
+    programs = -(-count // each)
     if programs:
         device_of: Any = torch.cuda.device_of
         with device_of(arguments[0]):

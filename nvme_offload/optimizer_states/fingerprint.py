@@ -7,6 +7,7 @@ import functools
 import torch
 
 from ..extension import _aio
+from .on_gpu import kernels
 
 WORD_BYTES = 4  # half the size of a factor, so that a product preserves every difference
 CHUNK = 1 << 20  # words multiplied at a time
@@ -26,22 +27,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         found = _aio.fingerprint(flat.data_ptr(), flat.numel())
         if found is not None:
             return torch.tensor([number - (number >> 63 << 64) for number in found])
-    return _sums(flat)
-
-
-def _sums(flat: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of bytes on any device, by torch's operators."""
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     if flat.numel() % WORD_BYTES:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % WORD_BYTES))
-    words = flat.view(torch.int32)
-    factors, of_chunks = _factors(words.device)
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for number, start in enumerate(range(0, words.numel(), CHUNK)):
-        chunk = words[start : start + CHUNK]
-        found = [(chunk * row[: chunk.numel()]).sum() for row in factors]
-        sums += torch.stack(found) * of_chunks[:, number]
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    kernels(flat.device).add_sums(flat.view(torch.int32), *_factors(flat.device), sums)
     return sums
 
 

@@ -101,6 +101,9 @@ def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
         far = empty(torch.bool, -(-values.numel() // BLOCK))
         by.mark_far(values.abs(), first, far, 1e-8)
         made[f"far blocks, {first is None}"] = far
+    made["sums"] = torch.zeros(2, dtype=torch.int64, device=values.device)
+    factors = torch.arange(1 << 14, device=values.device).view(2, -1) * -7046029254386353131
+    by.add_sums(values.view(torch.int32), factors, factors[:, 1:5].contiguous(), made["sums"])
     rounded = values.clone()
     by.round_to_24(rounded, seed=(3,))
     made["masters of 24 bits"] = rounded.view(torch.int32)

@@ -286,7 +286,10 @@ def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
     )
     said = f"The speed of {mixed.name} with the same settings, compared with {options.backend}: {speeds}. "
     if mixed.relative_low < WORTH:
-        return [said + f"{options.backend} stays: the gain of the mixed load is not certain to reach {WORTH - 1:.0%}."]
+        return [
+            said
+            + f"{options.backend} stays: the gain of the mixed load is not certain to reach {WORTH - 1:.0%}."
+        ]
     if mixed.name == "libaio":
         return [said + "DeepSpeed's own op is built on libaio."]
     uses = 'AioConfig(backend="io_uring"); DeepSpeed\'s aio section has no such key.'

@@ -338,7 +338,7 @@ def test_states_are_copied_to_the_gpu_before_their_use(
     monkeypatch.setattr(sizes, "LARGEST_BUCKET_BYTES", 1 << 20)
     monkeypatch.setattr(sizes, "LARGEST_IN_MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr(staging._Waits, "are_long", lambda _: True)
-    shapes = [(300, 200)] * 96
+    shapes = [(600, 400)] * 96
     found = {}
     for parts in (8, 1 << 30):
         monkeypatch.setattr(schedule, "AHEAD_PARTS", parts)
@@ -346,7 +346,7 @@ def test_states_are_copied_to_the_gpu_before_their_use(
         with NVMeOptimizer(
             params,
             paths=tmp_path,
-            host_memory="200MB",
+            host_memory="800MB",
             state_format=state_format,
             step_in_backward=in_backward,
             lr=1e-2,

@@ -101,6 +101,21 @@ def test_numbers_of_every_octave(by_triton, signed, numel, octaves):
     check_codes(by_triton, values.abs(), signed=signed, seed=-numel)
 
 
+@pytest.mark.parametrize("numel", [0, 1, 8191, 8192, 8193, 3 * 8192, 10 * 8192 + 5])
+def test_sums_of_words(by_triton, numel):
+    generator = torch.Generator().manual_seed(numel)
+    least, most = -(1 << 63), (1 << 63) - 1
+    words = patterns(numel + 1).to(DEVICE)[:-1]
+    factors, of_chunks = (
+        torch.randint(least, most, (2, size), generator=generator).to(DEVICE)
+        for size in (2 * 8192, 7)
+    )
+    found = [torch.tensor([3, -5], device=DEVICE) for _ in range(2)]
+    for sums, by in zip(found, (by_triton, by_torch), strict=True):
+        by.add_sums(words, factors, of_chunks, sums)
+    assert torch.equal(*found)
+
+
 @signed_or_not
 @pytest.mark.parametrize("numel", SIZES)
 def test_any_patterns(by_triton, signed, numel):

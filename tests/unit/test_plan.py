@@ -684,7 +684,9 @@ def test_updates_run_under_the_pass_of_their_window():
     provisional, part = (each["plain-provisional-compact"] for each in (twice, once))
     assert provisional.seconds == pytest.approx(twice["plain-in-backward-compact"].seconds)
     states = 4 * SEVEN.parameters
-    assert provisional.host_bytes - twice["plain-compact"].host_bytes == pytest.approx(states, rel=0.01)
+    assert provisional.host_bytes - twice["plain-compact"].host_bytes == pytest.approx(
+        states, rel=0.01
+    )
     replaced = provisional.gpu_bytes - twice["plain-compact"].gpu_bytes
     assert replaced == pytest.approx(2 * SEVEN.parameters, rel=0.01)
     assert part.seconds is not None
