@@ -183,7 +183,7 @@ def test_a_group_that_is_added_is_as_the_class_has_it(tmp_path):
 
 
 def test_what_cannot_be_used_is_refused_by_name(tmp_path):
-    with pytest.raises(UsageError, match="must be a class, such as .*, not 'AdamW'"):
+    with pytest.raises(UsageError, match=r"must be a class, such as .*, not 'AdamW'"):
         NVMeOptimizer(parameters(shapes=SHAPES), "AdamW", paths=tmp_path)
     with pytest.raises(
         UnsupportedError,
