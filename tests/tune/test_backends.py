@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvme_offload.hardware.profile import Setting
+from nvme_offload.hardware.profile import Beside, Setting
 from nvme_offload.tune import sweep
 from nvme_offload.tune.progress import Progress
 from nvme_offload.tune.verdict import Result
@@ -51,3 +51,21 @@ def test_the_other_backend_runs_more_than_once_for_half_a_second_at_least(
         turns = [backend for backend, under, _ in ran if under == phase]
         assert turns == ["libaio", *["io_uring", "libaio"] * (len(turns) // 2)]
     assert sweep._seconds_after(options) < 0.5 * seconds
+
+
+@pytest.mark.parametrize(
+    ("low", "said"),
+    [
+        (1.02, "libaio stays: the gain of the mixed load is not certain to reach 3%."),
+        (1.04, "This package's engine uses it with AioConfig(backend="),
+    ],
+)
+def test_the_mixed_load_decides_whether_another_backend_is_recommended(
+    low: float, said: str
+) -> None:
+    beside = [
+        Beside("io_uring", "", "write", 4.5, 4.0, 1.13, 1.12, 1.23),
+        Beside("io_uring", "", "mixed", 2.9, 2.8, 1.05, low, 1.1),
+    ]
+    (reason,) = sweep._backend_reasons(beside, sweep.Options())
+    assert said in reason
