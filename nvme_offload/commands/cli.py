@@ -54,7 +54,9 @@ def _refuse_bare(
         return
     if 0 < bare < 1 << 20:
         raise click.BadParameter(
-            f"{value} is {value} {unit}: did you mean {value}{meant}?", context, option
+            f"{value} without a unit is {value} {unit}: did you mean {value}{meant}?",
+            context,
+            option,
         )
 
 

@@ -125,19 +125,18 @@ class Returns:
         done: Any,
         memory: torch.Tensor | None = None,
     ) -> None:
-        """Release the value *name* after the event *done*, as `TensorSwapper.release` does.
-        *memory*: its memory, for `resume`.
+        """Release the value *name* after the event *done*, as `TensorSwapper.release` does, instead of
+        after an earlier event. *memory*: its memory, for a caller that continues the use.
         """
         if changed:
             self._tier.swapper.changes(name)
-        self._returns.append(_Return(name, changed, nbytes, done, memory))
+        others = (one for one in self._returns if one.name != name)
+        # In one line: an exception must neither lose the use nor leave it twice.
+        self._returns = deque([*others, _Return(name, changed, nbytes, done, memory)])
 
-    def resume(self, name: str) -> _Return | None:
-        """The use of *name* whose copy is in flight, which the caller continues; None without one."""
-        found = next((one for one in self._returns if one.name == name), None)
-        if found is not None:
-            self._returns.remove(found)
-        return found
+    def in_flight(self, name: str) -> _Return | None:
+        """The use of *name* whose copy is in flight. The caller may continue it, up to `add`."""
+        return next((one for one in self._returns if one.name == name), None)
 
     def release(self, at_most: int) -> None:
         """Release values whose copies have ended, and wait for all but *at_most* copies."""

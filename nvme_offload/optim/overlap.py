@@ -14,6 +14,7 @@ import torch
 
 from ..errors import UnsupportedError
 from ..optimizer_states import compiling
+from ..parameters.idle import streamer_of
 from ..update.queue import Job, Pending, UpdateQueue, wait_for_all
 from .awaited import Awaited, has_waiting_class, use_module, watch_entrances
 from .buckets import Bucket, Weight, is_distributed, local
@@ -82,6 +83,10 @@ class Overlap(UpdateQueue):
 
     def require_awaitable(self, parameter: torch.Tensor) -> None:
         """Check that uses of *parameter* can be made to wait. Raises: UnsupportedError."""
+        if self._enabled and streamer_of(parameter) is not None:
+            raise UnsupportedError(
+                "overlap_step=True does not take streamed parameters, which are updated where they are used: leave it out, or use step_in_backward"
+            )
         if self._enabled and not can_be_awaited(parameter):
             raise UnsupportedError(
                 f"overlap_step=True takes Parameters, plain tensors and DTensors, whose use can be made to wait, not {type(parameter).__name__}: "

@@ -77,7 +77,7 @@ class Home:
     ) -> Any:
         """Start a copy of *bucket* to *values* in *slot*, or *back*. Returns: the event at its end."""
         stays = self._tier.swapper.stays(bucket.name)
-        resumed = self._returns.resume(bucket.name) if stays else None
+        resumed = self._returns.in_flight(bucket.name) if stays else None
         if resumed is None:
             self._returns.end(bucket.name)
             memory, changed = self._obtain(bucket, ask, stays=stays), back

@@ -436,10 +436,10 @@ def test_what_would_help_is_reported_where_nothing_fits(tmp_path):
         (["plan", "--params", "7B", "--ranks", "0"], "0 is not in the range"),
         (
             ["plan", "--params", "7B", "--gpu-memory", "24"],
-            "24 is 24 bytes: did you mean 24GB?",
+            "24 without a unit is 24 bytes: did you mean 24GB?",
         ),
         (["plan", "--params", "7B", "--host-memory", "1.5"], "did you mean 1.5GB?"),
-        (["plan", "--params", "8"], "8 is 8 parameters: did you mean 8B?"),
+        (["plan", "--params", "8"], "8 without a unit is 8 parameters: did you mean 8B?"),
         (["plan", "--params", "8B", "--trainable", "40"], "did you mean 40M?"),
         (["plan", "--params", "7B", "--host-memory", "0GB"], "0GB is not a size: give one above 0"),
         (["plan", "--params", "-1"], "'-1' is not a number of parameters"),

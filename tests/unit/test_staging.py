@@ -113,3 +113,19 @@ def test_a_host_stager_releases_what_it_holds(tier):
     stager.renew("value", 8192).fill_(3)  # replaces the value that it holds
     stager.give_back(changed=True)
     assert tier.swapper.swap_in("value").unique().tolist() == [3]
+
+
+def test_a_use_that_is_continued_is_released_once_and_after_its_last_copy(tier):
+    held(tier, "one")
+    returns, first, last = Returns(tier), Event(ends=True), Event()
+    returns.add("one", changed=True, done=first)
+    continued = returns.in_flight("one")
+    assert continued.done is first
+    assert "one" in returns  # so that an exception here does not lose it
+    returns.add("one", changed=True, done=last)
+    assert len(returns) == 1
+    returns.release(at_most=1)
+    assert in_use(tier, "one")
+    returns.release(at_most=0)
+    assert last.ended
+    assert not in_use(tier, "one")
