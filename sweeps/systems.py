@@ -5,10 +5,11 @@ Each system is a separate process, or one per GPU, that runs a few steps of the 
 `examples/big_models/train.py`, with the same batches and the settings that its documentation
 recommends. Host memory is the drop of the machine's available memory while a system trains, since a
 process's own counters lack memory that a GPU's driver pins. All systems need transformers; some
-need deepspeed, flashoptim or megatrain (whose package is called `infinity`), and the report names
-missing ones.
+need deepspeed, flashoptim, torchao, bitsandbytes or megatrain (whose package is called `infinity`), and
+the report names missing ones.
 
-Source: the READMEs of DeepSpeed, FlashOptim and MegaTrain; torch.distributed.fsdp.
+Source: the READMEs of DeepSpeed, FlashOptim, MegaTrain, torchao and bitsandbytes;
+torch.distributed.fsdp.
 """
 
 from __future__ import annotations
@@ -273,6 +274,23 @@ def _flashoptim(job: dict[str, Any]) -> Step:
     return _plain(model, optimizer)
 
 
+def _torchao(job: dict[str, Any]) -> Step:
+    """Parameters, gradients and states in bfloat16 in host memory, without fp32 masters."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = _model(job)
+    settings = {"offload_gradients": True, "fused": True, **_ADAMW}
+    return _plain(model, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **settings))
+
+
+def _bitsandbytes(name: str, job: dict[str, Any]) -> Step:
+    """States in CUDA's managed memory, without fp32 masters."""
+    import bitsandbytes
+
+    model = _model(job)
+    return _plain(model, getattr(bitsandbytes.optim, name)(model.parameters(), **_ADAMW))
+
+
 def _megatrain(job: dict[str, Any]) -> Step:
     """Parameters and gradients in bfloat16 and moments in float32, in host memory; layers are
     streamed through the GPU.
@@ -387,6 +405,13 @@ SYSTEMS = {
     ),
     "cpu-offload-policy": System("FSDP2 with CPUOffloadPolicy", _cpu_offload_policy),
     "megatrain": System("MegaTrain", _megatrain),
+    "torchao": System("torchao, `CPUOffloadOptimizer`, gradients offloaded, too", _torchao),
+    "bitsandbytes": System(
+        "bitsandbytes, `PagedAdamW8bit`", functools.partial(_bitsandbytes, "PagedAdamW8bit")
+    ),
+    "bitsandbytes-32bit": System(
+        "bitsandbytes, `PagedAdamW32bit`", functools.partial(_bitsandbytes, "PagedAdamW32bit")
+    ),
     "flashoptim": System("FlashOptim, in the GPU's memory", _flashoptim),
 }
 
