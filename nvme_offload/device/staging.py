@@ -176,8 +176,8 @@ class _Place:
     """Memory of the device for one bucket: its value, and *weights* and gradients from host memory.
     *free*: the event after which the memory may be overwritten.
 
-    A value that was copied before its use: *glimpse*, for the swapper, and *source*, its host memory,
-    which is kept until the copy has ended. *filled*: the end of the last copy to *memory*.
+    *glimpse*: of the value that was copied before its use, for the swapper. *filled*: the end of the
+    last copy to *memory*.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,6 @@ class _Place:
         self.free: Any = None
         self.filled: Any = None
         self.glimpse: Glimpse | None = None
-        self.source: torch.Tensor | None = None
 
     @property
     def ahead(self) -> str | None:
@@ -266,7 +265,7 @@ class DeviceStager(HostStager):
         memory = place.sized(nbytes, self._device)
         if place.glimpse is None or not swapper.is_as_glimpsed(place.glimpse):
             place.filled = self._copies.start(memory, host[:nbytes], after=place.free)
-        place.glimpse = place.source = None
+        place.glimpse = None
         self._names.add(name)
         self._wait_for(place.filled)
         self._host, self._filled = host, place.filled
@@ -288,7 +287,7 @@ class DeviceStager(HostStager):
         for event in (place.free, place.filled):
             if event is not None:
                 stream.wait_event(event)
-        place.glimpse = place.source = None
+        place.glimpse = None
         self._host = host
         self._held, self._taking = name, None
         return memory
@@ -309,12 +308,13 @@ class DeviceStager(HostStager):
             return
         stream = torch.cuda.current_stream(self._device)
         name, self._held, self._has_weights = self._held, None, False
+        host, self._host = self._host, torch.empty(0)  # `close` frees what nothing refers to
         if name is None and self._taken_back is not None:
             stream.wait_event(self._taken_back)
         place.free = stream.record_event()
         if name is not None and place.memory is not None:
             if changed:  # the stream is `take_back`'s, so this runs after it
-                kept = self._host[:nbytes]
+                kept = host[:nbytes]
                 place.free = self._copies.start(
                     kept, place.memory[: kept.numel()], after=place.free
                 )
@@ -382,7 +382,7 @@ class DeviceStager(HostStager):
         torch.cuda.synchronize(self._device)
         self._has_weights, self._taken_back = False, None
         for place in self._places:
-            place.glimpse = place.source = None
+            place.glimpse = None
         super().cancel()
         self._returns.cancel()
 
@@ -414,7 +414,9 @@ class DeviceStager(HostStager):
             stream.wait_event(filled)
 
     def _look_ahead(self) -> None:
-        """Start copying the values that are expected next to places without a value."""
+        """Start copying the values that are expected next to places without a value. Their memory may
+        be freed meanwhile: it waits for the GPU first.
+        """
         upcoming = [
             one
             for one in self._tier.swapper.upcoming(2 * len(self._places))
@@ -431,7 +433,7 @@ class DeviceStager(HostStager):
         ):
             target = place.sized(source.numel(), self._device)
             place.filled = self._copies.start(target, source, after=place.free)
-            place.glimpse, place.source = glimpse, source
+            place.glimpse = glimpse
 
     def _add_places(self, count: int) -> None:
         each = max(0 if one.memory is None else one.memory.numel() for one in self._places)

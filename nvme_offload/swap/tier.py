@@ -271,6 +271,8 @@ class Tier:
             if self._swapper is None:
                 self._most_bytes = max(wanted, physical_bytes())
                 self._pool = PinnedPool(wanted, reserve=self._most_bytes)
+                self._resources.callback(self._pool.close)
+                self._resources.callback(self._scratch.clear)
                 self._log_memory()
                 self._swapper = TensorSwapper(self.store, self._pool)
                 self._resources.callback(self._swapper.close)

@@ -4,13 +4,19 @@ with it, also after an exception.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from nvme_offload.device.staging import HostStager, Returns  # noqa: E402  # where there is torch
+from nvme_offload.device.room import DeviceRoom  # noqa: E402  # where there is torch
+from nvme_offload.device.staging import DeviceStager, HostStager, Returns  # noqa: E402
 from nvme_offload.errors import UsageError  # noqa: E402
 from nvme_offload.hardware.config import AioConfig  # noqa: E402
+from nvme_offload.sizes import AHEAD_PARTS, PLACES  # noqa: E402
 from nvme_offload.swap.tier import Tier  # noqa: E402
 
 
@@ -129,3 +135,127 @@ def test_a_use_that_is_continued_is_released_once_and_after_its_last_copy(tier):
     returns.release(at_most=0)
     assert last.ended
     assert not in_use(tier, "one")
+
+
+class Stream:
+    """A stream of a GPU whose work ends at once."""
+
+    def __init__(self, *_):
+        pass
+
+    def record_event(self, event=None):
+        return event or Event(ends=True)
+
+    def wait_event(self, event):
+        pass
+
+
+class TimedEvent(Event):
+    """The waits before and after it take all the time, or none."""
+
+    seconds = 0.0
+
+    def __init__(self, **_):
+        super().__init__(ends=True)
+
+    def elapsed_time(self, _):
+        return TimedEvent.seconds
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Host memory in place of a GPU's, with streams whose work ends at once."""
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(DeviceRoom, "suffices", lambda *_: True)
+    monkeypatch.setattr(TimedEvent, "seconds", 1.0)  # so that all waits are long
+    return torch.device("cpu")
+
+
+def steps(tier, stager, names, contents, count=1):
+    """Steps that add 1 to each value, in order."""
+    for _ in range(count):
+        for name in names:
+            memory = stager.fetch(name, 4096)
+            assert memory[0] == contents[name]
+            memory.add_(1)
+            contents[name] += 1
+            stager.give_back(changed=True)
+        stager.ease()
+        tier.swapper.step()
+
+
+def used_copies(stager, monkeypatch):
+    """For each use of a value that was copied before it, whether the copy was used."""
+    swapper, found = stager._tier.swapper, []
+    real = swapper.is_as_glimpsed
+
+    def is_as_glimpsed(glimpse):
+        found.append(real(glimpse))
+        return found[-1]
+
+    monkeypatch.setattr(swapper, "is_as_glimpsed", is_as_glimpsed)
+    return found
+
+
+def test_values_are_copied_before_their_use_and_are_those_of_the_time(tier, gpu, monkeypatch):
+    names = [f"n{number}" for number in range(6 * AHEAD_PARTS)]
+    stager = DeviceStager(tier, gpu, looks_ahead=True)
+    contents = dict.fromkeys(names, 0)
+    held(tier, *names)
+    for name in names:
+        tier.swapper.release(name, changed=True)
+        tier.swapper.swap_in(name).zero_()
+        tier.swapper.release(name, changed=True)
+    tier.swapper.step()
+    steps(tier, stager, names, contents, count=2)
+    used = used_copies(stager, monkeypatch)
+    steps(tier, stager, names, contents)
+    assert used == [True] * len(names)
+    assert PLACES < len(stager._places) <= len(tier.swapper.upcoming(1000))
+    stager.drain()
+    # another user changes a value that was copied already, and one is replaced
+    tier.swapper.swap_in("n0").fill_(40)
+    tier.swapper.release("n0", changed=True)
+    memory = stager.renew("n1", 4096)
+    memory.fill_(50)
+    stager.give_back(changed=True)
+    contents |= {"n0": 40, "n1": 50}
+    used.clear()
+    steps(tier, stager, names, contents, count=3)  # which checks the contents
+    assert False in used
+    assert used.count(True) > len(names)
+    stager.cancel()
+    steps(tier, stager, names[::-1], contents, count=3)
+    stager.drain()
+    assert [int(tier.swapper.swap_in(name)[0]) for name in names] == list(contents.values())
+
+
+def test_a_newer_version_of_a_value_leaves_the_old_one(tier, gpu):
+    for stager in (HostStager(tier), DeviceStager(tier, gpu)):
+        tier.swapper.swap_out("n", torch.full((4096,), 3, dtype=torch.uint8))
+        memory = stager.renew_beside(stager.fetch("n", 4096))
+        assert memory[0] == 3
+        memory.add_(1)
+        stager.give_back(changed=True)
+        stager.drain()
+        assert tier.swapper.swap_in("n")[0] == 3
+        tier.swapper.release("n", changed=False)
+        tier.swapper.commit("n")
+        assert tier.swapper.swap_in("n")[0] == 4
+        tier.swapper.discard("n")
+
+
+def test_a_stager_keeps_no_host_memory(tier, gpu):
+    stager = DeviceStager(tier, gpu, looks_ahead=True)
+    tier.swapper.swap_out("n", torch.zeros(4096, dtype=torch.uint8))
+    memory = weakref.ref(tier._pool._arena)
+    stager.fetch("n", 4096)
+    stager.give_back(changed=True)
+    stager.drain()
+    tier.close()
+    gc.collect()
+    assert memory() is None

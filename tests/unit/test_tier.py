@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,16 @@ def test_the_log_says_which_engine_settings_are_in_effect(tmp_path, caplog):
     assert lines == [
         f"engine for {tmp_path}: posix, blocks of 256 KiB, 7 in flight in each of 2 threads"
     ]
+
+
+def test_a_closed_tier_frees_its_host_memory(tmp_path):
+    """Its owner, such as an optimizer that the program closes, may live on."""
+    made = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20)
+    made.require(1 << 16)
+    made.swapper.create("one", 4096)
+    made.make_scratch("scratch", 4096)
+    made.require(1 << 19)
+    memory = weakref.ref(made._pool._arena)
+    made.close()
+    gc.collect()
+    assert memory() is None
