@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..hardware import gpu_models
 from ..hardware.machine import Gpu
-from ..sizes import FORWARD_SHARE
+from ..sizes import AHEAD_PARTS, FORWARD_SHARE
 from .model import Model
 from .passes import Work, operations
 from .placement import Strategy, Streamed, World
@@ -220,7 +220,10 @@ class Step(NamedTuple):
                 if not (strategy.streams and strategy.windows):  # there since the pass
                     copied += strategy.parameter_bytes
                 copied += strategy.gradient_bytes if strategy.gradients == "host" else 0
-                beside.append((_term("copies", copied * each, self.link, BOTH_WAYS_SHARE),))
+                copied *= each
+                if strategy.door == "plain" and not self.moved.total:
+                    copied -= min(copied / AHEAD_PARTS, self._idle_link_bytes())
+                beside.append((_term("copies", copied, self.link, BOTH_WAYS_SHARE),))
             return (*beside, drive) if drive else tuple(beside)
         update = self._update_on_cpu(each)
         if not drive:
@@ -229,6 +232,14 @@ class Step(NamedTuple):
         busy = sum(term.seconds for term in update)
         slowed = Term("slowed by the processors", share * busy, f"{share:g} x {busy:.3g} s")
         return update, (*drive, slowed)
+
+    def _idle_link_bytes(self) -> float:
+        """Bytes that the link can copy to the GPU during a forward pass that copies nothing."""
+        copies = self.strategy.streams or "forward" in self.strategy.windows
+        if copies or not (self.work.tokens and self.flops):
+            return 0.0
+        seconds = operations(self.model, self.work).forward / (self.flops * UTILISATION)
+        return seconds * self.link * BOTH_WAYS_SHARE
 
     def _update_on_gpu(self, each: float, gpu: Gpu) -> tuple[Term, ...]:
         known = gpu_models.find(gpu.name)
