@@ -263,7 +263,7 @@ class DeviceStager(HostStager):
         host = self._returns.with_room(lambda: swapper.swap_in(name))
         place = self._choose_place(name)
         memory = place.sized(nbytes, self._device)
-        if place.glimpse is None or not swapper.is_as_glimpsed(place.glimpse):
+        if place.ahead != name or not swapper.is_as_glimpsed(known(place.glimpse)):
             place.filled = self._copies.start(memory, host[:nbytes], after=place.free)
         place.glimpse = None
         self._names.add(name)
@@ -402,8 +402,9 @@ class DeviceStager(HostStager):
             (place for ahead in (name, None) for place in self._places if place.ahead == ahead),
             self._places[0],
         )
-        self._places.remove(chosen)
-        self._places.appendleft(chosen)
+        others = (place for place in self._places if place is not chosen)
+        # In one line: an exception must not drop a place, whose memory copies may be using.
+        self._places = deque([chosen, *others])
         return chosen
 
     def _wait_for(self, filled: Any) -> None:
