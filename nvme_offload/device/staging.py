@@ -262,10 +262,11 @@ class DeviceStager(HostStager):
         swapper = self._tier.swapper
         host = self._returns.with_room(lambda: swapper.swap_in(name))
         place = self._choose_place(name)
+        is_there = place.ahead == name and swapper.is_as_glimpsed(known(place.glimpse))
+        place.glimpse = None  # before its memory changes, in case of an exception
         memory = place.sized(nbytes, self._device)
-        if place.ahead != name or not swapper.is_as_glimpsed(known(place.glimpse)):
+        if not is_there:
             place.filled = self._copies.start(memory, host[:nbytes], after=place.free)
-        place.glimpse = None
         self._names.add(name)
         self._wait_for(place.filled)
         self._host, self._filled = host, place.filled
@@ -282,12 +283,12 @@ class DeviceStager(HostStager):
         self._taking = name
         host = self._returns.with_room(lambda: self._tier.swapper.create(name, nbytes, once=True))
         place = self._choose_place(None)
+        place.glimpse = None
         memory = place.sized(nbytes, self._device)
         stream = torch.cuda.current_stream(self._device)
         for event in (place.free, place.filled):
             if event is not None:
                 stream.wait_event(event)
-        place.glimpse = None
         self._host = host
         self._held, self._taking = name, None
         return memory
