@@ -261,10 +261,6 @@ class Schedule:
             )
         value.retained_bytes = value.value_bytes
 
-    def expect_again(self, name: str) -> None:
-        """Do not learn the next use of *name* in this period, which repeats an earlier one."""
-        self.order.repeat(name)
-
     def roll_back(self, name: str) -> None:
         """Make the retained version of *name* the newest, with no transfer in flight."""
         value = self._value(name)

@@ -420,7 +420,7 @@ class TensorSwapper(Closing):
         with self._lock:
             with self._changing:
                 if self._drop_newer(name):
-                    self._schedule.expect_again(name)
+                    self._schedule.order.repeat(name)
                     return
                 if name not in self._runner.retained:
                     raise UsageError(f"nothing is retained of {name!r}")
