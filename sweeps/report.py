@@ -65,8 +65,8 @@ def columns(keys: Iterable[Key], cells: Mapping[str, Callable[[Key], Any]]) -> s
 class Medians:
     """Cells of a table with a row for each side of a comparison: medians over the rounds.
 
-    *figures*: of each run, with "name", "round", "count" (of what it measured; without it, the run
-    has no other figures) and "seconds".
+    *figures*: of each run, with "name", "round", "count" (of measured steps or tokens; if it is 0, the
+    run has no other figures) and "seconds".
     """
 
     def __init__(self, figures: Iterable[Mapping[str, Any]]) -> None:
@@ -85,7 +85,7 @@ class Medians:
         )
 
     def ratio(self, name: str) -> str:
-        """The seconds of *name* over those of the first side."""
+        """The seconds of *name* over the seconds of the first side."""
         if not self.count(name) or not self.count(self.names[0]):
             return ""
         return shown(ratios(self._runs[name].seconds, self._runs[self.names[0]].seconds))

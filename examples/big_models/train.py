@@ -108,7 +108,7 @@ class WithLoss(torch.nn.Module):
 
 def shard(model: WithLoss) -> None:
     """Shard *model* by FSDP2, layer by layer; large layers matrix by matrix, so that each GPU holds
-    only a few whole matrices at once.
+    only a few whole matrices at the same time.
     """
     for layer in model.model.layers:
         if sum(weight.nbytes for weight in layer.parameters()) > LARGE_LAYER:

@@ -24,7 +24,7 @@ _ALIGNED_BYTES = 256  # the alignment of tensors in PyTorch's CUDA allocator
 # waits for the oldest copy. It is enough for the updates of several layers, so that autograd can
 # launch the backward pass of the next layer meanwhile.
 _IN_FLIGHT_BYTES = 4 << 30
-_MANY = 16  # waits for copies, to tell whether they are long
+_MANY = 16  # waits for copies from which `_Waits.are_long` decides
 
 
 class HostStager:
@@ -234,7 +234,7 @@ class DeviceStager(HostStager):
     incomplete contents to the drive.
 
     With *looks_ahead*, values that stay in host memory are copied to the device before their use: a
-    place that is given back is filled with the value that is expected next. While the stream waits
+    released place is filled with the value that is expected next. While the stream waits
     long for copies, there are more places, as the memory of the device allows.
     """
 

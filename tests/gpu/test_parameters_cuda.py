@@ -36,7 +36,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(setup, "DIVISION", Division(2200 << 10, small_bytes=0, trainable_share=0))
     torch.use_deterministic_algorithms(True)
     # Autograd runs the nodes with the highest sequence numbers first, and adds gradients in that order. Each
-    # thread has numbers of its own, and both make nodes in second-order backward passes through
+    # thread has separate numbers, and both make nodes in second-order backward passes through
     # checkpoints: with this thread far ahead, the order does not depend on earlier tests.
     one = torch.ones(1, requires_grad=True)
     while torch._C._autograd._get_sequence_nr() < _AHEAD:

@@ -138,7 +138,7 @@ def test_a_use_that_is_continued_is_released_once_and_after_its_last_copy(tier):
 
 
 class Stream:
-    """A stream of a GPU whose work ends at once."""
+    """A stream of a GPU whose work ends immediately."""
 
     def __init__(self, *_):
         pass
@@ -164,7 +164,7 @@ class TimedEvent(Event):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Host memory in place of a GPU's, with streams whose work ends at once."""
+    """Host memory in place of a GPU's, with streams whose work ends immediately."""
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
@@ -230,7 +230,7 @@ def test_values_are_copied_before_their_use_and_are_those_of_the_time(tier, gpu,
     contents["n1"] = 50
     steps(tier, stager, names, contents, count=3)
     stager.drain()
-    # a user reads all of them, and the next order is another
+    # a user reads all values, and the next order is another
     for name in names:
         tier.swapper.swap_in(name, in_order=False)
         tier.swapper.release(name, changed=False)
