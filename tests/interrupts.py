@@ -118,6 +118,14 @@ def places(
     )
 
 
+def first_place(call: Callable[[], Any]) -> Place:
+    """The line of the package that *call* executes first."""
+    lines: list[tuple[str, int]] = []
+    with _on_line(lambda file, line: lines.append((file, line))):
+        call()
+    return Place(*lines[0], 1)
+
+
 class Raising:
     """What `raising` has raised. *where* is the stack then; None if it never came to the place."""
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from launch import Case
 
 sys.path.append(str(Path(__file__).parents[1]))
-from interrupts import Hang, deadline, places, raising, sample, watched
+from interrupts import Hang, deadline, first_place, places, raising, sample, watched
 from torch.overrides import TorchFunctionMode
 from training import Training, Watch
 
@@ -282,8 +282,8 @@ def at_passes(training: Training, place: str, each: int) -> dict[str, Any]:
 
 
 def at_lines(training: Training, place: str, *, most: int, first: int, warm: int) -> dict[str, Any]:
-    """An exception at *most* lines of the package that a step executes, from the *first* on, *warm* steps after a load.
-    The step is then repeated: it comes to the same bits, or is refused, and a load restores them.
+    """An exception at the first line of the package that a step executes, and at *most* others from the *first* on,
+    *warm* steps after a load. The step is then repeated: it comes to the same bits, or is refused, and a load restores them.
     """
     with watched():
         engine = begin(training, place)
@@ -327,8 +327,10 @@ def at_lines(training: Training, place: str, *, most: int, first: int, warm: int
     whole = go_on(cut + 1)
     go_on(cut)
     found = places(lambda: training._step(engine, cut, 0))
+    go_on(cut)
+    earliest = first_place(lambda: training._step(engine, cut, 0))
     seen, wrong = collections.Counter[str](), []
-    for number, line in enumerate(sample(found, most, first)):
+    for number, line in enumerate([earliest, *sample(found, most, first)]):
         error = (KeyboardInterrupt(), MemoryError())[number % 2]
         came: BaseException | None = None
         go_on(cut)
