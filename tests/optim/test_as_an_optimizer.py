@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from reference import (
     OPTIMIZERS,
     Lion,
@@ -59,8 +60,9 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+@covering(
+    pairs=False, name=list(SCHEDULERS), optimizer_class=[torch.optim.AdamW, torch.optim.Adagrad]
+)
 def test_schedulers(tmp_path, name, optimizer_class):
     """Adagrad has states before its first step, and a scheduler sets the rate of that step."""
     plain, ours = parameters(shapes=[(30, 20), (5,)]), parameters(shapes=[(30, 20), (5,)])

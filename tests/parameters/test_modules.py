@@ -9,35 +9,31 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from modules import KINDS, WAYS, WIDTH, Stack
 
 from nvme_offload import Offload, UsageError
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("checkpointing", ["", "other", "reentrant"])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(kind=list(KINDS), way=WAYS, checkpointing=["", "other", "reentrant"])
 def test_every_way_to_train_gives_the_bits_of_the_run_in_memory(
-    make: Callable[..., Offload], kind: str, checkpointing: str
+    make: Callable[..., Offload], kind: str, way: Callable[..., torch.Tensor], checkpointing: str
 ) -> None:
-    offload = make("1MB")
-    for way in WAYS:
-        torch.manual_seed(0)
-        x, y = torch.randn(3, 8, WIDTH, requires_grad=True), torch.randint(0, 7, (24,))
-        model = Stack(KINDS[kind], checkpointing)
-        in_memory = copy.deepcopy(model)
-        try:
-            expected = [way(in_memory, x, y) for _ in range(2)]
-        except RuntimeError:
-            continue  # torch refuses it
-        offload.parameters(model, "cpu")
-        losses = [way(model, x, y) for _ in range(2)]
-        assert all(map(_same, losses, expected)), way
-        for (name, one), other in zip(
-            model.named_parameters(), in_memory.parameters(), strict=True
-        ):
-            assert (one.grad is None) == (other.grad is None), (way, name)
-            assert one.grad is None or _same(one.grad, other.grad), (way, name)
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 8, WIDTH, requires_grad=True), torch.randint(0, 7, (24,))
+    model = Stack(KINDS[kind], checkpointing)
+    in_memory = copy.deepcopy(model)
+    try:
+        expected = [way(in_memory, x, y) for _ in range(2)]
+    except RuntimeError as error:
+        pytest.skip(f"torch refuses it in memory, too: {error}")
+    make("1MB").parameters(model, "cpu")
+    losses = [way(model, x, y) for _ in range(2)]
+    assert all(map(_same, losses, expected))
+    for (name, one), other in zip(model.named_parameters(), in_memory.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or _same(one.grad, other.grad), name
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

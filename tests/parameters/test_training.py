@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,8 +83,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@covering(mode=list(MODES), dtype=[torch.float32, torch.bfloat16])
 def test_the_optimizer_gives_the_weights_of_the_run_in_memory(
     make: Make, tmp_path: Path, mode: str, dtype: torch.dtype
 ) -> None:
