@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPE = {
     "vocab_size": 128,
@@ -26,6 +25,8 @@ ROWS, TOKENS, MICRO_BATCHES = 2, 8, 4
 
 def make_model(tied: bool = False) -> torch.nn.Module:
     """The same weights in every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, tie_word_embeddings=tied, attn_implementation="eager")
     return LlamaForCausalLM(config)

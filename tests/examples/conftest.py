@@ -15,5 +15,5 @@ sys.path.append(str(Path(__file__).parent))  # for doors
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in this folder."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.slow)

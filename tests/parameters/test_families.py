@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from covering import covering
+from families import FAMILIES, build
 
 from nvme_offload import Offload
 from nvme_offload.parameters import setup
@@ -16,29 +16,8 @@ from nvme_offload.parameters.buckets import Division
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns
 
-_QUICK = [
-    ("llama", "none", False),
-    ("gpt 2", "other", True),
-    ("gemma 2", "reentrant", False),
-    ("t5", "other", False),
-]
-_ALL = [
-    (family, checkpointing, frozen)
-    for family in FAMILIES
-    for checkpointing in ("none", "other", "reentrant")
-    for frozen in (False, True)
-]
 
-
-@pytest.mark.parametrize(
-    ("family", "checkpointing", "frozen"),
-    [
-        pytest.param(
-            *one, marks=[] if one in _QUICK else pytest.mark.slow, id=" ".join(map(str, one))
-        )
-        for one in _ALL
-    ],
-)
+@covering(family=list(FAMILIES), checkpointing=["none", "other", "reentrant"], frozen=[False, True])
 def test_losses_and_gradients_equal_those_in_memory(
     make: Callable[..., Offload],
     monkeypatch: pytest.MonkeyPatch,
@@ -49,8 +28,7 @@ def test_losses_and_gradients_equal_those_in_memory(
     """In each of two steps, with about one decoder layer on the device at a time."""
     monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=0, trainable_share=0))
     torch.manual_seed(0)
-    built: Any = FAMILIES[family]()
-    model, inputs = built
+    model, inputs = build(family)
     model.train()
     if frozen:
         for name, parameter in model.named_parameters():
@@ -76,8 +54,7 @@ def test_generation_gives_the_tokens_of_the_model_in_memory(
 ) -> None:
     monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=0, trainable_share=0))
     torch.manual_seed(0)
-    built: Any = FAMILIES["llama"]()
-    model, inputs = built
+    model, inputs = build("llama")
     in_memory = copy.deepcopy(model)
     make().parameters(model, "cpu")
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

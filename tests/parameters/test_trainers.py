@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from families import FAMILIES
+from families import build
 from torch import nn
 
 from nvme_offload import Offload
@@ -25,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns
 
 def _llama() -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
-    built: Any = FAMILIES["llama"]()
-    return built[0], built[1]["input_ids"]
+    model, inputs = build("llama")
+    return model, inputs["input_ids"]
 
 
 def test_adapters_of_peft_train_over_a_base_that_streams(
@@ -87,6 +86,7 @@ def _losses(model: nn.Module, tokens: torch.Tensor) -> list[float]:
 def test_the_trainer_of_transformers_trains_and_saves(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    hf = pytest.importorskip("transformers")
     monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=0, trainable_share=0))
     model, tokens = _llama()
     in_memory, offload = copy.deepcopy(model), make("6MB")

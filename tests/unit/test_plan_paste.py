@@ -16,14 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from pasted import make_batches, make_model, trained, weights_of
 from patience import PATIENCE
 from ports import free_port
-
-pytest.importorskip("transformers", reason="the pasted code trains a model of transformers")
-pytest.importorskip("accelerate", reason="it makes a model on the meta device")
-
-from accelerate import init_empty_weights
-from pasted import make_batches, make_model, trained, weights_of
 
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.planning.advice import Question
@@ -33,6 +28,12 @@ from nvme_offload.planning.paste import ds_config, script
 from nvme_offload.planning.placement import INFERENCE, STRATEGIES, Strategy, World
 from nvme_offload.planning.plan import Drive, Machine, plans
 
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec(name) is None, reason=f"the pasted code trains with {name}"
+    )
+    for name in ("transformers", "accelerate")
+]
 LEARNING_RATE = 1e-5
 CLIP_NORM = 1.0
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
@@ -117,6 +118,8 @@ def test_the_code_trains_as_in_memory(name, work, tmp_path):
 
 
 def test_a_model_that_host_memory_cannot_have_is_read_from_files(tmp_path):
+    from accelerate import init_empty_weights
+
     asked = question(tmp_path / "drive")
     machine = dataclasses.replace(asked.machine, gpu=Gpu("L4", 24 << 30), host_bytes=3_000_000_000)
     asked = dataclasses.replace(asked, model=of_count("1.8B"), machine=machine)
