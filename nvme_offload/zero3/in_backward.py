@@ -5,13 +5,14 @@ it updates a sub-group as soon as the gradients of all its parameters are reduce
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from .overlap import left_out_since, needs_order, route, tell_left_out
+from .overlap import left_out_since, needs_order, tell_left_out
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -27,11 +28,6 @@ class InBackward:
         self._reduced: dict[int, set[int]] = {}  # sub-group -> ids of parameters
         self._reason: str | None = None  # why this pass updates nothing, "" if it does, once known
         self._told: set[str] = set()
-        self._methods = route(stage3, self._unless_updated)
-
-    def _unless_updated(self, name: str, index: int, *rest: Any) -> None:
-        if index not in self.updated:
-            self._methods[name](index, *rest)
 
     def reduced(self, index: int, params: Iterable[Any]) -> None:
         """Record that backward has reduced the gradients of *params* in sub-group *index*, and update
@@ -65,13 +61,11 @@ class InBackward:
     @torch.no_grad()
     def _update(self, index: int) -> None:
         stage3, whole = self._stage3, self._stage3.partly_changed
-        parameter = stage3.fp32_partitioned_groups_flat[index]
         self.updating = True
         try:
-            stage3._optimizer_states_and_gradient_swap_in(index, set())
-            self._methods["_optimizer_step"](index)
-            self._methods["_reassign_or_swap_out_partitioned_parameters"](index)
-            stage3.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
+            stage3.update(
+                index, 1.0, functools.partial(stage3.step_sub_group, index, stage3.optimizer)
+            )
         finally:
             self.updating = False
         stage3.gradient_store.use_up(index)

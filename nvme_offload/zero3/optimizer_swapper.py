@@ -73,9 +73,6 @@ class OptimizerSwapper(Records):
     One sub-group at a time is in use: taking another releases a sub-group that a call left in use when
     an exception ended it. *at_once* is False if host memory cannot hold states that are being copied
     back from a GPU in addition to the states of the next sub-group.
-
-    While *leaves_packed* is True and updates run on the CPU, `swap_in_optimizer_state` leaves the
-    states packed for `step`. The parameter has undefined contents until `step`.
     """
 
     def __init__(self, owner: Any, largest: int, at_once: bool = True) -> None:
@@ -94,7 +91,6 @@ class OptimizerSwapper(Records):
         self._names: list[str] = []
         # The parameter whose sub-group is in use, or is about to be.
         self._taken: torch.Tensor | None = None
-        self.leaves_packed = False
         self._is_packed = False  # its states are packed; `step` unpacks them if necessary
         self._cpu_adam = CPUAdam()
         self._unpacked_name = f"{self._prefix}/unpacked"
@@ -148,14 +144,20 @@ class OptimizerSwapper(Records):
                 self._make_master(parameter, sub_group)
 
     def swap_in_optimizer_state(
-        self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None
+        self,
+        parameter: torch.Tensor,
+        async_parameter: torch.Tensor | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
-        """Load *parameter* and its optimizer states into memory."""
+        """Load *parameter* and its optimizer states into memory. With *packed*, the states stay packed
+        for `step` if updates run on the CPU; until then the parameter has undefined contents.
+        """
         sub_group = self._take(parameter)
         # Load the weights before the states, so that only one value is in use at a time.
         self._load_weights(parameter, sub_group, fill=True)
         self._open(sub_group)
-        if self.leaves_packed and not self._in_place and self.device.type == "cpu":
+        if packed and not self._in_place and self.device.type == "cpu":
             # The parameter needs its shape before a gradient can be assigned to it.
             scratch = self.tier.scratch(self._unpacked_name).view(torch.float32)
             parameter.data = scratch[: sub_group.numel]

@@ -1,5 +1,5 @@
-"""`Overlap` implements `"overlap_step"` for one engine: it records the calls that DeepSpeed's `step`
-makes for each sub-group, and its thread makes them later.
+"""`Overlap` implements `"overlap_step"` for one engine: it records the updates that DeepSpeed's `step`
+would make, and its thread makes them later.
 
 `step` itself makes the updates of a step that creates states, and all updates if deferring them
 could change results.
@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,24 +33,7 @@ from .updates import Awaited, partly_applied
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-# The methods that change a sub-group in DeepSpeed's `step`.
-STEPS = (
-    "_prepare_sub_group",
-    "_multiply_gradient",
-    "_optimizer_step",
-    "_reassign_or_swap_out_partitioned_parameters",
-    "_release_sub_group",
-)
-
 _log = logging.getLogger(__name__)
-
-
-def route(stage3: Stage3, call: Callable[..., None]) -> dict[str, Callable[..., None]]:
-    """Make *stage3* call `call(name, index, *rest)` in place of each of `STEPS`; return these."""
-    methods = {name: getattr(stage3, name) for name in STEPS}
-    for name in STEPS:
-        setattr(stage3, name, functools.partial(call, name))
-    return methods
 
 
 class Overlap(UpdateQueue):
@@ -66,21 +49,21 @@ class Overlap(UpdateQueue):
         # The number of uses of modules before the first use of each sub-group in this step.
         self._uses: dict[int, int] = {}
         self._drive_seconds = 0.0  # that updates have waited for the drive
-        self._noted: list[list[Callable[[], None]]] | None = None  # the step's calls, by sub-group
-        # The calls of the last updates, since the GPU may still read their arguments.
-        self._queued: Sequence[Sequence[Callable[[], None]]] = ()
-        self._has_noted = False  # whether the last step that has begun deferred calls
+        # The factors of the gradients in this step, by sub-group; None if its updates are not deferred.
+        self._noted: dict[int, Any] | None = None
+        # The factors of the last updates, since the GPU may still read them.
+        self._queued: Mapping[int, Any] = {}
+        self._has_noted = False  # whether the last step that has begun deferred updates
         self._has_states = False  # whether a step has made states since the last load, if any
         self._told: set[str] = set()
         self._optimizer: Any = None  # the optimizer with its options at the time of the step
         self._order: list[int] = []  # the order in which the last step's sub-groups are updated
         self._wanted: list[int] = []  # the order of the last forward pass
-        self._methods = route(stage3, self._do_or_note)
 
     @property
     def holds_gradients(self) -> bool:
         """Whether updates that need the gradients of a step are pending, or have failed."""
-        return any(self._noted or ()) or self.has_jobs
+        return bool(self._noted) or self.has_jobs
 
     @property
     def notes(self) -> bool:
@@ -100,7 +83,7 @@ class Overlap(UpdateQueue):
             tell_left_out(self._told, reason)
             return
         self._optimizer = with_own_options(self._stage3.optimizer)
-        self._noted = [[] for _ in self._stage3.fp16_groups]
+        self._noted = {}
 
     def gathers_nothing(self) -> contextlib.AbstractContextManager[None]:
         """Context in which DeepSpeed's `step` does not gather the small parameters that it keeps on
@@ -109,26 +92,11 @@ class Overlap(UpdateQueue):
         """
         return replaced(self._stage3, persistent_parameters=[])
 
-    def _do_or_note(self, name: str, index: int, *rest: Any) -> None:
-        if self._noted is None:
-            self._methods[name](index, *rest)
-            return
+    def note(self, index: int, factor: Any) -> None:
+        """Defer the update of sub-group *index*, whose gradient is multiplied by *factor*."""
         self._has_noted = True
-        method = self.step_optimizer if name == "_optimizer_step" else self._methods[name]
-        self._noted[index].append(functools.partial(method, index, *rest))
-
-    def step_optimizer(self, index: int) -> None:
-        """Update the master weights of sub-group *index*, which is in memory."""
-        stage3 = self._stage3
-        if stage3.step_packed(index, self._optimizer):
-            return
-        group = self._optimizer.param_groups[stage3.sub_group_to_group_id[index]]
-        group["params"] = [stage3.fp32_partitioned_groups_flat[index]]
-        try:
-            self._optimizer.step()
-        finally:
-            group["params"] = []
-        stage3.count_step(index)
+        if self._noted is not None:
+            self._noted[index] = factor
 
     def end(self, step: int) -> bool:
         """End DeepSpeed's `step`, the *step*th one. Returns: whether its updates are pending."""
@@ -136,14 +104,14 @@ class Overlap(UpdateQueue):
         stage3 = self._stage3
         if not stage3.overflow:
             self._has_states = True
-        if noted is None or not any(noted):  # an overflow
+        if not noted:  # an overflow
             return False
         self._order = self._in_order()
         self.start(step, noted)
         return True
 
-    def start(self, step: int, noted: Sequence[Sequence[Callable[[], None]]]) -> None:
-        """Queue the calls *noted* for each sub-group in the *step*th step."""
+    def start(self, step: int, noted: Mapping[int, Any]) -> None:
+        """Queue the updates *noted* in the *step*th step."""
         groups, like = self._stage3.fp16_groups, _like_this_thread()
         with self.lock:
             if self.has_jobs:
@@ -171,7 +139,7 @@ class Overlap(UpdateQueue):
             self._uses[pending.index] = self._gathered.fetches
 
     def cancel(self) -> bool:
-        """Cancel a step that an exception has ended. Returns: whether it had deferred calls."""
+        """Cancel a step that an exception has ended. Returns: whether it had deferred updates."""
         self._noted = None
         return self._has_noted
 
@@ -216,14 +184,14 @@ class Overlap(UpdateQueue):
 
     # In the thread.
 
-    def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> Any:
+    def _make(self, index: int, factor: Any, like: Any) -> Any:
         stage3 = self._stage3
         swapper = stage3.tier.swapper
         before = swapper.stats().waited_seconds
         try:
             with like():
-                for action in actions:
-                    action()
+                step = functools.partial(stage3.step_sub_group, index, self._optimizer)
+                stage3.update(index, factor, step)
                 self._drive_seconds += swapper.stats().waited_seconds - before
                 if stage3.update_device != CPU:
                     return torch.cuda.current_stream().record_event()

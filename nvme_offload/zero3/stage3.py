@@ -8,6 +8,7 @@ bit, a run with `"device": "cpu"` if that is the CPU, and a run without offload 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Mapping
@@ -26,11 +27,18 @@ from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
 from .param_swapper import has_value, swappers_of
 from .reader import CheckpointReader
+from .replacing import replaced
 from .stage3_access import Access
 from .step_stats import StepClock
 from .update_device import NO_STATES, impossible
 from .updates import is_awaited, partly_applied
 
+# DeepSpeed's `step` calls these for each sub-group, before `_release_sub_group`.
+_PARTS_OF_UPDATE = (
+    "_prepare_sub_group",
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+)
 _NAMED = 5  # number of parameters that a warning lists
 
 _log = logging.getLogger(__name__)
@@ -101,7 +109,6 @@ class Stage3(Access):
             pending = self.overlap.end(known(self.clock).number)
         if self.in_backward is not None:
             self.in_backward.end()
-            self.optimizer_swapper.drain()
         return pending
 
     def end_period(self) -> None:
@@ -130,7 +137,11 @@ class Stage3(Access):
             if scaler is not None:
                 self.torch_autocast_gradscaler = None
                 self.overflow = False  # set below, and releases before 0.19.5 do not reset it
-            with one_step(self.optimizer, len(self.fp16_groups)) as self._once:
+            with (
+                one_step(self.optimizer, len(self.fp16_groups)) as self._once,
+                replaced(self, **dict.fromkeys(_PARTS_OF_UPDATE, lambda *_: None)),
+                replaced(self, _release_sub_group=self._update_or_defer),
+            ):
                 self._base_step(closure)
         finally:
             self._once = self._scaler = None
@@ -140,37 +151,50 @@ class Stage3(Access):
             update_scale(scaler, self._found_inf)
             self.overflow = self._found_inf
 
-    def _optimizer_step(self, sub_group_id: int) -> None:
-        if self._once is None:
-            self._update_sub_group(sub_group_id)
+    def _update_or_defer(self, index: int, timer_names: set[str]) -> None:
+        if self.overlap is not None and self.overlap.notes:
+            self.overlap.note(index, self._factor)
             return
+        if self.in_backward is not None and index in self.in_backward.updated:
+            pass
+        elif self.swaps(index):
+            self.update(index, self._factor, functools.partial(self._step_in_turn, index))
+        else:
+            super()._prepare_sub_group(index, timer_names)
+            self._multiply_gradient(index, self._factor)
+            self._step_in_turn(index)
+            super()._reassign_or_swap_out_partitioned_parameters(index)
+            super()._release_sub_group(index, timer_names)
+        if self.swaps_natively and index == len(self.fp16_groups) - 1:
+            self.optimizer_swapper.drain()
+
+    def _step_in_turn(self, index: int) -> None:
+        once = known(self._once)
         if self._scaler is not None:
             if self._found_inf:
                 return
-            self._multiply_gradient(sub_group_id, 1.0 / self._scaler.get_scale())
-        with self._once.sub_group(self.sub_group_to_group_id[sub_group_id]):
-            self._update_sub_group(sub_group_id)
-        if self._once.conflict:
-            raise depends_on_values(self.optimizer, self._once.conflict)
+            self._multiply_gradient(index, 1.0 / self._scaler.get_scale())
+        with once.sub_group(self.sub_group_to_group_id[index]):
+            if self.swaps(index):
+                self.step_sub_group(index, self.optimizer)
+            else:
+                super()._optimizer_step(index)
+        if once.conflict:
+            raise depends_on_values(self.optimizer, once.conflict)
 
-    def _update_sub_group(self, sub_group_id: int) -> None:
-        if not self.step_packed(sub_group_id, self.optimizer):
-            super()._optimizer_step(sub_group_id)
-            self.count_step(sub_group_id)
-
-    def count_step(self, sub_group_id: int) -> None:
-        """Count a step that the optimizer has made over sub-group *sub_group_id*."""
-        if self.swaps_natively and self._swappable_optimizer_subgroup(sub_group_id):
-            self.optimizer_swapper.count_step(self.fp32_partitioned_groups_flat[sub_group_id])
-
-    def step_packed(self, sub_group_id: int, optimizer: Any) -> bool:
-        """Update a sub-group in packed form; False if *optimizer* has to make the step."""
-        return self.swaps_natively and self.optimizer_swapper.step(
-            self.fp32_partitioned_groups_flat[sub_group_id],
-            optimizer,
-            optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]],
-            self.powers.multiplied if compat.keeps_powers_for_a_step() else None,
-        )
+    def step_sub_group(self, index: int, optimizer: Any) -> None:
+        """Make a step of *optimizer* over sub-group *index*, whose states are swapped in."""
+        parameter = self.fp32_partitioned_groups_flat[index]
+        group = optimizer.param_groups[self.sub_group_to_group_id[index]]
+        multiplied = self.powers.multiplied if compat.keeps_powers_for_a_step() else None
+        if self.optimizer_swapper.step(parameter, optimizer, group, multiplied):
+            return
+        group["params"] = [parameter]
+        try:
+            optimizer.step()
+        finally:
+            group["params"] = []
+        self.optimizer_swapper.count_step(parameter)
 
     # Calls that wait for updates.
 

@@ -13,7 +13,6 @@ import torch
 
 from ..device.staging import CPU
 from .modes import outside_inference_mode
-from .optimizer_swapper import updates_packed
 from .param_swapper import has_value
 from .stage3_gradients import Reductions
 
@@ -21,15 +20,14 @@ from .stage3_gradients import Reductions
 class Access(Reductions):
     """DeepSpeed's ZeRO-3 optimizer whose sub-groups are in memory while they are used."""
 
+    _steps_packed = True
+
     # The sub-group whose gradient is being edited, and the copy that is edited.
     _edited: tuple[int, torch.Tensor] | None = None
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        if not (
-            self.swaps_natively
-            and not self.state_format.in_place
-            and self._swappable_optimizer_subgroup(sub_group_id)
-        ):  # swap_out_optimizer_state has written the parameters
+        # swap_out_optimizer_state has written the parameters in other formats
+        if self.state_format.in_place or not self.swaps(sub_group_id):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     @outside_inference_mode()
@@ -54,24 +52,15 @@ class Access(Reductions):
         if not self.swaps_natively:
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
-        parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
-        if not steps:  # `step` has waited already
-            self.finish_updates()
+        self.finish_updates()
         self.optimizer_swapper.give_back()
-        self.partly_changed |= steps
-        if steps and not self.tier.swapper.learned:
-            self.read_ahead(sub_group_id)
-        # Fetch the gradient before the states, so that only one value is in use at a time.
-        gradient = self.gradient_store.widened(sub_group_id, last=steps)
-        self.optimizer_swapper.leaves_packed = steps and updates_packed(self.optimizer)
-        try:
-            super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
-        finally:
-            self.optimizer_swapper.leaves_packed = False
-        parameter.grad = self._without_frozen(sub_group_id, gradient) if steps else gradient
+        gradient = self.gradient_store.widened(sub_group_id)
+        super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        self.fp32_partitioned_groups_flat[sub_group_id].grad = gradient
 
-    def _without_frozen(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """*gradient*, on a GPU with zeros for frozen parameters, as in stock DeepSpeed."""
+    def _last_gradient(self, index: int) -> torch.Tensor:
+        """On a GPU with zeros for frozen parameters, as in stock DeepSpeed."""
+        gradient = super()._last_gradient(index)
         if self.keeps_last and self.update_device != CPU:
             offset = 0
             for param in self.fp16_groups[index]:

@@ -13,7 +13,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..device.staging import CPU
-from ..errors import known
 from . import compat
 from .stage3_sub_groups import SubGroups
 
@@ -145,23 +144,13 @@ class Reductions(SubGroups):
         return overflows
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """As in the base class, but without a pass over the gradients that multiplies by 1."""
+        """Set the factor by which the base class would multiply the gradients."""
         self.partly_changed = self.clock is not None
-        if not self.swaps_natively:
-            super().unscale_and_clip_grads(sub_group_id, total_norm)
-            return
         scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / scale) + 1e-6) / self.clip_grad
             scale = torch.clamp(clip, min=1.0) * scale
-        self._multiply_gradient(sub_group_id, 1.0 / scale)
-
-    def _multiply_gradient(self, index: int, factor: Any) -> None:
-        # Reading a factor on a GPU would wait for the GPU.
-        if (torch.is_tensor(factor) and not factor.is_cpu) or factor != 1.0:
-            known(self.fp32_partitioned_groups_flat[index].grad).mul_(factor)
-            if self.swaps_natively and self._swappable_optimizer_subgroup(index):
-                self.gradient_store.used(index, factor)
+        self._factor = 1.0 / scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients as the base class does; a step still uses those reduced before."""

@@ -11,6 +11,7 @@ on the meta device. When it copies masters to weights, it copies the 16-bit part
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -51,7 +52,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._read_settings(ds_config)
         # Ids of the parameters that have gradients from earlier micro-batches of the step.
         self._summed: set[int] = set()
-        self._factor = _one()  # the factor of the gradients in the step
         offload = named["offload_optimizer_config"].model_copy(update={"pin_memory": False})
         try:
             super().__init__(
@@ -290,7 +290,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def _optimizer_step(self, group_no: int) -> None:
         group, parameters = self.optimizer.param_groups[group_no], self._of_group(group_no)
-        self.partly_changed = True
         try:
             with (
                 replaced(self.optimizer, param_groups=[group]),
@@ -298,23 +297,12 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             ):
                 for parameter in parameters:
                     group["params"] = [parameter]
-                    index = self._index_of(parameter)
-                    if not self.tier.swapper.learned:
-                        self.read_ahead(index)
-                    self._update(index, once)
+                    step = functools.partial(self._step_in_turn, once)
+                    self.update(self._index_of(parameter), self._factor, step)
         finally:
             self._clear_fp32_optimizer_param_groups()
 
-    def _update(self, index: int, once: OncePerStep) -> None:
-        parameter = self.fp32_partitioned_groups_flat[index]
-        self.optimizer_swapper.give_back()
-        # Fetch the gradient before the states, so that only one value is in use at a time.
-        gradient = self.gradient_store.widened(index, last=True)
-        if self._factor != 1.0:
-            gradient.mul_(self._factor)
-            self.gradient_store.used(index, self._factor)
-        self.optimizer_swapper.swap_in_optimizer_state(parameter)
-        parameter.grad = gradient
+    def _step_in_turn(self, once: OncePerStep) -> None:
         with once.sub_group(0):
             self.optimizer.step()
         if once.conflict:
@@ -322,9 +310,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
                 f"{type(self.optimizer).__name__} computes {once.conflict!r} from all parameters together, and stages 1 and 2 on a drive update them "
                 'one sub-group after another: use another optimizer, or set "device": "cpu"'
             )
-        if self.state_format.in_place:
-            self._weights(index).copy_(parameter.data)
-        self.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
 
     def _weights_as_masters(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the base class sees this rank's 16-bit weights as master weights."""

@@ -15,7 +15,7 @@ import torch
 from deepspeed import comm as dist
 
 from ..device.staging import CPU
-from ..errors import OffloadError, UsageError
+from ..errors import OffloadError, UsageError, known
 from ..io import archive
 from ..optimizer_states import FORMATS, StateFormat, wide_enough
 from ..sizes import Footprint
@@ -26,7 +26,7 @@ from .agreement import all_or_none, least, share_cores
 from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
 from .modes import outside_inference_mode
-from .optimizer_swapper import OptimizerSwapper
+from .optimizer_swapper import OptimizerSwapper, updates_packed
 from .reader import MASTER
 from .settings import Settings
 from .shared_tier import tier_of, trained
@@ -82,6 +82,8 @@ class Tiered:
     _partly_reduced = False  # a backward pass has reduced gradients and has not ended
     _awaits_backward = False  # no backward pass has ended since the last applied step
     _within_backward = False  # engine.backward has begun and has not ended
+    _factor: Any = 1.0  # of the gradients in the step
+    _steps_packed = False  # whether the optimizer's step may update packed states
     _gpu_bytes = 0.0  # for each element of a sub-group, if updates run on a GPU
 
     def _read_settings(self, ds_config: Mapping[str, Any]) -> None:
@@ -337,6 +339,36 @@ class Tiered:
             raise
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    def update(self, index: int, factor: Any, step: Callable[[], None]) -> None:
+        """Update sub-group *index*, whose states are swapped, by *step*, with its gradient multiplied by
+        *factor*.
+        """
+        parameter = self.fp32_partitioned_groups_flat[index]
+        self.optimizer_swapper.give_back()
+        self.partly_changed = True
+        if not self.tier.swapper.learned:
+            self.read_ahead(index)
+        # Load the gradient before the states, so that only one value is in use at a time.
+        gradient = self._last_gradient(index)
+        packed = self._steps_packed and updates_packed(self.optimizer)
+        self.optimizer_swapper.swap_in_optimizer_state(parameter, packed=packed)
+        parameter.grad = gradient
+        self._multiply_gradient(index, factor)
+        step()
+        if self.state_format.in_place:  # otherwise the swapper stores the weights
+            self.store_weights(parameter, parameter.data)
+        self.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
+
+    def _last_gradient(self, index: int) -> torch.Tensor:
+        return self.gradient_store.widened(index, last=True)
+
+    def _multiply_gradient(self, index: int, factor: Any) -> None:
+        # Reading a factor on a GPU would wait for the GPU.
+        if (torch.is_tensor(factor) and not factor.is_cpu) or factor != 1.0:
+            known(self.fp32_partitioned_groups_flat[index].grad).mul_(factor)
+            if self.swaps(index):
+                self.gradient_store.used(index, factor)
 
     def _base_step(self, closure: Any) -> None:
         super().step(closure)  # type: ignore[misc]

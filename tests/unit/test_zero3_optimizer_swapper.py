@@ -90,9 +90,7 @@ def trained(
                 group["betas"] = (0.8, 0.99)
             if step == 10:
                 optimizer.state[parameter]["step"] -= 4
-            swapper.leaves_packed = packed
-            swapper.swap_in_optimizer_state(parameter)
-            swapper.leaves_packed = False
+            swapper.swap_in_optimizer_state(parameter, packed=packed)
             parameter.grad = normal(1000, step)
             multiplied = step - 1 if step < 7 else step - 7 if step < 10 else step - 10
             in_one_pass.append(swapper.step(parameter, optimizer, group, multiplied))

@@ -134,15 +134,17 @@ def reads(training: Training, made: Made, request: dict[str, Any]) -> dict[str, 
     """The bytes that each step reads, with `"overlap_step"` and without. Updates and layers take a
     time that is another in each step.
     """
-    from nvme_offload.zero3.overlap import Overlap
+    from nvme_offload.zero3.stage3 import Stage3
+    from nvme_offload.zero3.updates import is_worker
 
-    step_optimizer = Overlap.step_optimizer
+    step_sub_group = Stage3.step_sub_group
 
-    def taking_time(overlap: Any, index: int) -> None:
-        time.sleep(random.random() * 0.004)
-        step_optimizer(overlap, index)
+    def taking_time(stage3: Any, *args: Any) -> None:
+        if is_worker():
+            time.sleep(random.random() * 0.004)
+        step_sub_group(stage3, *args)
 
-    Overlap.step_optimizer = taking_time  # type: ignore[method-assign]
+    Stage3.step_sub_group = taking_time  # type: ignore[method-assign]
     found = {}
     for name, overlaps in (("with", True), ("without", False)):
         case = training.case.but(section={**training.case.section, "overlap_step": overlaps})
@@ -247,17 +249,20 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     from nvme_offload.errors import OutOfHostMemoryError
     from nvme_offload.swap.swapper import TensorSwapper
     from nvme_offload.zero3.overlap import Overlap
+    from nvme_offload.zero3.stage3 import Stage3
+    from nvme_offload.zero3.updates import is_worker
 
     # each wait lets one update go, so that it can be counted how many are over then
     inside, waited, go = threading.Event(), threading.Event(), threading.Semaphore(0)
-    step_optimizer, swap_in = Overlap.step_optimizer, TensorSwapper.swap_in
+    step_sub_group, swap_in = Stage3.step_sub_group, TensorSwapper.swap_in
     start, block = Overlap.start, Overlap._block
     full = False
 
-    def stepping(overlap: Any, index: int) -> None:
-        inside.set()
-        go.acquire()
-        step_optimizer(overlap, index)
+    def stepping(stage3: Any, *args: Any) -> None:
+        if is_worker():
+            inside.set()
+            go.acquire()
+        step_sub_group(stage3, *args)
 
     def starting(*args: Any) -> None:
         while go.acquire(blocking=False):
@@ -279,7 +284,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
 
     engine = trained(training, made)
     engine.optimizer.finish_updates()
-    Overlap.step_optimizer = stepping  # type: ignore[method-assign]
+    Stage3.step_sub_group = stepping  # type: ignore[method-assign]
     Overlap.start, Overlap._block = starting, waiting  # type: ignore[method-assign]
     TensorSwapper.swap_in = swapping_in  # type: ignore[method-assign]
     param = next(param for param in engine.module.parameters() if not param.requires_grad)
