@@ -23,7 +23,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..device.staging import CPU
 from ..errors import UnsupportedError
-from ..io.archive import Provider
 from . import compat, fragments, partition_states, states
 from .agreement import all_or_none
 from .once_per_step import OncePerStep, computed_from_values, one_step
@@ -43,7 +42,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
     has_offloaded_states = True
     single_partition_of_fp32_groups: list[torch.Tensor]
     averaged_gradients: dict[int, Any]
-    _lenders: list[Provider]  # while `state_dict` runs
+    _masters: list[torch.Tensor]  # while `state_dict` runs
     _is_planned = False  # whether the base class has made its partitions
 
     def __init__(
@@ -353,26 +352,32 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
     # Checkpoints.
 
     def _get_groups_without_padding(self, groups_with_padding: Any) -> list[torch.Tensor]:
-        return partition_states.masters(self, self._lenders)
+        return self._masters
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class: one flat parameter for each parameter group."""
         quiesce(self.tier)
         self.require_whole()
         self.give_back()
-        self._lenders = partition_states.providers(self)
+        self._masters = []
         shown: dict[torch.Tensor, dict[str, Any]] = {}
+        sizes = partition_states.unpadded(self)
         try:
-            for number, group in enumerate(self.optimizer.param_groups):
+            for number, (group, size) in enumerate(
+                zip(self.optimizer.param_groups, sizes, strict=True)
+            ):
+                parts = [index for index, span in enumerate(self.spans) if span[0] == number]
+                master, state = states.joined(self, parts, size)
+                self._masters.append(master)
                 flat = torch.empty(0, device="meta")
-                if kept := partition_states.state(self, number, self._lenders):
-                    shown[flat] = kept
+                if state:
+                    shown[flat] = state
                 group["params"] = [flat]
             with replaced(self.optimizer, state=shown):
                 tree: dict[str, Any] = super().state_dict()
         finally:
             self._clear_fp32_optimizer_param_groups()
-            del self._lenders
+            del self._masters
         return self._completed(tree)
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:

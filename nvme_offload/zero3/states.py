@@ -83,18 +83,11 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The state dict of *base*, DeepSpeed's method, with the user's sub-groups, offloaded."""
     masters: list[torch.Tensor] = []
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-    every = stage3.optimizer.state
     for group in stage3.user_sub_groups:
-        parameter = stage3.fp32_partitioned_groups_flat[group[0]]
-        sizes = [stage3.fp16_partitioned_groups_flat_numel[index] for index in group]
-        *starts, numel = itertools.accumulate(sizes, initial=0)
-        parts = [
-            (provider(stage3, index), start) for index, start in zip(group, starts, strict=True)
-        ]
-        master = joined(parts, MASTER, parameter.dtype, numel).requires_grad_()
-        masters.append(master)
-        if parameter in every:
-            states[master] = joined_state(stage3, group[0], parts, numel)
+        master, state = joined(stage3, group)
+        masters.append(master.requires_grad_())
+        if state:
+            states[master] = state
     aliases = _add_converted(states) if stage3.leaves_states_offloaded else {}
     try:
         with replaced(stage3.optimizer, state=states), in_users_groups(stage3, masters):
@@ -104,22 +97,32 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined(
-    parts: Iterable[tuple[Provider, int]], key: str, dtype: torch.dtype, numel: int
-) -> torch.Tensor:
-    """The values *key* of *parts*, each a provider and its first element, as one tensor."""
-    return offloaded([numel], dtype, [Part(lend, key, start) for lend, start in parts])
+    owner: Owner, group: Sequence[int], weights: int | None = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The first *weights* master weights of the sub-groups *group*, or all, and the optimizer's state, as of
+    one parameter, offloaded.
+    """
+    sizes = [owner.fp16_partitioned_groups_flat_numel[index] for index in group]
+    *starts, numel = itertools.accumulate(sizes, initial=0)
+    weights = numel if weights is None else weights
+    lenders = [
+        (provider(owner, index, max(weights - start, 0)), start)
+        for index, start in zip(group, starts, strict=True)
+    ]
 
+    def whole(key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        parts = [Part(lend, key, start) for lend, start in lenders if start < numel]
+        return offloaded([numel], dtype, parts)
 
-def joined_state(
-    owner: Owner, first: int, parts: Sequence[tuple[Provider, int]], numel: int
-) -> dict[str, Any]:
-    """The state of the sub-groups of *parts*, the first being *first*, as of one parameter."""
-    cut = _elementwise_states(owner, first)
-    state = owner.optimizer.state.get(owner.fp32_partitioned_groups_flat[first], {})
-    return {
-        key: joined(parts, key, cut[key], numel) if key in cut else value
-        for key, value in state.items()
+    parameter, cut = (
+        owner.fp32_partitioned_groups_flat[group[0]],
+        _elementwise_states(owner, group[0]),
+    )
+    state = {
+        key: whole(key, cut[key], numel) if key in cut else value
+        for key, value in owner.optimizer.state.get(parameter, {}).items()
     }
+    return whole(MASTER, parameter.dtype, weights), state
 
 
 def _add_converted(states: Mapping[torch.Tensor, dict[str, Any]]) -> dict[str, str]:
@@ -470,16 +473,16 @@ def _restore_powers(owner: Owner, saved: Mapping[str, Any], loaded: list[dict[st
         owner.powers.jump()
 
 
-def provider(owner: Owner, index: int) -> Provider:
-    """The provider of the master weights, with the key "", and elementwise states."""
+def provider(owner: Owner, index: int, weights: int) -> Provider:
+    """The provider of the first *weights* master weights, with the key "", and elementwise states."""
 
     @contextlib.contextmanager
     def lend() -> Iterator[Mapping[str, torch.Tensor]]:
         if owner.swaps(index):
             owner.read_ahead(index)
         with owner.in_memory(index) as held:
-            keys = MASTER, *_elementwise_states(owner, index)
-            yield {key: held[key].detach().cpu() for key in keys}
+            lent = {key: held[key].detach().cpu() for key in _elementwise_states(owner, index)}
+            yield {**lent, MASTER: held[MASTER].detach()[:weights].cpu()}
 
     return lend
 
