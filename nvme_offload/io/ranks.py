@@ -19,6 +19,21 @@ class Ranks:
     # the order of their numbers.
     gather: Callable[[Any], list[Any]]
 
+    @classmethod
+    def of_group(cls, group: Any = None) -> Ranks:
+        """The ranks of the ProcessGroup *group*, or all ranks; only this one if there are no others."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(0, 1, lambda value: [value])
+
+        def gather(value: Any) -> list[Any]:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, value, group=group)
+            return found
+
+        return cls(dist.get_rank(group), dist.get_world_size(group), gather)
+
     def agree(self, failure: BaseException | None, refusal: str) -> None:
         """Raise on every rank if one has failed: the *failure* of this rank, or an OffloadError
         with the *refusal* and the error of a rank that has failed. A collective call.

@@ -74,7 +74,7 @@ def load(
     """
     ranks = parts.ranks_of(steps.binding.weights, group)
     if ranks is None and path.is_dir():
-        ranks = parts.of_group()
+        ranks = Ranks.of_group()
     if ranks is None or not parts.all_are_directories(path, ranks):
         steps.bind()
         tree = read(path)

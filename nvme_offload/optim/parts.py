@@ -44,7 +44,7 @@ def ranks_of(weights: Sequence[Weight], group: Any = None) -> Ranks | None:
             raise UsageError(
                 "parameters are distributed over several meshes, and none has all of their ranks: name these in group"
             )
-    return of_group(group)
+    return Ranks.of_group(group)
 
 
 def _meshes(weights: Sequence[Weight]) -> set[Any]:
@@ -62,21 +62,6 @@ def _root_of(mesh: Any) -> Any:
     return resources.get_root_mesh(mesh)
 
 
-def of_group(group: Any = None) -> Ranks:
-    """The ranks of *group*, or all ranks; only this one if there are no others."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return Ranks(0, 1, lambda value: [value])
-
-    def gather(value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, value, group=group)
-        return found
-
-    return Ranks(dist.get_rank(group), dist.get_world_size(group), gather)
-
-
 def _of_mesh(mesh: Any) -> Ranks:
     """The ranks of *mesh*, which has a group for each dimension but none for all ranks."""
     import torch.distributed as dist
@@ -84,9 +69,7 @@ def _of_mesh(mesh: Any) -> Ranks:
     def gather(value: Any) -> list[Any]:
         found = [value]
         for dimension in reversed(range(mesh.ndim)):
-            group = mesh.get_group(dimension)
-            lists: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(lists, found, group=group)
+            lists = Ranks.of_group(mesh.get_group(dimension)).gather(found)
             found = [item for items in lists for item in items]
         return found
 

@@ -22,21 +22,9 @@ _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
-def all_ranks(group: Any = None) -> Ranks:
-    """All ranks of *group*, or of the training."""
-
-    def gather(value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        # deepspeed.comm of older releases lacks all_gather_object.
-        torch.distributed.all_gather_object(found, value, group=group)
-        return found
-
-    return Ranks(dist.get_rank(group), dist.get_world_size(group), gather)
-
-
 def of_all_ranks(value: Any) -> list[Any]:
     """The *value* of every rank. It must be picklable."""
-    return all_ranks().gather(value)
+    return Ranks.of_group().gather(value)
 
 
 def least(number: int) -> int:
@@ -50,7 +38,7 @@ def all_or_none(action: Callable[[], None], group: Any = None) -> None:
     calls for a rank that has failed. Raises: the error; on ranks that have succeeded, an error that
     names the rank.
     """
-    all_ranks(group).together(action, "this rank cannot train")
+    Ranks.of_group(group).together(action, "this rank cannot train")
 
 
 def everywhere(action: Callable[[], _Result]) -> _Result:

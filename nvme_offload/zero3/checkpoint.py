@@ -20,8 +20,9 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from ..errors import UsageError
 from ..files import commit
 from ..io import archive
+from ..io.ranks import Ranks
 from . import compat, states
-from .agreement import all_ranks, everywhere
+from .agreement import everywhere
 from .checkpoint_engines import (
     Complete,
     Generation,
@@ -270,7 +271,7 @@ def _name_latest(save_dir: str, tag: str, here: bool) -> None:
         except OSError as error:
             raise archive.as_failure(error, latest) from error
 
-    all_ranks().together(write, f"the checkpoint {tag} was not saved")
+    Ranks.of_group().together(write, f"the checkpoint {tag} was not saved")
 
 
 def _provider(param: Any) -> archive.Provider:

@@ -20,9 +20,9 @@ from ..hardware.config import AioConfig
 from ..io import archive
 from ..io import engine as io
 from ..io.manifest import corrupt
+from ..io.ranks import Ranks
 from ..io.shared_directory import SharedDirectory
 from . import compat
-from .agreement import all_ranks
 from .inference import Inference
 from .stage3 import Stage3
 
@@ -131,7 +131,7 @@ class Generation(Complete):
             )
         self.directory = SharedDirectory(
             place,
-            all_ranks(),
+            Ranks.of_group(),
             self._io,
             is_ours=_is_ours,
             title=f"the checkpoint {tag}",
