@@ -31,7 +31,7 @@ from ..sizes import (
 )
 from . import traffic
 from .model import Model
-from .traffic import WEIGHT_BYTES, WIDE_BYTES
+from .traffic import NOTHING, WEIGHT_BYTES, WIDE_BYTES, Streamed
 
 BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
 # Peak host memory of DeepSpeed's optimizer offload to NVMe for each parameter: 30.6 GB at 1.6 billion,
@@ -377,20 +377,6 @@ def _values_budget(strategy: Strategy, budget: int) -> float:
     return budget if strategy.update_device == "gpu" else budget - budget / SCRATCH_PARTS
 
 
-class Streamed(NamedTuple):
-    """Bytes that a rank transfers in a step: before the update (passes_read, passes_written), and in it."""
-
-    passes_read: float
-    passes_written: float
-    read: float
-    written: float
-
-    @property
-    def total(self) -> float:
-        """In both directions."""
-        return self.passes_read + self.passes_written + self.read + self.written
-
-
 def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Streamed:
     """Bytes that a rank with *budget* bytes of "host_memory" transfers in a step of one
     micro-batch: what exceeds the budget at the end of the backward pass, less the parts in flight.
@@ -399,7 +385,7 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     """
     trained, weights = model.trained / world.size, WEIGHT_BYTES * model.parameters / world.size
     if budget >= whole_bytes(strategy, model, world):
-        return Streamed(0.0, 0.0, 0.0, 0.0)
+        return NOTHING
     if strategy.streams:  # read twice, written if trained
         own = parameters_budget(model, budget)
         lacking = max(1 - own / weights, 0.0)

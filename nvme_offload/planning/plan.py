@@ -19,7 +19,6 @@ from .passes import Work, activation_bytes, saved_bytes
 from .placement import (
     STRATEGIES,
     Strategy,
-    Streamed,
     World,
     beside_budget,
     fewest_bytes,
@@ -27,12 +26,14 @@ from .placement import (
     streamed,
     whole_bytes,
 )
-from .seconds import NOTHING, Phase, Step, Term
+from .seconds import Phase, Step, Term
 from .traffic import (
     GRADIENTS,
+    NOTHING,
     PARAMETERS,
     STATE_BYTES,
     WEIGHT_BYTES,
+    Streamed,
     chosen_speeds,
     rated_bytes,
     stripe_speeds,
@@ -418,6 +419,6 @@ def _moved(strategy: Strategy, model: Model, world: World, kept: int | None) -> 
     if not strategy.uses_drive:
         return NOTHING
     trained = model.trained / world.size
-    load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
-    read = load.passes_read * model.parameters / world.size
-    return Streamed(read, 0.0, load.step_read * trained, load.step_write * trained)
+    each = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
+    read = each.passes_read * model.parameters / world.size
+    return Streamed(read, 0.0, each.read * trained, each.written * trained)

@@ -14,8 +14,8 @@ from ..hardware.machine import Gpu
 from ..sizes import AHEAD_PARTS, FORWARD_SHARE
 from .model import Model
 from .passes import Work, operations
-from .placement import Strategy, Streamed, World
-from .traffic import WEIGHT_BYTES, transfer
+from .placement import Strategy, World
+from .traffic import NOTHING, WEIGHT_BYTES, Streamed, transfer
 
 # Bytes of host memory for each parameter. Adam: state and gradient read, state written.
 ADAM_TRAFFIC = 28
@@ -46,8 +46,6 @@ MLOCKED_LINK_BYTES_PER_SECOND = 8e9
 UTILISATION = 0.48
 
 _OTHER_GPU_BYTES_PER_SECOND = 0.5e12
-
-NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)
 
 
 class Term(NamedTuple):

@@ -19,20 +19,29 @@ WIDE_BYTES = 4  # of one in fp32
 STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256, "compact24": 3 + 2 / 256}
 
 
-class Load(NamedTuple):
-    """Bytes of a parameter to and from the drive, in the optimizer step and in the passes before it."""
+class Streamed(NamedTuple):
+    """Bytes to and from the drive, of a rank or of a parameter, in a step: before the update (passes_read,
+    passes_written), and in it.
+    """
 
-    step_read: float
-    step_write: float
-    passes_read: float = 0
+    passes_read: float
+    passes_written: float
+    read: float
+    written: float
+
+    @property
+    def total(self) -> float:
+        """In both directions."""
+        return self.passes_read + self.passes_written + self.read + self.written
 
 
-STATES = Load(STATE_BYTES["exact"], STATE_BYTES["exact"])
+NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)
+STATES = Streamed(0.0, 0.0, STATE_BYTES["exact"], STATE_BYTES["exact"])
 # with ZeRO-Infinity's gradients
-GRADIENTS = Load(STATES.step_read + WIDE_BYTES, STATES.step_write + WIDE_BYTES)
-PARAMETERS = Load(GRADIENTS.step_read, GRADIENTS.step_write + WEIGHT_BYTES, 2 * WEIGHT_BYTES)
+GRADIENTS = Streamed(0.0, 0.0, STATES.read + WIDE_BYTES, STATES.written + WIDE_BYTES)
+PARAMETERS = Streamed(2 * WEIGHT_BYTES, 0.0, GRADIENTS.read, GRADIENTS.written + WEIGHT_BYTES)
 # written by a step of the optimizer of 7 billion parameters, gradients in host memory
-STEP_BYTES_7B = 7e9 * STATES.step_write
+STEP_BYTES_7B = 7e9 * STATES.written
 
 
 class Floor(NamedTuple):
@@ -44,13 +53,14 @@ class Floor(NamedTuple):
     bound: str
 
 
-def floor(load: Load, parameters: float, speeds: Mapping[str, float]) -> Floor:
-    """The least time of *load* for a model with *parameters*; reads for the passes precede the step.
+def floor(each: Streamed, parameters: float, speeds: Mapping[str, float]) -> Floor:
+    """The least time for a model with *parameters*, and *each* bytes of one; reads for the passes precede
+    the step.
 
     Units: *speeds* by phase in GB/s.
     """
-    step = transfer(load.step_read * parameters, load.step_write * parameters, speeds)
-    return Floor(step.seconds + load.passes_read * parameters / (speeds["read"] * 1e9), step.bound)
+    step = transfer(each.read * parameters, each.written * parameters, speeds)
+    return Floor(step.seconds + each.passes_read * parameters / (speeds["read"] * 1e9), step.bound)
 
 
 def transfer(read_bytes: float, written_bytes: float, speeds: Mapping[str, float]) -> Floor:

@@ -51,8 +51,8 @@ def training(profile: Profile) -> Table:
     rows = []
     for parameters in MODELS:
         seconds = (traffic.floor(traffic.STATES, parameters, each).seconds for each in speeds)
-        written_bytes = traffic.STATES.step_write * parameters
-        moved_bytes = traffic.STATES.step_read * parameters + written_bytes
+        written_bytes = traffic.STATES.written * parameters
+        moved_bytes = traffic.STATES.read * parameters + written_bytes
         cells = wording.decimal_bytes(moved_bytes), wording.decimal_bytes(written_bytes)
         name = f"{parameters / 1e9:.3g}{SPACE}B"
         rows.append((name, *cells, *map(wording.duration, seconds)))

@@ -24,8 +24,8 @@ from .space import PREFERRED_BLOCK_SIZE, PREFERRED_BYTES_IN_FLIGHT, preference
 # time, the passes before it read.
 STEP_BYTES = {
     "read": PARAMETERS.passes_read,
-    "write": PARAMETERS.step_write - GRADIENTS.step_write,
-    "mixed": GRADIENTS.step_read + GRADIENTS.step_write,
+    "write": PARAMETERS.written - GRADIENTS.written,
+    "mixed": GRADIENTS.read + GRADIENTS.written,
 }
 
 ALIKE = 0.02  # a smaller difference does not matter
