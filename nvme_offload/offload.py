@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import TooLittleMemoryError, UsageError
 from .sizes import enough_with_later, kept_for_later
-from .swap.tier import Share, SharedMemory, Tier, automatic_bytes, engine_config, memory_size
+from .swap.tier import (
+    Share,
+    SharedMemory,
+    Tier,
+    automatic_bytes,
+    engine_config,
+    memory_size,
+    paths_of,
+)
 from .units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,11 +66,8 @@ class Offload:
         *,
         aio: AioConfig | None = None,
     ) -> None:
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        if not given:
-            raise UsageError("Offload needs at least one path")
-        self._paths = [os.fspath(path) for path in given]
-        memory = _size(host_memory, "host_memory")
+        self._paths = paths_of(paths, "Offload")
+        memory = memory_size(host_memory)
         self._memory = SharedMemory(automatic_bytes() if memory == "auto" else memory)
         self._aio = engine_config(self._paths[0]) if aio is None else aio
         self._parts = ExitStack()
@@ -117,7 +121,7 @@ class Offload:
         from .parameters.weights import SavedWeights
 
         target = _indexed(device)
-        limit = _size(gpu_memory, "gpu_memory")
+        limit = memory_size(gpu_memory, "gpu_memory")
         # an optimizer and activations, if anything can be trained
         later = 2 if check(model, has_values=weights is None) else 0
         with self._part(host_memory, later, grows=False) as share, ExitStack() as undo:
@@ -259,7 +263,7 @@ class Offload:
 
     def _share(self, wanted: object, later: int = 0, *, grows: bool = True) -> Share:
         """The share of a part with *wanted* bytes, before *later* parts. Raises: UsageError."""
-        asked = _size(wanted, "host_memory")
+        asked = memory_size(wanted)
         left = self._memory.left_bytes()
         if left < self._memory.nbytes:
             gc.collect()  # a model that the program has dropped holds its streamer in a cycle
@@ -306,15 +310,6 @@ def _weakly(close: Callable[[], Any]) -> Callable[[], Any]:
             alive()
 
     return call
-
-
-def _size(value: object, name: str) -> int | Literal["auto"]:
-    try:
-        return memory_size(value)
-    except ValueError:
-        raise UsageError(
-            f'{name} must be "auto", a number of bytes above 0 or a size such as "8GB", not {value!r}'
-        ) from None
 
 
 def _indexed(device: torch.device | str) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, NoReturn
@@ -12,7 +11,7 @@ import torch
 from ..errors import UsageError
 from ..hardware.config import AioConfig
 from ..io.engine import StrPath
-from ..swap.tier import Tier, engine_config, memory_size
+from ..swap.tier import open_tier
 from ..units import parse_bytes
 from . import checkpointing
 from .cache import ActivationCache, ActivationStats
@@ -93,21 +92,11 @@ class save_on_nvme:
         *,
         aio: AioConfig | None = None,
     ) -> None:
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        if not given:
-            raise UsageError("save_on_nvme needs at least one path")
-        names = [os.fspath(path) for path in given]
         try:
             least = parse_bytes(min_bytes)
         except ValueError as error:
             raise UsageError(f"min_bytes is not a number of bytes: {error}") from None
-        try:
-            cap = memory_size(host_memory)
-        except ValueError:
-            raise UsageError(
-                f'host_memory must be "auto", a number of bytes above 0 or a size such as "8GB", not {host_memory!r}'
-            ) from None
-        tier = Tier(names, engine_config(names[0]) if aio is None else aio, host_memory=cap)
+        tier = open_tier(paths, host_memory, aio, "save_on_nvme")
         self._cache = ActivationCache(tier, least)
         checkpointing.install()
         # The hooks hold the cache, not this object: a graph that outlives it still works, and no

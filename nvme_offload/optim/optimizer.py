@@ -19,7 +19,7 @@ from ..errors import UnsupportedError, UsageError
 from ..hardware.config import AioConfig
 from ..optimizer_states import state_format as format_called
 from ..optimizer_states import wide_enough
-from ..swap.tier import Tier, engine_config, memory_size
+from ..swap.tier import open_tier
 from . import files, parts, saved
 from .binding import check_resized, parameters_of
 from .buckets import Weight
@@ -170,7 +170,7 @@ class NVMeOptimizer(Forwarding):
         self._maker = Maker(
             optimizer_class, kwargs, self.param_groups, in_groups=isinstance(samples[0], dict)
         )
-        tier = _tier([paths] if isinstance(paths, str | os.PathLike) else paths, host_memory, aio)
+        tier = open_tier(paths, host_memory, aio, "NVMeOptimizer")
         try:
             self._steps = Steps(
                 self,
@@ -586,18 +586,3 @@ class NVMeOptimizer(Forwarding):
         raise UsageError(
             "an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()"
         )
-
-
-def _tier(
-    given: Sequence[str | os.PathLike[str]], host_memory: int | str, aio: AioConfig | None
-) -> Tier:
-    if not given:
-        raise UsageError("paths must name at least one directory on a drive")
-    paths = [os.fspath(path) for path in given]
-    try:
-        memory = memory_size(host_memory)
-    except ValueError:
-        raise UsageError(
-            f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}'
-        ) from None
-    return Tier(paths, aio or engine_config(paths[0]), host_memory=memory)

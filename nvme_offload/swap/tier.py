@@ -27,6 +27,8 @@ from .swapper import SwapperStats, TensorSwapper
 if TYPE_CHECKING:
     import torch
 
+    from ..io.engine import StrPath
+
 # The smallest pool. Without a minimum, the pool would grow with every small parameter.
 _LEAST_BYTES = 64 << 20
 
@@ -451,17 +453,34 @@ def _log_once(line: str) -> None:
     _log.info("%s", line)
 
 
-def memory_size(value: object) -> int | Literal["auto"]:
-    """Parse a `host_memory`: "auto", bytes, "8GB" or a `Share`. Raises: ValueError."""
+def open_tier(
+    paths: StrPath | Sequence[StrPath], host_memory: object, aio: AioConfig | None, owner: str
+) -> Tier:
+    """The tier of the arguments that a program gives *owner*. Raises: UsageError; as `Tier`."""
+    names, cap = paths_of(paths, owner), memory_size(host_memory)
+    return Tier(names, engine_config(names[0]) if aio is None else aio, host_memory=cap)
+
+
+def paths_of(given: StrPath | Sequence[StrPath], owner: str) -> list[str]:
+    """The paths that a program gives *owner*, one or several. Raises: UsageError for none."""
+    paths = [given] if isinstance(given, str | os.PathLike) else list(given)
+    if not paths:
+        raise UsageError(f"{owner} needs at least one path")
+    return [os.fspath(path) for path in paths]
+
+
+def memory_size(value: object, name: str = "host_memory") -> int | Literal["auto"]:
+    """Parse the setting *name*: "auto", bytes, "8GB" or a `Share`. Raises: UsageError."""
     if isinstance(value, Share):
         return value
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(value)
-    nbytes = parse_bytes(value)
+    nbytes = 0
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            nbytes = parse_bytes(value)
     if nbytes < 1:
-        raise ValueError(value)
+        raise UsageError(f'{name} must be "auto", bytes, or a size such as "8GB", not {value!r}')
     return nbytes
 
 

@@ -338,12 +338,7 @@ def _as_json(value: Any) -> str:
 def _host_memory(value: Any) -> int | Literal["auto"]:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # JSON may have 8e9
-    try:
-        return memory_size(value)
-    except ValueError:
-        raise UsageError(
-            f'"host_memory" in "{SECTION}" must be "auto", bytes, or a size such as "8GB", not {value!r}'
-        ) from None
+    return memory_size(value, f'"host_memory" in "{SECTION}"')
 
 
 def _strings(value: Any) -> tuple[str, ...]:

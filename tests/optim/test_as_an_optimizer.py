@@ -486,7 +486,7 @@ class TogetherOptimizer(torch.optim.SGD):
             "Invalid learning rate",
         ),
         (lambda at: NVMeOptimizer(parameters(), rate=1.0, paths=at), TypeError, "rate"),
-        (lambda at: NVMeOptimizer(parameters(), paths=[]), UsageError, "at least one directory"),
+        (lambda at: NVMeOptimizer(parameters(), paths=[]), UsageError, "at least one path"),
         (lambda at: NVMeOptimizer(parameters(), paths=""), UsageError, "a path is empty"),
         (
             lambda at: NVMeOptimizer(parameters(), paths=at, host_memory="much"),
