@@ -137,6 +137,23 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 yield int(text[0]) - int(text[1]) + int(stat[names[2]])
 
 
+def resident_bytes() -> int:
+    """Bytes of memory that this process takes; 0 without /proc. Source: proc_pid_statm(5)."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def release_heap() -> None:
+    """Return freed memory to the kernel: glibc keeps it, and ever more of it if allocations have many
+    sizes. Source: malloc_trim(3), mallopt(3).
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:
     """Measure the memory bandwidth of large copies: bytes read and written per second by *threads*, by
     default one per usable CPU. Allocates 2 GiB, or a quarter of the available memory.

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import IOFailure, NoSpaceError, OffloadError, known
 from ..hardware.drive import filesystem_space
+from ..hardware.machine import release_heap
 from ..units import format_bytes
 from .engine import Engine, File, Ticket
 
@@ -194,7 +195,7 @@ class MappedFiles:
     tensors. Pages that were read count as memory of this process until `drop` is called. A context
     manager.
 
-    Source: madvise(2), malloc_trim(3), mallopt(3), proc_pid_maps(5).
+    Source: madvise(2), proc_pid_maps(5).
     """
 
     def __init__(self) -> None:
@@ -213,8 +214,7 @@ class MappedFiles:
         """
         for start, end in self._ranges:
             _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
-        if hasattr(_LIBC, "malloc_trim"):  # of glibc
-            _LIBC.malloc_trim(ctypes.c_size_t(0))
+        release_heap()
 
     def __enter__(self) -> MappedFiles:
         return self

@@ -20,7 +20,7 @@ from ..sizes import GPU_PARTS, LEAST_BUDGET_BYTES
 from ..units import format_bytes
 from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
-from .update import MASTER
+from .values import MASTER
 
 # elements, 64 bytes, the alignment of torch's tensors: the rounding of a BLAS dot product depends
 # on the alignment of its operands

@@ -22,7 +22,7 @@ from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, un
 from ..optimizer_states.tree import Key, replaced, tensors, travels
 from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
-from .update import MASTER, Find, Updater
+from .values import MASTER, Find, Values
 
 _ALIGNMENT = 64
 _AHEAD = 3  # buckets that are read while one is written
@@ -33,11 +33,11 @@ State = dict[Any, Any]
 
 
 def collect(
-    updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str
+    updater: Values, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str
 ) -> list[State]:
     """The state of each of *weights* as the plain optimizer has it, with its master, if it has one.
     Large tensors are mapped from an unnamed file in *directory*. Raises: IOFailure; as
-    `Updater.reading`.
+    `Values.reading`.
     """
     offsets: dict[tuple[Weight, Key], int] = {}
     forms_of: dict[tuple[Weight, Key], torch.Tensor] = {}
@@ -85,7 +85,7 @@ def collect(
     ]
 
 
-def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight]) -> list[State]:
+def as_kept(updater: Values, buckets: Sequence[Bucket], weights: Sequence[Weight]) -> list[State]:
     """The state of each of *weights* as `optimizer_states.kept` describes it, its tensors without
     memory.
     """
@@ -124,7 +124,7 @@ def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weigh
     ]
 
 
-def _lender(updater: Updater, bucket: Bucket, ahead: Sequence[str]) -> Provider:
+def _lender(updater: Values, bucket: Bucket, ahead: Sequence[str]) -> Provider:
     """Provides the stored states of *bucket*, and reads the values *ahead* in the background."""
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ def in_place_of_leaves(
 
 
 def restore(
-    updater: Updater,
+    updater: Values,
     bucket: Bucket,
     given: Mapping[Weight, State],
     groups: Sequence[Mapping[str, Any]],

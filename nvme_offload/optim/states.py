@@ -17,7 +17,7 @@ from .binding import Plan
 from .buckets import Bucket, Form, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .shown_state import ShownState, ShownStates
-from .update import MASTER
+from .values import MASTER
 
 if TYPE_CHECKING:
     from .steps import Steps

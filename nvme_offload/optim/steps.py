@@ -341,9 +341,7 @@ class Steps:
         return due
 
     def _left_by_idle_groups(self, due: Iterable[Bucket]) -> Options:
-        """The options of groups without updates that the optimizer changes nevertheless, such as a
-        number of steps.
-        """
+        """The options that the optimizer changes in groups without updates, such as a step count."""
         if all(weight.traits.why == "known" for weight in self.binding.weights):
             return {}
         busy = {index for bucket in {*due, *self.updated} for index in bucket.groups}

@@ -4,84 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import dataclasses
-import mmap
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..device.staging import CPU, HostStager
-from ..errors import OutOfHostMemoryError, known
+from ..errors import known
 from ..optimizer_states import (
-    Findings,
     Layout,
     StateFormat,
-    far_blocks,
     least_eps,
     looks_at,
     mark_far_blocks,
     put_in_place,
     round_near,
     wide_enough,
-    widened,
 )
 from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.packed import Look
 from ..optimizer_states.traits import raw_step
-from ..optimizer_states.tree import Key, drop_memory, travelling
+from ..optimizer_states.tree import drop_memory, travelling
 from ..sizes import PLACES
 from ..swap.tier import Tier
-from ..units import format_bytes
-from ..update.records import Records, Unit, nothing
-from .buckets import Bucket, Form, Fragment, local
+from .buckets import Bucket, Fragment, local
 from .modes import callers_modes
 from .progress import Progress
-
-_LOADING = -1  # in place of the number of a step
-MASTER = "master"  # the key of the fp32 weights in a state dict
+from .values import Values, finder
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Find = Callable[[Fragment, Key], torch.Tensor]  # the offloaded state of a fragment, by its key
 Options = Mapping[int, Mapping[str, Any]]  # by index of the group, for all groups of a bucket
 
 
-class Updater(Records):
+class Updater(Values):
     """Updates and stores buckets. *make* makes the inner optimizers, which are called *name*."""
 
     def __init__(self, tier: Tier, state_format: StateFormat, make: Make, name: str) -> None:
         super().__init__(tier, state_format, name)
         self.make = make
-        self.slack_bytes = 0  # host memory that is kept for scratch
-        self._widened_when: int | None = None
-        self._far: torch.Tensor | None = None  # blocks of the bucket in use
-        # Of the looks in a later step than the first; `_heed` widens the states in the step after it.
-        self._findings = Findings()
-        self._looked_in: int | None = None  # the seed of that step
-        self._resident_bytes = 0  # of the process, after the last trim
         # attributes set by the program, for inner optimizers made later
         self.attributes: dict[str, Any] = {}
-        self._scratch = torch.empty(0, dtype=torch.float32)
         self._streams: dict[torch.device, Any] = {}  # for buckets that visit a device
         self.notes_norms = False  # whether to set `Fragment.norm` for buckets that visit a device
         self._written: Any = None  # the event after which their gradients are in host memory
-
-    @property
-    def wide(self) -> bool:
-        """Whether states are kept in 16 bits where 8 would be too few, from the next step on at the
-        latest. Set it before `store`.
-        """
-        return self._format.wide or (self._looked_in is not None and self._findings.found())
-
-    @wide.setter
-    def wide(self, needed: bool) -> None:
-        self._forget_looks()
-        self._format = dataclasses.replace(
-            self._format, wide=self._format.wide or (needed and self._format.eight_bit)
-        )
 
     @staticmethod
     def at_once(buckets: Iterable[Bucket]) -> int:
@@ -199,71 +164,6 @@ class Updater(Records):
         """As `recover`, before the tier is reset."""
         self.recover(buckets)
         self._forget_looks()
-
-    # Whole values, for checkpoints; on the CPU, wherever the parameters are.
-
-    @contextlib.contextmanager
-    def kept(self, bucket: Bucket, ahead: Sequence[str] = ()) -> Iterator[torch.Tensor]:
-        """The bytes of a bucket's value, with the masters that the next update would begin with, valid
-        in the context. *ahead*: names to prefetch.
-        """
-        if ahead:
-            self.tier.swapper.prefetch(ahead)
-        memory = self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else nothing(CPU)
-        changed = self._follow_all(bucket, memory)
-        yield memory
-        self._host.give_back(changed=changed)  # after an exception, `recover` ends the use
-
-    @contextlib.contextmanager
-    def reading(self, bucket: Bucket) -> Iterator[Find]:
-        """States and masters of the fragments of a bucket with a layout, by key, on the CPU."""
-        layout = known(bucket.layout)
-        try:
-            with self.kept(bucket) as memory:
-                scratch = self._scratch_of(self._format.unpacked_elements(layout))
-                working = [] if self._format.in_place else bucket.with_gaps(_host_copies(bucket))
-                master, states = self._format.unpack(layout, memory, working, scratch)
-                yield _finder(master, states, memory[layout.nbytes :])
-        finally:
-            self._trim(at_most=self.slack_bytes)
-
-    def store(
-        self,
-        bucket: Bucket,
-        forms: Mapping[Fragment, Mapping[Key, torch.Tensor]],
-        fill: Callable[[Find], None],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Re-create the bucket's value, for states of *forms*. *fill* writes them: it can get the
-        place of each state, which has zeros, and of each master, which has the weights.
-        """
-        fits = False
-        while not fits:  # a second time once 8 bits have been too few
-            dtypes, rest_bytes = bucket.arrange(forms)
-            layout = bucket.layout = self._layout(bucket, dtypes)
-            bucket.rest_bytes = rest_bytes
-            memory = self._renewed(bucket, self._host)
-            # copies, since packing writes the rounded masters to them: loading states must not change
-            # the parameters
-            flats = _host_copies(bucket)
-            working = bucket.with_gaps(flats)
-            master, states = self._format.unpack(
-                layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout))
-            )
-            if master is not None:
-                for fragment, flat in zip(bucket.fragments, flats, strict=True):
-                    fragment.flat_within(master).copy_(flat)
-            fill(_finder(master, states, memory[layout.nbytes :]))
-            names = bucket.block_names("cpu") if self._format.eight_bit else None
-            fits = not self._format.eight_bit or not self._widen(
-                layout, states, _LOADING, [groups[index] for index in bucket.groups]
-            )
-            if fits:
-                if self._widened_when == _LOADING:
-                    round_near(layout, states, self._far, 0, names)
-                self._format.pack(layout, memory, working, master, states, 0, names)
-            self._host.give_back(changed=True, nbytes=bucket.nbytes)
-            bucket.is_stored = True
 
     # Internals.
 
@@ -466,34 +366,6 @@ class Updater(Records):
                 fragment.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         return brought[: len(flats)], there
 
-    def _widen(
-        self,
-        layout: Layout,
-        states: Mapping[str, torch.Tensor],
-        when: int,
-        groups: Iterable[Mapping[str, Any]],
-    ) -> bool:
-        """Whether *states* show for the first time, at the step *when*, that 8 bits are too few."""
-        self._far = None
-        if self._format.wide and self._widened_when != when:
-            return False
-        self._far = far_blocks(layout, states, least_eps(groups))
-        if self._far is None or self._format.wide:
-            return False
-        self._format, self._widened_when = widened(self._format, self._name), when
-        return True
-
-    def _forget_looks(self) -> None:
-        self._widened_when = self._looked_in = None
-        self._findings = Findings()
-
-    def _heed(self, seed: int) -> None:
-        """Widen the states if a look in a step before the step of *seed* shows that 8 bits are too few."""
-        if self._looked_in not in (None, seed):
-            self._looked_in = None
-            if self._findings.found() and not self._format.wide:
-                self._format = widened(self._format, self._name)
-
     def _room_beside(
         self, bucket: Bucket, layout: Layout
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -503,61 +375,6 @@ class Updater(Records):
         gradients = bucket.numel if bucket.update_dtype != bucket.dtype else 0
         scratch = self._scratch_of(gradients + self._format.unpacked_elements(layout))
         return scratch[:gradients], scratch[gradients:]
-
-    def _trim(self, at_most: int) -> None:
-        """Return freed memory to the kernel if the process has grown by more than *at_most* bytes.
-
-        glibc keeps freed memory, and ever more of it if allocations have many sizes. Source:
-        malloc_trim(3), which only glibc has; proc_pid_statm(5).
-        """
-        if self._resident() > self._resident_bytes + at_most:
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
-            self._resident_bytes = self._resident()
-
-    @staticmethod
-    def _resident() -> int:
-        try:
-            return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
-        except OSError:  # without /proc
-            return 0
-
-    def _scratch_of(self, elements: int) -> torch.Tensor:
-        """Scratch memory on the CPU, reused since fresh pages cost more than the computation."""
-        if self._scratch.numel() < elements:
-            self._scratch = self._scratch[:0].clone()  # free it before allocating the larger one
-            self._scratch = torch.empty(elements, dtype=torch.float32)
-        return self._scratch[:elements]
-
-    def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """Copy elements of the *weight* that the program has changed to the *master*."""
-        if not self._format.in_place:
-            return
-        if not fragment.has_master:
-            master.copy_(weight)
-        elif not fragment.is_rounded:
-            master.copy_(_followed(master, weight))
-
-    def _follow_all(self, bucket: Bucket, memory: torch.Tensor) -> bool:
-        """As `_follow`, for all masters in the value of *bucket*; whether that changed one."""
-        layout, changed = known(bucket.layout), False
-        if layout.master is None or not self._format.in_place:
-            return False
-        masters = layout.master.of(memory).view(torch.float32)
-        for fragment in bucket.fragments:
-            now = Form.of(fragment.weight.parameter)
-            if now.shape != fragment.weight.form.shape or now.device.type == "meta":
-                continue
-            if not fragment.has_master or fragment.is_rounded:
-                continue
-            master, weight = fragment.within(masters), fragment.of_weight().cpu()
-            # the next binding makes the master of a parameter that was cast
-            new = _followed(master, weight) if now.dtype == bucket.dtype else weight.float()
-            if not torch.equal(master, new):
-                master.copy_(new)
-                changed = True
-        return changed
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner = self.make(groups)
@@ -612,7 +429,7 @@ class Updater(Records):
                 places[key] = states[key]
             else:
                 places[key] = torch.zeros(layout.numel, dtype=slot.dtype, device=memory.device)
-        find = _finder(master, places, memory[layout.nbytes :])
+        find = finder(master, places, memory[layout.nbytes :])
         put_in_place(
             [
                 (find(fragment, key), leaf)
@@ -623,32 +440,12 @@ class Updater(Records):
         )
         return places
 
-    def _renewed(self, bucket: Unit, stager: HostStager) -> torch.Tensor:
-        """Reserve more host memory if the value is larger than foreseen."""
-        if bucket.nbytes > bucket.room_bytes:
-            self.tier.require(bucket.nbytes - bucket.room_bytes)
-        try:
-            return super()._renewed(bucket, stager)
-        except OutOfHostMemoryError as error:
-            enough = (
-                max(bucket.nbytes * 8 // 7, bucket.nbytes + self.slack_bytes) + 2 * mmap.PAGESIZE
-            )
-            raise OutOfHostMemoryError(
-                f"{self._name} keeps {format_bytes(bucket.nbytes)} of states for parameters that are updated together, which shows as it makes them, and "
-                f"host_memory has no room for them: allow at least {enough} bytes ({format_bytes(enough)})"
-            ) from error
-
     @staticmethod
     def _unbind(bucket: Bucket) -> None:
         bucket.memory = None
         for fragment in bucket.fragments:
             fragment.shadow.grad = None
             drop_memory([*fragment.leaves.values(), fragment.shadow])
-
-
-def _followed(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The *master*, with each element of the *weight* that differs from the rounded master."""
-    return torch.where(master.to(weight.dtype) == weight, master, weight)
 
 
 def _step(inner: torch.optim.Optimizer) -> None:
@@ -666,20 +463,3 @@ def _given(
     ]
     gradients = ((fragment, fragment.of_gradient()) for fragment in bucket.fragments)
     return weights, flats, {one: gradient for one, gradient in gradients if gradient is not None}
-
-
-def _finder(
-    master: torch.Tensor | None, states: Mapping[Key, torch.Tensor], rest: torch.Tensor
-) -> Find:
-    return lambda fragment, key: (
-        fragment.within(master)
-        if key == MASTER and master is not None
-        else fragment.state(key, states, rest)
-    )
-
-
-def _host_copies(bucket: Bucket) -> list[torch.Tensor]:
-    return [
-        fragment.in_memory_order(fragment.of_weight()).to("cpu", bucket.dtype, copy=True)
-        for fragment in bucket.fragments
-    ]

@@ -15,6 +15,8 @@ from ..io.section import Section
 from ..units import format_bytes
 from .runner import Counters, Runner
 from .schedule import Schedule
+from .versions import Versions
+from .versions import newer_name as newer_name
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +66,7 @@ class SwapperStats:
         return self.read_wait_seconds + self.room_wait_seconds
 
 
-class TensorSwapper(Closing):
+class TensorSwapper(Versions, Closing):
     """Named byte arrays in the memory of a pool, swapped to a store if they do not fit.
 
     A value is in use from `create` or `swap_in` to `release`: its tensor is the memory of the pool
@@ -337,100 +339,6 @@ class TensorSwapper(Closing):
         with self._lock:
             self._schedule.order.changed(name)
 
-    def retain(self, name: str) -> None:
-        """Keep the on-drive version of a value in use, until `commit` or `roll_back`. Later writes
-        of the value go to separate space.
-
-        Parameters
-        ----------
-        name : str
-            The name of a value whose contents have not changed since `swap_in`. The drive must have
-            them: call `write_back` before `swap_in`.
-        """
-        with self._lock, self._changing:
-            if name not in self._runner.retained:
-                self._schedule.retain(name)
-                self._store.retain(name)
-                self._runner.retained.add(name)
-
-    def renew_beside(self, name: str) -> torch.Tensor:
-        """Create a newer version of a value in other memory, until `commit` or `roll_back`. The value
-        keeps its contents, and both may be in use. Raises: as `create`.
-
-        Parameters
-        ----------
-        name : str
-
-        Returns
-        -------
-        torch.Tensor
-            The memory of the newer version, valid until its `release` by `newer_name`. Its contents are
-            undefined.
-        """
-        return self.create(newer_name(name), self.nbytes(name))
-
-    def commit(self, name: str) -> None:
-        """Release the older version that `retain` or `renew_beside` has kept, if there is one. Neither
-        version of `renew_beside` may be in use. Raises: as `swap_in`.
-
-        Parameters
-        ----------
-        name : str
-        """
-        newer = newer_name(name)
-        with self._lock:
-            with self._changing:
-                if newer not in self._schedule:
-                    self._runner.commit(name)
-                    return
-                for one in (name, newer):
-                    self._runner.settle(one)
-                replaced = self._schedule.replace(name, newer)
-                if replaced:
-                    for one in (name, newer):
-                        self._runner.forget_errors(one)
-                        self._runner.delete(one)
-            if not replaced:  # memory was short, and the newer version is on the drive
-                source = self.swap_in(newer)
-                self.create(name, source.numel(), once=True).copy_(source)
-                self.release(name, changed=True)
-                self.discard(newer)
-
-    def keep(self, name: str) -> None:
-        """After an update that was interrupted: as `commit` after `retain`; after `renew_beside`, drop
-        the newer version.
-
-        Parameters
-        ----------
-        name : str
-        """
-        with self._lock, self._changing:
-            if not self._drop_newer(name):
-                self._runner.commit(name)
-
-    def roll_back(self, name: str) -> None:
-        """Return to the version that `retain` or `renew_beside` kept of a value; the newer version is
-        not in use. Waits for a transfer of the value in flight. The next use in this period is not
-        learned, because it repeats an earlier use.
-
-        Parameters
-        ----------
-        name : str
-        """
-        with self._lock:
-            with self._changing:
-                if self._drop_newer(name):
-                    self._schedule.order.repeat(name)
-                    return
-                if name not in self._runner.retained:
-                    raise UsageError(f"nothing is retained of {name!r}")
-                self._runner.settle(name)
-                self._schedule.roll_back(name)
-                self._runner.forget_errors(name)
-                self._store.roll_back(name)
-                self._runner.retained.remove(name)
-            self._pump()
-
     def foretell(self, sizes: Mapping[str, int], *, at_once: int = 1, stay: bool = False) -> None:
         """Announce the order of use before one can be learned: the swapper chooses the values that
         stay in memory immediately, so they need not move later. Ignored if a value was used before.
@@ -635,32 +543,3 @@ class TensorSwapper(Closing):
         """
         offset, was_read = self._runner.obtain(name)
         return self._runner.memory[offset : offset + self._schedule.size(name)], was_read
-
-    def _drop(self, name: str) -> None:
-        self._runner.settle(name)
-        self._schedule.discard(name)
-        self._runner.forget_errors(name)
-        self._runner.delete(name)
-
-    def _drop_newer(self, name: str) -> bool:
-        """Delete the version that `renew_beside` has made, if there is one. Returns: whether."""
-        newer = newer_name(name)
-        if newer not in self._schedule:
-            return False
-        self._drop(newer)
-        return True
-
-    def _pump(self) -> None:
-        """Start the transfers that can start now, in a separate section: the call itself has ended."""
-        with self._changing:
-            self._runner.advance()
-
-
-def newer_name(name: str) -> str:
-    """Name the newer version of a value: see `TensorSwapper.renew_beside`.
-
-    Parameters
-    ----------
-    name : str
-    """
-    return f"{name}+"
