@@ -82,6 +82,10 @@ class Lion(torch.optim.Optimizer):
 
 
 OPTIMIZERS["lion"] = Lion
+# One of each kind that the package treats differently: with two states, in a fused step, with three,
+# none, one and numbers, states before the first step, states of rows and columns, and of a class that
+# is tried and counts in its groups.
+KINDS = ("adamw", "adamw-fused", "rmsprop", "sgd", "asgd", "adagrad", "adafactor", "lion")
 
 
 class Reference:

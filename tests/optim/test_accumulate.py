@@ -15,6 +15,7 @@ import torch
 from covering import covering
 from late_copies import LateCopies
 from reference import (
+    KINDS,
     OPTIMIZERS,
     SHAPES,
     Reference,
@@ -66,7 +67,7 @@ def train(params, optimizer, *, micro_batches=3, steps=3, first=0, middle=None, 
 
 
 @covering(
-    name=list(OPTIMIZERS),
+    name=KINDS,
     dtype=[torch.float32, torch.bfloat16, torch.float16],
     micro_batches=[1, 2, 4],
 )

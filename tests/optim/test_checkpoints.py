@@ -14,6 +14,7 @@ import pytest
 import torch
 from covering import covering
 from reference import (
+    KINDS,
     OPTIMIZERS,
     Reference,
     copied,
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-KEEPING = [name for name in OPTIMIZERS if name not in ("sgd", "adafactor")]
+KEEPING = [name for name in KINDS if name not in ("sgd", "adafactor")]
 
 
 @pytest.mark.parametrize("name", KEEPING)

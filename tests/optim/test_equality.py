@@ -323,8 +323,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @covering(
+    change=list(CHANGES),
     name=["adamw", "adamw-loop", "sgd-momentum", "lion", "adafactor"],
     dtype=[torch.bfloat16, torch.float16],
     mode=[{}, {"step_in_backward": "provisional"}, {"overlap_step": True}],

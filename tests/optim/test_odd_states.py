@@ -14,6 +14,7 @@ import pytest
 import torch
 from covering import covering
 from reference import (
+    KINDS,
     OPTIMIZERS,
     Reference,
     differing,
@@ -267,14 +268,14 @@ def test_the_least_memory_named_suffices(tmp_path, kind, shapes, options):
 @covering(accumulate=[None, "host"], state_format=["exact", "split", "compact", "compact24"])
 def test_the_least_memory_named_suffices_any_optimizer(tmp_path, state_format, accumulate):
     trained = 0
-    for kind in OPTIMIZERS.values():
+    for name in KINDS:
         params = parameters(torch.bfloat16, shapes=[(7, 3), (7,), (), (40, 30)])
         with (
             contextlib.suppress(UnsupportedError),  # not every format takes every optimizer
             tight(
-                params, tmp_path, kind, state_format=state_format, accumulate=accumulate
+                params, tmp_path, OPTIMIZERS[name], state_format=state_format, accumulate=accumulate
             ) as optimizer,
         ):
             train(params, optimizer)
             trained += 1
-    assert trained >= 5
+    assert trained >= 4

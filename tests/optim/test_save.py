@@ -10,6 +10,7 @@ import pytest
 import torch
 from covering import covering
 from reference import (
+    KINDS,
     OPTIMIZERS,
     SHAPES,
     copied,
@@ -66,8 +67,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("when", ["before saving", "after loading", "both"])
 @covering(
+    when=["before saving", "after loading", "both"],
     change=list(CHANGES),
     state_format=FORMATS,
     way=["save", "state_dict"],
@@ -130,7 +131,7 @@ def test_load_takes_the_file_of_one_process(tmp_path):
                 again.load(tmp_path / "none")
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_kept_whole_is_in_the_file_as_in_a_state_dict(tmp_path, name):
     shapes = [shape for shape in SHAPES if 0 not in shape]  # which Adafactor cannot take
     params, path = parameters(shapes=shapes), tmp_path / "saved"

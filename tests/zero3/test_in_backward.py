@@ -31,7 +31,7 @@ def in_backward(case: Case) -> Case:
     return case.but(section={**case.section, **IN_BACKWARD})
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_those_without(tmp_path, ranks):
     cases = list(CASES.values())
     mine = train([in_backward(case) for case in cases], tmp_path, ranks=ranks)
