@@ -8,26 +8,26 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from patience import PATIENCE
 
 import nvme_offload
 
 Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
+Server = tuple[subprocess.Popen[str], Path]
 
 CAN_HOLD = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # what this torch can do
 RESIZED = ("freed", "larger storage", "larger")
 
-# Between "ready" and "changed" the drive is stalled: no write finishes, and no request that follows
-# one starts.
-CHILD = """
-import json, sys, threading
+# Runs scripts, a line of JSON each, in new children, and prints their exit statuses. Between "ready"
+# and "changed" the drive is stalled: no write finishes, and no request that follows one starts.
+SERVER = """
+import json, os, sys, threading
 import torch
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
@@ -36,8 +36,6 @@ from nvme_offload.io.pool import PinnedPool
 from nvme_offload.store.store import TensorStore
 from nvme_offload.swap.swapper import TensorSwapper
 
-backend, directory = sys.argv[1:]
-config = AioConfig(backend=backend, block_size=4096, queue_depth=4)
 COUNT = 30_001  # of odd length: the last part goes through memory of the engine's
 NBYTES = 4 * COUNT
 
@@ -129,44 +127,74 @@ def run(doors_of, combinations):
         meet("changed")
         cases = [case.end() for case in cases]
         report({"cases": cases, "others": all(bool((other == 7).all()) for other in others)})
+
+while line := sys.stdin.readline():
+    script, backend, directory = json.loads(line)
+    config = AioConfig(backend=backend, block_size=4096, queue_depth=4)
+    if (child := os.fork()) == 0:
+        exec(script)
+        sys.exit()
+    report(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def ends(script: str, backend: str, place: Path, stall: Stall) -> Any:
-    """The result that a process reports which runs *script* after `CHILD`."""
+@pytest.fixture(scope="module")
+def server(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The process, and the file with what it complains of."""
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD + script, backend, str(place)],
-        env=environment,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    ) as child:
+    complaints = tmp_path_factory.mktemp("server") / "complaints"
+    with (
+        complaints.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
         try:
-            assert child.stdin and child.stdout and child.stderr  # noqa: PT018
-            assert child.stdout.readline() == "ready\n", child.stderr.read()
-            with stall():
-                child.stdin.write("go\n")
-                child.stdin.flush()
-                line = child.stdout.readline()
-            assert line == "changed\n", (child.wait(PATIENCE), child.stderr.read())
-            out, errors = child.communicate("go\n", timeout=PATIENCE)
+            yield process, complaints
         finally:
-            child.kill()
-    assert (child.returncode, errors) == (0, "")
-    return json.loads(out)
+            process.kill()
+
+
+@pytest.fixture
+def ends(
+    server: Server, backend: str, stalling_directory: Path, stall: Stall
+) -> Callable[[str], Any]:
+    """A function that runs a script in a child of the server, and returns what it reports."""
+    process, complaints = server
+    assert process.stdin is not None
+    assert process.stdout is not None
+    put, lines = process.stdin, process.stdout
+
+    def say(line: str) -> None:
+        put.write(line + "\n")
+        put.flush()
+
+    def run(script: str) -> Any:
+        say(json.dumps([script, backend, str(stalling_directory)]))
+        assert lines.readline() == "ready\n", complaints.read_text()
+        with stall():
+            say("go")
+            line = lines.readline()
+        assert line == "changed\n", complaints.read_text()
+        say("go")
+        reported, status = lines.readline(), lines.readline()
+        assert (status, complaints.read_text()) == ("0\n", "")
+        return json.loads(reported)
+
+    return run
 
 
 @pytest.mark.skipif(not CAN_HOLD, reason="this torch cannot exchange what two storages have")
-def test_the_memory_of_a_request_stays(
-    backend: str, stalling_directory: Path, stall: Stall
-) -> None:
+def test_the_memory_of_a_request_stays(ends: Callable[[str], Any]) -> None:
     script = """
 run(2, [(direction, change, lent) for direction in ("read", "write") for change in CHANGES for lent in ("torch", "array")])
 """
-    result = ends(script, backend, stalling_directory, stall)
+    result = ends(script)
     assert result["others"]
     assert len(result["cases"]) == 2 * 2 * 6 * 2
     for case in result["cases"]:
@@ -186,15 +214,13 @@ run(2, [(direction, change, lent) for direction in ("read", "write") for change 
             ), case
 
 
-def test_where_torch_cannot_lend_memory_a_change_is_reported(
-    backend: str, stalling_directory: Path, stall: Stall
-) -> None:
+def test_where_torch_cannot_lend_memory_a_change_is_reported(ends: Callable[[str], Any]) -> None:
     """As an older torch, on memory that something else keeps."""
     script = """
 torch.UntypedStorage._swap_data_ptr_ = property()
 run(1, [(direction, change, "kept array") for direction in ("read", "write") for change in ("shared", "none")])
 """
-    result = ends(script, backend, stalling_directory, stall)
+    result = ends(script)
     assert result["others"]
     for case in result["cases"]:
         assert (
@@ -202,9 +228,7 @@ run(1, [(direction, change, "kept array") for direction in ("read", "write") for
         ), case
 
 
-def test_an_unawaited_change_is_raised_at_close(
-    backend: str, stalling_directory: Path, stall: Stall
-) -> None:
+def test_an_unawaited_change_is_raised_at_close(ends: Callable[[str], Any]) -> None:
     script = """
 engine = Engine(config)
 door = EngineDoor(engine)
@@ -216,12 +240,10 @@ tensor.share_memory_()
 meet("changed")
 report(outcome(engine.close))
 """
-    assert ends(script, backend, stalling_directory, stall) == "BufferChangedError"
+    assert ends(script) == "BufferChangedError"
 
 
-def test_a_swapper_whose_memory_is_shared_keeps_every_byte(
-    backend: str, stalling_directory: Path, stall: Stall
-) -> None:
+def test_a_swapper_whose_memory_is_shared_keeps_every_byte(ends: Callable[[str], Any]) -> None:
     script = """
 with TensorStore(directory, config) as store:
     store.reserve(64 * NBYTES)
@@ -247,4 +269,4 @@ with TensorStore(directory, config) as store:
     swapper.close()
     report(right)
 """
-    assert ends(script, backend, stalling_directory, stall) == [True] * 3
+    assert ends(script) == [True] * 3
