@@ -504,7 +504,11 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             random.seed(0)
             np.random.seed(0)
-            torch.manual_seed(0)
+            # `torch.manual_seed` seeds all GPUs, also those that `fork_rng` does not restore
+            torch.default_generator.manual_seed(0)
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(0)
             yield
     finally:
         random.setstate(python)

@@ -221,6 +221,14 @@ def test_what_is_not_known_is_tried(name, expected):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_trial_seeds_no_gpu_that_has_no_part_in_it(tmp_path, monkeypatch):
+    """Nothing would restore its generator, whose numbers are the program's."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    NVMeOptimizer(parameters(), Lion, paths=tmp_path).close()
+    assert seeded == []
+
+
 @covering(
     dtype=[torch.float32, torch.bfloat16],
     name=[name for name in LOOKING if name != "late-slowly"],
