@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import build
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -132,7 +132,7 @@ def test_from_pretrained_reads_what_was_saved(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=0, trainable_share=0))
-    built: Any = FAMILIES["gemma 2"]()
+    built: Any = build("gemma 2")
     model, inputs = built
     in_memory, offload = copy.deepcopy(model), make()
     offload.parameters(model, "cpu")
