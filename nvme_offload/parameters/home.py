@@ -52,7 +52,7 @@ class Home:
         if self._device.type != "cuda":
             self.read(bucket, target.copy_)
             return
-        slot.fill_ends(self._start(target, slot, bucket, self._tier.swapper.swap_in))
+        slot.begin_copy(self._start(target, slot, bucket, self._tier.swapper.swap_in))
 
     def store(self, slot: Slot, bucket: Bucket) -> None:
         """Copy the values in *slot* back. Raises: as `TensorSwapper.create`."""
@@ -64,7 +64,7 @@ class Home:
         def create(name: str) -> torch.Tensor:
             return self._tier.swapper.create(name, bucket.nbytes)
 
-        slot.emptied = self._start(source, slot, bucket, create, back=True)
+        slot.begin_copy(self._start(source, slot, bucket, create, back=True))
 
     def _start(
         self,

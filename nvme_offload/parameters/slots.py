@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 class Slot:
     """Memory of *device* for one bucket, in a storage that nothing else shares.
 
-    Attributes: *bucket*, whose values it has; *filled* and *emptied*, the events at the end of the
-    last copy in and out, None on a CPU.
+    Attributes: *bucket*, whose values it has; *copied*, the event at the end of the last copy in or
+    out, None on a CPU.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -28,9 +28,9 @@ class Slot:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.storage = self.buffer.untyped_storage()
         self.bucket: Bucket | None = None
-        self.filled: Any = None
-        self.emptied: Any = None
-        # Kernels of these streams may use the memory: those before the events, if there are any.
+        self.copied: Any = None
+        # Kernels of these streams may use the memory since then: those before the events *_ends*, if
+        # there are any.
         self._streams: list[Any] = []
         self._ends: list[Any] = []
         if device.type == "cuda":
@@ -52,12 +52,14 @@ class Slot:
         return users == 0 and self._references() <= self._own_references
 
     def begin_use(self) -> None:
-        """Make the current stream wait until the values are copied in."""
-        if self.filled is not None:
+        """Make the current stream wait for the last copy: one in brings the values, and one out reads
+        values that the use may change.
+        """
+        if self.copied is not None:
             self._ends = []
             stream = torch.cuda.current_stream(self.buffer.device)
             if stream not in self._streams:
-                stream.wait_event(self.filled)
+                stream.wait_event(self.copied)
                 # Once dropped, the memory is reused only after the kernels of this stream.
                 self.buffer.record_stream(stream)
                 self._streams.append(stream)
@@ -68,13 +70,13 @@ class Slot:
             self._ends = [stream.record_event() for stream in self._streams]
 
     def ends_of_uses(self) -> list[Any]:
-        """The events after which no kernel uses the values, and the copy out has ended."""
+        """The events after which no kernel uses the values, and the last copy has ended."""
         ends = self._ends or [stream.record_event() for stream in self._streams]
-        return ends if self.emptied is None else [*ends, self.emptied]
+        return ends if self.copied is None else [*ends, self.copied]
 
-    def fill_ends(self, filled: Any) -> None:
-        """New values are there after the event *filled*."""
-        self.filled = filled
+    def begin_copy(self, copied: Any) -> None:
+        """A copy in or out, which waits for `ends_of_uses`, ends with the event *copied*."""
+        self.copied = copied
         self._streams, self._ends = [], []
 
     def _references(self) -> int:

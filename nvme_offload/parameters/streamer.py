@@ -247,10 +247,10 @@ class Streamer:
                 place.parameter.__class__ = idle.IdleParameter
             idle.as_it_is(_put_all_data, bucket, self._placeholder)
             if self._poison:
-                if slot.filled is not None:
+                if slot.copied is not None:
                     torch.cuda.synchronize(self._device)
                 slot.buffer.fill_(255)
-                if slot.filled is not None:
+                if slot.copied is not None:
                     torch.cuda.synchronize(self._device)
 
     def _store_changes(self, slot: Slot, bucket: Bucket) -> None:

@@ -1,0 +1,83 @@
+"""Streamed parameters: events order the copies in and out of slots and the kernels that use them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from virtual_gpu import VirtualGpu, virtual_gpu
+
+from nvme_offload import Offload
+from nvme_offload.parameters import setup
+
+Make = Callable[..., Offload]
+WIDTH = 24
+
+
+class _Blocks(nn.Module):
+    """Linear layers, of which some are recomputed, and one is used twice."""
+
+    def __init__(self, checkpointing: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(28))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate([*self.blocks, self.blocks[3]]):
+            recomputes = self.checkpointing and index % 2
+            change = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+            x = torch.tanh(x + change)
+        return x
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, evaluates: bool) -> list[float]:
+    losses = []
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if evaluates and step % 2:
+            losses += [values.sum().item() for values in model.state_dict().values()]
+            with torch.no_grad():
+                losses.append(model(x).sum().item())
+    return losses
+
+
+ADAM = {"lr": 0.01, "foreach": False}
+LITTLE = {"of the program": 60 << 10, "in backward": 176 << 10}  # host memory
+
+
+@pytest.mark.parametrize("place", ["on the drive", "in memory"])
+@pytest.mark.parametrize("gpu_memory", ["auto", 12 << 10, 30 << 10])
+@pytest.mark.parametrize("updates", ["of the program", "in backward"])
+def test_events_order_all_accesses(
+    make: Make, monkeypatch: Any, place: str, gpu_memory: Any, updates: str
+) -> None:
+    monkeypatch.setattr(setup, "POISON", False)  # which waits for the GPU
+    chance = random.Random(f"{place} {gpu_memory} {updates}")
+    likely = chance.choice([0.0, 0.5, 1.0])
+    checkpointing, evaluates = chance.random() < 0.5, chance.random() < 0.6
+    in_memory = _Blocks(checkpointing)
+    losses = _train(in_memory, torch.optim.Adam(in_memory.parameters(), **ADAM), evaluates)
+    model = _Blocks(checkpointing)
+    with virtual_gpu(VirtualGpu(lambda: chance.random() < likely)):
+        offload = make(10 << 20 if place == "in memory" else LITTLE[updates])
+        offload.parameters(model, device="cuda", gpu_memory=gpu_memory)
+        if updates == "in backward":
+            optimizer: Any = offload.optimizer(
+                model.parameters(), torch.optim.Adam, step_in_backward=True, **ADAM
+            )
+        else:
+            optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+        assert _train(model, optimizer, evaluates) == losses
+        for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+            assert torch.equal(one, other)
