@@ -225,47 +225,12 @@ INLINE bool update_range(const AdamParameters& parameters, const AdamStep& step,
   return is_nan;
 }
 
-// Compiled for each instruction set, and chosen at the call. Not by target_clones, as in codec.cpp:
-// "avx2" does not include FMA there.
-using UpdateRange = bool (*)(const AdamParameters&, const AdamStep&, std::size_t, std::size_t);
-
-bool update_by_default(const AdamParameters& parameters, const AdamStep& step, std::size_t begin,
-                       std::size_t end) {
-  return update_range(parameters, step, begin, end);
-}
-
-#if defined(__x86_64__) && !defined(NVME_OFFLOAD_SANITIZED)
-__attribute__((target("avx512f,avx2,fma"))) bool update_by_avx512(const AdamParameters& parameters,
-                                                                  const AdamStep& step,
-                                                                  std::size_t begin,
-                                                                  std::size_t end) {
-  return update_range(parameters, step, begin, end);
-}
-
-__attribute__((target("avx2,fma"))) bool update_by_avx2(const AdamParameters& parameters,
-                                                        const AdamStep& step, std::size_t begin,
-                                                        std::size_t end) {
-  return update_range(parameters, step, begin, end);
-}
-
-UpdateRange widest() {
-  if (__builtin_cpu_supports("fma")) {
-    if (__builtin_cpu_supports("avx512f")) return update_by_avx512;
-    if (__builtin_cpu_supports("avx2")) return update_by_avx2;
-  }
-  return update_by_default;
-}
-#else
-UpdateRange widest() { return update_by_default; }
-#endif
-
 }  // namespace
 
 bool adam(const AdamParameters& parameters, const AdamStep& step, unsigned threads) {
-  static const UpdateRange update = widest();
   std::atomic<bool> is_nan{false};
   parallel_for(parameters.count, threads, [&](std::size_t begin, std::size_t end) {
-    if (update(parameters, step, begin, end)) is_nan.store(true, std::memory_order_relaxed);
+    if (update_range(parameters, step, begin, end)) is_nan.store(true, std::memory_order_relaxed);
   });
   return is_nan;
 }

@@ -7,15 +7,6 @@
 #include "codec_blocks.h"
 #include "parallel.h"
 
-// One version per instruction set; the loader selects. Not with sanitizers: their runtime is not
-// ready when the loader resolves symbols.
-#if defined(__x86_64__) && defined(__GLIBC__) && __has_attribute(target_clones) && \
-    !defined(NVME_OFFLOAD_SANITIZED)
-#define MULTIVERSIONED __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define MULTIVERSIONED
-#endif
-
 namespace nvme_offload {
 namespace {
 
@@ -23,36 +14,16 @@ constexpr float kRange = 1.0F / (1 << 30);  // the least unsigned code over its 
 constexpr float kNegligibleRatio = 64;      // of exp_avg below a denominator
 constexpr std::size_t kFewOfBlock = kBlock / 16;  // may be below the least code
 
-MULTIVERSIONED void split_part(const std::uint32_t* master, std::uint16_t* working,
-                               std::uint16_t* low, std::size_t count) {
-  split_into(master, working, low, count);
-}
-
-MULTIVERSIONED void split_short_part(const std::uint32_t* master, std::uint16_t* working,
-                                     std::uint8_t* low, std::size_t count) {
-  split_into(master, working, low, count);
-}
-
-MULTIVERSIONED void join_part(const std::uint16_t* working, const std::uint16_t* low,
-                              std::uint32_t* master, std::size_t count) {
-  join_from(working, low, master, count);
-}
-
-MULTIVERSIONED void join_short_part(const std::uint16_t* working, const std::uint8_t* low,
-                                    std::uint32_t* master, std::size_t count) {
-  join_from(working, low, master, count);
-}
-
-MULTIVERSIONED void round_part(std::uint32_t* values, std::size_t count, const std::uint32_t* table,
-                               const std::uint32_t* factors, const std::uint32_t* summands) {
+INLINE void round_part(std::uint32_t* values, std::size_t count, const std::uint32_t* table,
+                       const std::uint32_t* factors, const std::uint32_t* summands) {
   for (std::size_t begin = 0; begin < count; begin += kBlock, ++factors, ++summands) {
     round_block(values + begin, std::min(kBlock, count - begin), table, *factors, *summands);
   }
 }
 
-MULTIVERSIONED void encode_part(const float* values, std::uint8_t* codes, std::uint8_t* exponents,
-                                std::size_t count, bool is_signed, const std::uint32_t* table,
-                                const std::uint32_t* factors, const std::uint32_t* summands) {
+INLINE void encode_part(const float* values, std::uint8_t* codes, std::uint8_t* exponents,
+                        std::size_t count, bool is_signed, const std::uint32_t* table,
+                        const std::uint32_t* factors, const std::uint32_t* summands) {
   for (; count >= kBlock;
        count -= kBlock, values += kBlock, codes += kBlock, ++factors, ++summands) {
     *exponents++ = is_signed ? encode_block<true>(values, codes, table, *factors, *summands)
@@ -68,8 +39,8 @@ MULTIVERSIONED void encode_part(const float* values, std::uint8_t* codes, std::u
   }
 }
 
-MULTIVERSIONED void decode_part(const std::uint8_t* codes, const std::uint8_t* exponents,
-                                float* values, std::size_t count, bool is_signed) {
+INLINE void decode_part(const std::uint8_t* codes, const std::uint8_t* exponents, float* values,
+                        std::size_t count, bool is_signed) {
   for (; count >= kBlock; count -= kBlock, codes += kBlock, values += kBlock, ++exponents) {
     is_signed ? decode_block<true>(codes, *exponents, values)
               : decode_block<false>(codes, *exponents, values);
@@ -117,8 +88,8 @@ INLINE bool matters(const float* values, const float* first, std::size_t count, 
   return found > kFewOfBlock;
 }
 
-MULTIVERSIONED void mark_far_part(const float* values, const float* first, std::uint8_t* far,
-                                  std::size_t count, double eps) {
+INLINE void mark_far_part(const float* values, const float* first, std::uint8_t* far,
+                          std::size_t count, double eps) {
   for (std::size_t begin = 0; begin < count; begin += kBlock, ++far) {
     const std::size_t size = std::min(kBlock, count - begin);
     float least = 0;
@@ -136,28 +107,28 @@ MULTIVERSIONED void mark_far_part(const float* values, const float* first, std::
 void split(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* low,
            std::size_t count, unsigned threads) {
   parallel_for(count, threads, [=](std::size_t begin, std::size_t end) {
-    split_part(master + begin, working + begin, low + begin, end - begin);
+    split_into(master + begin, working + begin, low + begin, end - begin);
   });
 }
 
 void join(const std::uint16_t* working, const std::uint16_t* low, std::uint32_t* master,
           std::size_t count, unsigned threads) {
   parallel_for(count, threads, [=](std::size_t begin, std::size_t end) {
-    join_part(working + begin, low + begin, master + begin, end - begin);
+    join_from(working + begin, low + begin, master + begin, end - begin);
   });
 }
 
 void split(const std::uint32_t* master, std::uint16_t* working, std::uint8_t* low,
            std::size_t count, unsigned threads) {
   parallel_for(count, threads, [=](std::size_t begin, std::size_t end) {
-    split_short_part(master + begin, working + begin, low + begin, end - begin);
+    split_into(master + begin, working + begin, low + begin, end - begin);
   });
 }
 
 void join(const std::uint16_t* working, const std::uint8_t* low, std::uint32_t* master,
           std::size_t count, unsigned threads) {
   parallel_for(count, threads, [=](std::size_t begin, std::size_t end) {
-    join_short_part(working + begin, low + begin, master + begin, end - begin);
+    join_from(working + begin, low + begin, master + begin, end - begin);
   });
 }
 

@@ -11,8 +11,6 @@
 #include "codec.h"
 
 #define INLINE inline __attribute__((always_inline))  // compiled for the caller's instruction set
-// clang omits from the object file what only a multiversioned function instantiates and does not
-// inline: no containers there.
 
 namespace nvme_offload {
 
