@@ -9,8 +9,7 @@
 #include <limits>
 
 #include "codec.h"
-
-#define INLINE inline __attribute__((always_inline))  // compiled for the caller's instruction set
+#include "vectors.h"
 
 namespace nvme_offload {
 

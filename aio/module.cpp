@@ -21,6 +21,7 @@
 #include "file.h"
 #include "fork.h"
 #include "memory.h"
+#include "vectors.h"
 
 namespace py = pybind11;
 
@@ -582,6 +583,11 @@ PYBIND11_MODULE(_aio, module) {
         });
       },
       "values"_a, "first"_a, "far"_a, "count"_a, "eps"_a, "threads"_a);
+  py::enum_<Vectors>(module, "Vectors")
+      .value("BASELINE", Vectors::kBaseline)
+      .value("AVX2", Vectors::kAvx2)
+      .value("AVX512", Vectors::kAvx512);
+  module.def("widest_vectors", widest_vectors);
   py::enum_<AdamFormula>(module, "AdamFormula")
       .value("TORCH", AdamFormula::kTorch)
       .value("DEEPSPEED", AdamFormula::kDeepSpeed);

@@ -9,47 +9,14 @@
 #include <system_error>
 #include <vector>
 
+#include "vectors.h"
+
 namespace nvme_offload {
 
 constexpr std::size_t kChunk = std::size_t{1} << 16;  // elements per unit of work
 
-// *work* and the functions that it calls, compiled for each instruction set.
-template <typename Work>
-void call(const Work& work, std::size_t begin, std::size_t end) {
-  work(begin, end);
-}
-
-#if defined(__x86_64__) && !defined(NVME_OFFLOAD_SANITIZED)
-template <typename Work>
-__attribute__((target("avx2,fma"), flatten)) void call_avx2(const Work& work, std::size_t begin,
-                                                            std::size_t end) {
-  work(begin, end);
-}
-
-// BW: with AVX512F alone, gcc uses half of a vector where bytes become words.
-template <typename Work>
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"), flatten)) void call_avx512(
-    const Work& work, std::size_t begin, std::size_t end) {
-  work(begin, end);
-}
-
-/// The version of `call` for the widest vectors of this processor.
-template <typename Work>
-auto widest() -> void (*)(const Work&, std::size_t, std::size_t) {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return call<Work>;
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return has_avx512 ? call_avx512<Work> : call_avx2<Work>;
-}
-#else
-template <typename Work>
-auto widest() -> void (*)(const Work&, std::size_t, std::size_t) {
-  return call<Work>;
-}
-#endif
-
 /// Calls *work* with begin and end of each chunk of *count* elements, on up to *threads* threads.
-/// Functions that *work* calls are compiled for each instruction set where they are INLINE.
+/// *work* runs in the version for the processor's vectors (vectors.h).
 ///
 /// The threads belong to torch's OpenMP runtime. After a parallel loop they spin for
 /// milliseconds before they sleep; separate threads would compete with them, which took twice the
@@ -61,7 +28,7 @@ void parallel_for(std::size_t count, unsigned threads, const Work& work) {
   struct Loop {
     const Work& work;
     const std::size_t count;
-    void (*const call)(const Work&, std::size_t, std::size_t) = widest<Work>();
+    const Version<Work> call = widest_version<Work>();
     std::atomic<std::size_t> next{0};
 
     static void run(void* address) {

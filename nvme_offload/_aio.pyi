@@ -125,6 +125,13 @@ def decode(
 ) -> None: ...
 def mark_far(values: int, first: int, far: int, count: int, eps: float, threads: int) -> None: ...
 
+class Vectors(enum.Enum):
+    BASELINE = 0
+    AVX2 = 1
+    AVX512 = 2
+
+def widest_vectors() -> Vectors: ...
+
 class AdamFormula(enum.Enum):
     TORCH = 0
     DEEPSPEED = 1

@@ -1,5 +1,5 @@
-"""Check the installed portable wheel: every backend moves bytes, and it loads no library except libc
-and libgcc_s.
+"""Check the installed portable wheel: every backend moves bytes, it uses the processor's vectors, and it
+loads no library except libc and libgcc_s.
 
 Needs no other package. Run it from a directory outside the repository, so that the installed package
 is imported.
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import nvme_offload
+from nvme_offload import _aio
 
 
 def moves_bytes(backend: str, directory: str) -> str:
@@ -32,13 +33,28 @@ def moves_bytes(backend: str, directory: str) -> str:
     return "works"
 
 
+def processor_vectors() -> str:
+    """The widest vectors of which Linux names all instructions: a name of `_aio.Vectors`."""
+    flags = set(
+        Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    )
+    if not {"avx2", "fma"} <= flags:
+        return "BASELINE"
+    return "AVX512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "AVX2"
+
+
 def main() -> None:
-    """Print a line per backend. Raises: SystemExit if the wheel loads other libraries."""
+    """Print a line per backend. Raises: SystemExit if the wheel loads other libraries or is compiled
+    for less than this processor.
+    """
     with tempfile.TemporaryDirectory(dir=".") as directory:
         for backend in ("libaio", "io_uring", "posix"):
             print(
                 f"Python {sys.version_info[0]}.{sys.version_info[1]}: {backend} {moves_bytes(backend, directory)}"
             )
+    found, expected = _aio.widest_vectors().name, processor_vectors()
+    if found != expected:
+        raise SystemExit(f"the wheel uses {found}, the processor has {expected}")
     mapped = {
         Path(line.split()[-1])
         for line in Path("/proc/self/maps").read_text().splitlines()

@@ -51,6 +51,11 @@ extern "C" void c_adam(bool torch, bool short_low, std::uint16_t* g, std::uint16
 """
 
 
+def processor_flags() -> set[str]:
+    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0]
+    return set(flags.split())
+
+
 class Codec:
     """The functions, of a library compiled for one width or of the package's own (None)."""
 
@@ -79,8 +84,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    if request.param not in flags:
+    if request.param not in processor_flags():
         pytest.skip(f"this processor has no {request.param}")
     place = tmp_path_factory.mktemp(request.param)
     (place / "shim.cpp").write_text(SHIM)
@@ -141,6 +145,16 @@ def randoms() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         for size in (BLOCK, -(-NUMEL // BLOCK), -(-NUMEL // BLOCK))
     )
     return table, factors | np.uint32(1), summands
+
+
+def test_the_extension_uses_the_vectors_of_the_processor() -> None:
+    flags = processor_flags()
+    expected = _aio.Vectors.BASELINE
+    if {"avx2", "fma"} <= flags:
+        expected = _aio.Vectors.AVX2
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+            expected = _aio.Vectors.AVX512
+    assert _aio.widest_vectors() == expected
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("", np.uint16), ("_short", np.uint8)])
