@@ -88,12 +88,34 @@ INLINE bool narrow(const float* __restrict values, std::uint16_t* __restrict wor
   return largest > kInfinity;
 }
 
+/// A number to divide square roots by, from 2**-27 to 1, and the two parts of its reciprocal.
+struct Divisor {
+  explicit Divisor(float divisor)
+      : value(divisor), high(1 / divisor), low(static_cast<float>(1.0 / divisor - high)) {}
+
+  float value, high, low;
+};
+
+/// *root* / *divisor*, with the bits of a division and without the processor's divider, which the
+/// square roots and the other division keep busy.
+///
+/// *near* is one of the two floats around the quotient, so the remainder is exact. *high* is the
+/// reciprocal rounded to nearest, so the last sum rounds as the quotient does. Source: P.
+/// Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
+INLINE float quotient(float root, const Divisor& divisor) {
+  const float near = __builtin_fmaf(root, divisor.high, root * divisor.low);
+  const float remainder = __builtin_fmaf(-near, divisor.value, root);
+  const float rounded = __builtin_fmaf(remainder, divisor.high, near);
+  // infinity and NaN have no remainder
+  return bits_as<std::uint32_t>(root) < kInfinity ? rounded : root;
+}
+
 /// Updates *count* elements of a block. Overwrites *gradient* and *roots*. *is_tail*: the elements
 /// come after the last whole vector.
 template <AdamFormula formula, bool is_tail>
 INLINE void update(float* __restrict master, float* __restrict gradient, float* __restrict first,
                    float* __restrict second, float* __restrict roots, std::size_t count,
-                   const AdamStep& step) {
+                   const AdamStep& step, const Divisor& correction) {
   constexpr bool torch = formula == AdamFormula::kTorch;
   if (step.maximize)
     for (std::size_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
@@ -130,12 +152,12 @@ INLINE void update(float* __restrict master, float* __restrict gradient, float* 
   } else {
     for (std::size_t i = 0; i < count; ++i) roots[i] = __builtin_sqrtf(second[i]);
   }
-  const float correction = step.correction, eps = step.eps, size = step.step_size;
+  const float eps = step.eps, size = step.step_size;
   for (std::size_t i = 0; i < count; ++i) {
     if constexpr (torch) {
-      master[i] += size * first[i] / (roots[i] / correction + eps);
+      master[i] += size * first[i] / (quotient(roots[i], correction) + eps);
     } else {
-      const float denominator = __builtin_fmaf(roots[i], correction, eps);
+      const float denominator = __builtin_fmaf(roots[i], correction.value, eps);
       master[i] = __builtin_fmaf(first[i] / denominator, size, master[i]);
     }
   }
@@ -143,12 +165,13 @@ INLINE void update(float* __restrict master, float* __restrict gradient, float* 
 
 template <AdamFormula formula>
 INLINE void update_block(float* master, float* gradient, float* first, float* second, float* roots,
-                         std::size_t count, std::size_t tail, const AdamStep& step) {
+                         std::size_t count, std::size_t tail, const AdamStep& step,
+                         const Divisor& correction) {
   const std::size_t whole = count - tail;
-  update<formula, false>(master, gradient, first, second, roots, whole, step);
+  update<formula, false>(master, gradient, first, second, roots, whole, step, correction);
   if (tail != 0) {
     update<formula, true>(master + whole, gradient + whole, first + whole, second + whole,
-                          roots + whole, tail, step);
+                          roots + whole, tail, step, correction);
   }
 }
 
@@ -186,6 +209,7 @@ INLINE bool update_range(const AdamParameters& parameters, const AdamStep& step,
                          std::size_t end) {
   alignas(64) float masters[kBlock], gradient[kBlock], firsts[kBlock], seconds[kBlock],
       roots[kBlock];
+  const Divisor correction{step.correction};
   bool is_nan = false;
   for (; begin < end; begin += kBlock) {
     const std::size_t block = begin / kBlock, count = std::min(kBlock, end - begin);
@@ -204,10 +228,11 @@ INLINE bool update_range(const AdamParameters& parameters, const AdamStep& step,
     float* first = unpacked<true>(parameters.first, block, count, firsts);
     float* second = unpacked<false>(parameters.second, block, count, seconds);
     if (step.formula == AdamFormula::kTorch) {
-      update_block<AdamFormula::kTorch>(master, gradient, first, second, roots, count, tail, step);
+      update_block<AdamFormula::kTorch>(master, gradient, first, second, roots, count, tail, step,
+                                        correction);
     } else {
       update_block<AdamFormula::kDeepSpeed>(master, gradient, first, second, roots, count, tail,
-                                            step);
+                                            step, correction);
     }
     pack<true>(parameters.first, block, count, first, parameters);
     pack<false>(parameters.second, block, count, second, parameters);

@@ -26,7 +26,8 @@ struct AdamStep {
   // is the weight decay.
   float decay;
   bool maximize;
-  float correction;  // kTorch divides the root by it, kDeepSpeed multiplies
+  // kTorch divides the root by it, and it is from 2**-27 to 1; kDeepSpeed multiplies.
+  float correction;
   float eps;
   float step_size;  // negative
   // MKL's vmsSqrt, which torch's separate operations use and which does not round correctly; null
