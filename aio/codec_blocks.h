@@ -99,21 +99,25 @@ INLINE std::uint8_t encode_block(const float* __restrict values, std::uint8_t* _
     std::memset(codes, 0, kBlock);
     return kNotFinite;
   }
-  const auto scale = bits_as<float>((254 + top_octave(is_signed) - exponent) * kOctave);
+  // With this scale, the code is the lowest bits of the fp32 bit pattern without its dropped bits.
+  constexpr std::uint32_t octaves = is_signed ? 0 : 16;
+  constexpr std::uint32_t zero = kCodeZero + octaves * kOctave;
+  static_assert(zero >> kDropped << (is_signed ? 25 : 24) == 0);
+  const auto scale = bits_as<float>((254 + top_octave(is_signed) + octaves - exponent) * kOctave);
+  summand ^= 0x80000000;  // and so the sums
   for (std::size_t i = 0; i < kBlock; ++i) {
     const auto bits = bits_as<std::uint32_t>(values[i]);
-    const std::uint32_t random = ((table[i] * factor + summand) ^ 0x80000000) >> (32 - kDropped);
+    const std::uint32_t random = (table[i] * factor + summand) >> (32 - kDropped);
     const std::uint32_t magnitude = bits & kMagnitude;
     const float scaled = bits_as<float>(magnitude) * scale;
     // Signed: logarithmic steps above the smallest normal, even steps below it, whichever is
     // larger. Unsigned: only zero is below it.
-    const std::uint32_t even = bits_as<std::uint32_t>(scaled + kLeastNormal) - kOctave;
-    const std::uint32_t held_up = magnitude != 0 ? bits_as<std::uint32_t>(kLeastNormal) : kCodeZero;
-    const std::uint32_t cut =
-        (std::max(bits_as<std::uint32_t>(scaled), is_signed ? even : held_up) - kCodeZero +
-         random) >>
-        kDropped;
-    codes[i] = static_cast<std::uint8_t>(is_signed ? cut | (bits >> 31 << 7) : cut);
+    const float even = scaled * 0.5F + bits_as<float>(zero);
+    const std::uint32_t least = magnitude != 0 ? zero + kOctave : zero;
+    const std::uint32_t held_up =
+        std::max(bits_as<std::uint32_t>(scaled), is_signed ? bits_as<std::uint32_t>(even) : least);
+    const std::uint32_t cut = (held_up + random) >> kDropped;
+    codes[i] = static_cast<std::uint8_t>(is_signed ? (cut & 0x7f) | (bits >> 24 & 0x80) : cut);
   }
   return static_cast<std::uint8_t>(exponent);
 }
@@ -132,7 +136,7 @@ INLINE void decode_block(const std::uint8_t* __restrict codes, std::uint32_t exp
     const std::uint32_t bits = (magnitude << kDropped) + kCodeZero;
     const auto even = bits_as<std::uint32_t>(bits_as<float>(bits + kOctave) - kLeastNormal);
     const std::uint32_t infinity = magnitude < kHalfInfinity ? 0 : kInfinity;
-    const std::uint32_t sign = is_signed ? code >> 7 << 31 : 0;
+    const std::uint32_t sign = is_signed ? code << 24 & 0x80000000 : 0;
     values[i] = bits_as<float>(std::min(bits, even) | infinity | sign) * scale;
   }
 }
