@@ -288,11 +288,9 @@ class _Trial:
         self._with_missing = with_missing
         self._gradients: list[list[torch.Tensor | None]] = []
         self._weights: list[list[torch.Tensor]] = []
-        self._dtypes: dict[Key, torch.dtype] = {}
-        self._not_elementwise: set[Key] = set()
-        self._rest_bytes: dict[int, float] = {}  # bytes for each element, by sample
-        # The largest size that each state has had, by sample.
-        self._largest: dict[Key, dict[int, tuple[torch.Size, torch.dtype]]] = {}
+        # Tensors without memory: the largest that each state has been, by sample.
+        self._largest: dict[Key, dict[int, torch.Tensor]] = {}
+        self._not_elementwise: set[Key] = set()  # at some time
         self.shared: str = ""  # a key of the state that is not a parameter
         self.outside: str = ""  # describes tensors that the optimizer keeps outside of its state
         self.changes_outside = False  # whether a step changes any value outside, however small
@@ -311,13 +309,20 @@ class _Trial:
     @property
     def states(self) -> dict[Key, torch.dtype]:
         return {
-            key: dtype for key, dtype in self._dtypes.items() if key not in self._not_elementwise
+            key: next(iter(seen.values())).dtype
+            for key, seen in self._largest.items()
+            if key not in self._not_elementwise
         }
 
     @property
     def rest(self) -> float:
         """As in `Traits`: the minimum over samples that have such states."""
-        return min(filter(None, self._rest_bytes.values()), default=0.0)
+        nbytes = [0] * len(self._samples)
+        for key in self._not_elementwise:
+            for index, value in self._largest[key].items():
+                nbytes[index] += value.nbytes
+        shares = [each / sample.numel() for each, sample in zip(nbytes, self._samples, strict=True)]
+        return min(filter(None, shares), default=0.0)
 
     @property
     def forms(self) -> dict[int, dict[Key, Form]]:
@@ -326,8 +331,8 @@ class _Trial:
         for key, largest in self._largest.items():
             for dimensions, forms in found.items():
                 cases = [
-                    (self._samples[index].shape, *seen)
-                    for index, seen in largest.items()
+                    (self._samples[index].shape, state.shape, state.dtype)
+                    for index, state in largest.items()
                     if self._samples[index].dim() == dimensions
                 ]
                 if cases:
@@ -393,19 +398,12 @@ class _Trial:
         self._find_outside_state(optimizer)
         for index, parameter in enumerate(parameters):
             found = travelling(optimizer.state.get(parameter, {}), parameter.shape, parameter)
-            self._not_elementwise |= {
-                key for key, value in found.items() if not is_for_each(value, parameter.shape)
-            }
-            self._dtypes.update({key: value.dtype for key, value in found.items()})
             for key, value in found.items():
+                if not is_for_each(value, parameter.shape):
+                    self._not_elementwise.add(key)
                 seen = self._largest.setdefault(key, {})
-                if index not in seen or value.numel() > seen[index][0].numel():
-                    seen[index] = value.shape, value.dtype
-            rest = (
-                sum(value.nbytes for key, value in found.items() if key in self._not_elementwise)
-                / parameter.numel()
-            )
-            self._rest_bytes[index] = max(rest, self._rest_bytes.get(index, 0.0))
+                if index not in seen or value.numel() >= seen[index].numel():
+                    seen[index] = torch.empty_like(value, device="meta")
 
     def _find_outside_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Tensors that never change, and views of weights, do not count."""

@@ -205,6 +205,38 @@ def test_one_whose_elements_have_lists_is_cut(tmp_path):
     assert differing(ours, plain) == []
 
 
+class Growing(torch.optim.Optimizer):
+    """Keeps the gradients of the first half until the second step ends, and then of all."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+            if "kept" in state:
+                kept = state["kept"]
+                parameter[: len(kept)].sub_(kept, alpha=1e-3)
+            state["steps"] = steps = state.get("steps", 0) + 1
+            state["kept"] = parameter.grad[: -(-len(parameter) // (1 + (steps < 3)))].clone()
+
+
+def test_a_state_that_grows_to_the_shape_of_its_parameter_is_loaded_before_and_after(tmp_path):
+    for steps in (2, 3):
+        plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+        train(plain, Growing(plain), steps=5)
+        with NVMeOptimizer(ours, Growing, paths=tmp_path) as optimizer:
+            train(ours, optimizer, steps=steps)
+            state = optimizer.state_dict()
+        with NVMeOptimizer(ours, Growing, paths=tmp_path) as optimizer:
+            optimizer.load_state_dict(state)
+            train(ours, optimizer, first=steps, steps=5 - steps)
+        assert differing(ours, plain) == []
+
+
 class Unforeseen(Odd):
     """Keeps a state that no trial sees, for large parameters only."""
 
