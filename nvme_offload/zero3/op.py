@@ -313,7 +313,8 @@ class pin_handle:
     is_pinned = staticmethod(is_pinned)
 
 
-def aio_read(
+def _move_start(
+    writing: bool,
     buffer: torch.Tensor,
     filename: StrPath,
     block_size: int,
@@ -322,25 +323,12 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Read the start of *filename* into *buffer* and return 0. Raises: as `aio_handle`."""
-    return _handle(block_size, queue_depth, single_submit, overlap_events).read(
-        buffer, filename, validate
-    )
+    handle = _handle(block_size, queue_depth, single_submit, overlap_events)
+    return handle._complete(writing, buffer, filename, validate, 0)
 
 
-def aio_write(
-    buffer: torch.Tensor,
-    filename: StrPath,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Write *buffer* to the start of *filename* and return 0. Raises: as `aio_handle`."""
-    return _handle(block_size, queue_depth, single_submit, overlap_events).write(
-        buffer, filename, validate
-    )
+# Read the start of a file into a buffer, and write a buffer there. Returns 0; raises: as `aio_handle`.
+aio_read, aio_write = (functools.partial(_move_start, writing) for writing in (False, True))
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:

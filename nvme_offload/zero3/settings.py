@@ -10,12 +10,11 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import OffloadError, UnsupportedError, UsageError
 from ..hardware.config import BACKENDS, AioConfig
 from ..hardware.machine import physical_bytes
-from ..optimizer_states import FORMATS
 from ..swap.tier import engine_config, memory_size
 from ..units import format_bytes
 from .replacing import replaces
@@ -42,16 +41,6 @@ _PARAMETERS_IN_MEMORY = (
     ("zero_optimization", "zero_hpz_partition_size"),
     ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
-_POSSIBLE: Mapping[str, tuple[Any, ...]] = {
-    "swappers": ("native", "deepspeed"),
-    "backend": BACKENDS,
-    "checksum": (True, False),
-    "state_format": tuple(FORMATS),
-    "missing_gradients": ("zero", "last"),
-    "overlap_step": (True, False),
-    "update_device": ("auto", "gpu", "cpu"),
-    "step_in_backward": (True, False),
-}
 # Keys that need this package's swappers, with the value that DeepSpeed's swappers have.
 _NATIVE = {
     "state_format": "exact",
@@ -168,6 +157,16 @@ class Settings:
                 )
             values["weights"] = _weights(values["weights"], len(values["paths"]))
         return cls(**values)
+
+
+_POSSIBLE = {
+    "backend": BACKENDS,
+    **{
+        key: (True, False) if kind is bool else get_args(kind)
+        for key, kind in get_type_hints(Settings).items()
+        if kind is bool or get_origin(kind) is Literal
+    },
+}
 
 
 @replaces("deepspeed.runtime.config:DeepSpeedConfig")
