@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,17 @@ class BackwardUpdates:
         self._has_begun = False  # an update of the present step has begun
         self._failed_step = -2  # the last step in which an update failed
         self.accumulating = False
+        backward = weakref.ref(self)
+        compiler: Any = torch.compiler
+
+        def came(parameter: torch.Tensor) -> None:
+            updates = backward()
+            if updates is not None:
+                updates.gradient_came(parameter)
+
+        # compiled autograd would compile the update, which would change its rounding
+        self._hook: Any = compiler.disable(came)
+        self._handles: dict[int, Any] = {}  # of the hooks, by their key in the parameter's hooks
 
     @property
     def _owner(self) -> Steps:
@@ -72,6 +83,30 @@ class BackwardUpdates:
                 "this rank may be reduced afterwards, as DistributedDataParallel does. Use fully_shard in its place, which over a mesh of (ranks, 1) only "
                 'replicates; say step_in_backward="local" where nothing but autograd and FSDP2 works on gradients; or leave it out'
             )
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add hooks to *parameters*, except frozen ones. A parameter that has left the groups keeps
+        its hook, since FSDP2 may be calling it.
+        """
+        self._handles = {
+            key: handle
+            for key, handle in self._handles.items()
+            if handle.hooks_dict_ref() is not None
+        }
+        for parameter in parameters:
+            one: Any = parameter
+            # torch.utils.swap_tensors removes the hooks of a parameter
+            if one.requires_grad and self._handles.keys().isdisjoint(
+                one._post_accumulate_grad_hooks or ()
+            ):
+                handle = one.register_post_accumulate_grad_hook(self._hook)
+                self._handles[handle.id] = handle
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
 
     # Called by hooks.
 

@@ -121,13 +121,6 @@ class HostGradient(WithoutMemory):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of shape {list(self.shape)}, in host memory>"
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        values: Any = self.clone()
-        return values.__reduce_ex__(protocol)
-
     def refuse(self, use: str) -> NoReturn:
         """See `WithoutMemory`."""
         _refuse(use)

@@ -128,10 +128,6 @@ class StateOnDrive(WithoutMemory):
         moved: StateOnDrive = self._by(_MOVE, (self,), {})
         return moved  # torch's own method would copy *weight*, too
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        values: Any = self.clone()
-        return values.__reduce_ex__(protocol)
-
     def refuse(self, use: str) -> NoReturn:
         """See `WithoutMemory`."""
         raise UsageError(

@@ -23,7 +23,6 @@ from .binding import Binding, Plan, check_resized, may_be_replaced, parameters_o
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight
 from .budget import Budget, DividedOtherwiseError
-from .gradient_hooks import GradientHooks
 from .inner import Maker
 from .modes import fixed_modes
 from .options import StepOptions, When, differences, samples_of
@@ -87,7 +86,6 @@ class Steps:
         self.backward = BackwardUpdates(self)
         self.sums = GradientSums(tier, self.lock, self.updater.drain, self.weakly(Steps.recover))
         self.overlap = Overlap(self, name, self.health.calls, enabled=when.overlap_step)
-        self._gradient_hooks = GradientHooks(self.backward)
         self.clock: UpdateClock  # from the first binding on
         # The number of a step whose updates have all been made, until `step` returns or the next
         # one begins.
@@ -198,7 +196,7 @@ class Steps:
 
     def _watch_gradients(self) -> None:
         if self.when.step_in_backward or self.when.accumulate:
-            self._gradient_hooks.watch(one for _, one in parameters_of(self.groups))
+            self.backward.watch(one for _, one in parameters_of(self.groups))
 
     def options_of(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         """The options of the groups of *bucket* in this step, by index of the group."""
@@ -568,7 +566,7 @@ class Steps:
             finally:
                 self.health.closed = True
                 self.overlap.close()
-                self._gradient_hooks.close()
+                self.backward.close()
                 if not self.health.broken:
                     self.drain()
                 self.sums.close(self.binding.weights)

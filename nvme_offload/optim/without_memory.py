@@ -47,6 +47,13 @@ class WithoutMemory(torch.Tensor):
     def __copy__(self) -> torch.Tensor:
         return self.detach()
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values: Any = self.clone()
+        return values.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -5,7 +5,9 @@ contradicts it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -167,7 +169,15 @@ def look(net, optimizer):
     sum(parameter.grad.sum() for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("contradict", [accumulate, clip, scale, look])
+def duplicate(net, optimizer):
+    copy.deepcopy(next(net.parameters()).grad)
+
+
+def pickled(net, optimizer):
+    pickle.dumps([parameter.grad for parameter in net.parameters()])
+
+
+@pytest.mark.parametrize("contradict", [accumulate, clip, scale, look, duplicate, pickled])
 def test_contradictions_are_errors_that_say_so(tmp_path, contradict):
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
