@@ -15,12 +15,11 @@ import torch
 
 from .formats import Layout, Slot, StateFormat
 from .on_gpu import packs_in_one_pass, reason
-from .one_pass import STATES, Part
+from .one_pass import Part, is_usual
 from .packed import Look, Pieces, bits_of
 from .rounding import BLOCK
 from .traits import raw_step
 
-_KEYS = {"step", *STATES}
 _SAMPLE = 1 << 17  # values
 # of a group; the learning rate changes from step to step, and torch before 2.7 lacks the last one
 _OPTIONS = ("eps", "weight_decay", "maximize", "decoupled_weight_decay")
@@ -39,16 +38,7 @@ def can_step_by_kernels(optimizer: torch.optim.Optimizer, parts: Sequence[Part])
 
 
 def _gives_bits_of_torch(kind: Any, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    if (
-        state.keys() != _KEYS
-        or not group["fused"]
-        or any(group.get(name) for name in ("amsgrad", "differentiable"))
-        or not all(name in group for name in _OPTIONS)
-        or not all(
-            isinstance(number, float | int)
-            for number in (group["lr"], group["weight_decay"], *group["betas"])
-        )
-    ):
+    if not (is_usual(group, state) and group["fused"] and all(name in group for name in _OPTIONS)):
         return False
     device = state["step"].device
     options = tuple((name, group[name]) for name in _OPTIONS), tuple(group["betas"])

@@ -28,7 +28,6 @@ from .rounding import BLOCK, random_table, seed_state
 from .traits import raw_step
 
 STATES = ("exp_avg", "exp_avg_sq")
-_KEYS = {"step", *STATES}
 _ELEMENTS = {
     torch.float32: _aio.Element.FLOAT32,
     torch.bfloat16: _aio.Element.BFLOAT16,
@@ -107,15 +106,23 @@ def has_packed_moments(layout: Layout) -> bool:
     )
 
 
+def is_usual(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether a step of Adam with the options of *group* uses two moments and numbers alone."""
+    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
+    return (
+        state.keys() == {"step", *STATES}
+        and all(isinstance(number, float | int) for number in numbers)
+        and not any(group.get(name) for name in ("amsgrad", "differentiable"))
+    )
+
+
 def _next_step(optimizer: torch.optim.Optimizer, part: Part) -> Any:
     group, state = part.group, optimizer.state.get(part.parameter, {})
     step = state.get("step")
-    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
     if (
-        state.keys() != _KEYS
+        not is_usual(group, state)
+        or group.get("capturable")
         or not (torch.is_tensor(step) and step.is_cpu and step.dtype == torch.float32)
-        or not all(isinstance(number, float | int) for number in numbers)
-        or any(group.get(name) for name in ("amsgrad", "capturable", "differentiable"))
         or part.gradient.dtype not in _ELEMENTS
     ):
         return None
