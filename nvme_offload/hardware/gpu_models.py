@@ -17,6 +17,7 @@ dies of an MI250X and of an MI250 as a GPU, and so does the table.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -92,6 +93,7 @@ MODELS = {
 }
 
 
+@functools.cache
 def find(name: str) -> GpuModel | None:
     """The model that *name* contains, such as "H100", "NVIDIA A100-SXM4-80GB" or "RTX4090"; None for a
     model that the table lacks, and for GPUs of laptops, which are slower than their namesakes.
