@@ -283,6 +283,28 @@ def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> l
     ]
 
 
+def compared(
+    program: Callable[[Callable[..., torch.optim.Optimizer]], Sequence[torch.Tensor]],
+    place: Path,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> list[int]:
+    """Where the results of *program* differ between optimizers of *kind* in memory and
+    `NVMeOptimizer`. It receives a function that makes an optimizer of parameters.
+    """
+    made: list[NVMeOptimizer] = []
+
+    def ours(params: Any, **given: Any) -> NVMeOptimizer:
+        made.append(NVMeOptimizer(params, kind, paths=place, **options, **given))
+        return made[-1]
+
+    expected = program(lambda params, **given: kind(list(params), **given))
+    found = program(ours)
+    for optimizer in made:
+        optimizer.close()
+    return differing(found, expected)
+
+
 def unlike(one: Any, other: Any, at: str = "") -> list[str]:
     """Where two state dicts differ."""
     if torch.is_tensor(one) and torch.is_tensor(other):

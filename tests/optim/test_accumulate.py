@@ -19,6 +19,7 @@ from reference import (
     OPTIMIZERS,
     SHAPES,
     Reference,
+    compared,
     differing,
     loss_of,
     model,
@@ -442,8 +443,7 @@ def test_a_model_that_is_moved_anywhere_in_a_step(tmp_path, move, when, by, set_
 
 
 def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
-    results = []
-    for ours in (False, True):
+    def program(make):
         params = parameters()
         params[2].requires_grad_(False)
         shared = torch.nn.Linear(30, 30, bias=False)
@@ -452,11 +452,7 @@ def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
             {"params": params[:3], "lr": 0.1},
             {"params": [*params[3:], shared.weight], "weight_decay": 0.3},
         ]
-        optimizer = (
-            NVMeOptimizer(groups, paths=tmp_path, host_memory=200_000, accumulate="host")
-            if ours
-            else torch.optim.AdamW(groups)
-        )
+        optimizer = make(groups)
         for step in range(4):
             for micro_batch in range(3):
                 backward([params[0], params[3 + (step + micro_batch) % 3]], 10 * step + micro_batch)
@@ -467,10 +463,9 @@ def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
                 backward([params[2]], 6)
             optimizer.step()
             optimizer.zero_grad()
-        results.append([*params, shared.weight])
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return [*params, shared.weight]
+
+    assert compared(program, tmp_path, host_memory=200_000, accumulate="host") == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -495,39 +490,29 @@ def test_a_parameter_that_leaves_with_its_gradient_and_returns(tmp_path, dtype):
 
 
 def test_a_group_that_is_added(tmp_path):
-    results = []
-    for ours in (False, True):
+    def program(make):
         params = parameters()
-        optimizer = (
-            NVMeOptimizer(params[:3], paths=tmp_path, accumulate="host")
-            if ours
-            else torch.optim.AdamW(params[:3])
-        )
+        optimizer = make(params[:3])
         backward(params[:3], 0)
         optimizer.add_param_group({"params": params[3:], "lr": 0.1})
         backward(params, 1)
         backward(params, 2)
-        if ours:
+        if isinstance(optimizer, NVMeOptimizer):
             assert all(isinstance(parameter.grad, HostGradient) for parameter in params)
         optimizer.step()
-        results.append(params)
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return params
+
+    assert compared(program, tmp_path, accumulate="host") == []
 
 
 def test_strides_of_gradients(tmp_path):
     """A parameter in channels_last, and gradients with other strides than their parameter's."""
-    results = []
-    for ours in (False, True):
+
+    def program(make):
         torch.manual_seed(0)
         net = torch.nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
         odd = torch.nn.Parameter(torch.randn(40, 30).t())
-        optimizer = (
-            NVMeOptimizer([*net.parameters(), odd], paths=tmp_path, accumulate="host")
-            if ours
-            else torch.optim.AdamW([*net.parameters(), odd])
-        )
+        optimizer = make([*net.parameters(), odd])
         for _ in range(3):
             for _ in range(2):
                 (net(torch.randn(2, 8, 9, 9)).square().mean() + (odd @ odd.t()).sum()).backward()
@@ -535,21 +520,15 @@ def test_strides_of_gradients(tmp_path):
             norm = torch.nn.utils.clip_grad_norm_([*net.parameters(), odd], 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        results.append([*net.parameters(), odd, norm, torch.tensor(sum(strides, ()))])
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return [*net.parameters(), odd, norm, torch.tensor(sum(strides, ()))]
+
+    assert compared(program, tmp_path, accumulate="host") == []
 
 
 def test_closures(tmp_path):
-    results = []
-    for ours in (False, True):
+    def program(make):
         net = model()
-        optimizer = (
-            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
-            if ours
-            else torch.optim.AdamW(net.parameters())
-        )
+        optimizer = make(net.parameters())
 
         def closure(net=net, optimizer=optimizer):
             optimizer.zero_grad()
@@ -559,10 +538,9 @@ def test_closures(tmp_path):
             return loss
 
         losses = [optimizer.step(closure).detach() for _ in range(3)]
-        results.append([*net.parameters(), *losses])
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return [*net.parameters(), *losses]
+
+    assert compared(program, tmp_path, accumulate="host") == []
 
 
 class Failing(torch.autograd.Function):
@@ -578,14 +556,10 @@ class Failing(torch.autograd.Function):
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_backward_that_fails_in_the_middle(tmp_path, given_up):
     """Gradients added before the failure stay added, as in memory."""
-    results = []
-    for ours in (False, True):
+
+    def program(make):
         net = model()
-        optimizer = (
-            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
-            if ours
-            else torch.optim.AdamW(net.parameters())
-        )
+        optimizer = make(net.parameters())
         loss_of(net, 0).backward()
         with pytest.raises(RuntimeError, match="injected"):
             net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
@@ -593,10 +567,9 @@ def test_a_backward_that_fails_in_the_middle(tmp_path, given_up):
             optimizer.zero_grad()
         loss_of(net, 1).backward()
         optimizer.step()
-        results.append(list(net.parameters()))
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return list(net.parameters())
+
+    assert compared(program, tmp_path, accumulate="host") == []
 
 
 def test_gradients_are_used_up_by_a_step(tmp_path):
@@ -931,15 +904,10 @@ def test_a_sum_that_is_not_whole_is_reported(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 @pytest.mark.parametrize("autograd_too", [False, True])
 def test_compiled(tmp_path, autograd_too):
-    results = []
-    for ours in (False, True):
+    def program(make):
         net = model()
         run = torch.compile(net, backend="aot_eager")
-        optimizer = (
-            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
-            if ours
-            else torch.optim.AdamW(net.parameters())
-        )
+        optimizer = make(net.parameters())
         for step in range(2):
             for micro_batch in range(3):
                 with (
@@ -948,14 +916,13 @@ def test_compiled(tmp_path, autograd_too):
                     else contextlib.nullcontext()
                 ):
                     loss_of(run, 10 * step + micro_batch).backward()
-            if ours:
+            if isinstance(optimizer, NVMeOptimizer):
                 assert all(isinstance(one.grad, HostGradient) for one in net.parameters())
             optimizer.step()
             optimizer.zero_grad()
-        results.append(list(net.parameters()))
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return list(net.parameters())
+
+    assert compared(program, tmp_path, accumulate="host") == []
 
 
 class InParts(torch.nn.Module):
@@ -1037,15 +1004,11 @@ def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(tmp_path, reentrant):
     """A layer that is used twice, in segments with separate backward() calls."""
-    results = []
-    for ours in (False, True):
+
+    def program(make):
         torch.manual_seed(0)
         layer = torch.nn.Linear(30, 30)
-        optimizer = (
-            NVMeOptimizer(layer.parameters(), paths=tmp_path, accumulate="host")
-            if ours
-            else torch.optim.AdamW(layer.parameters())
-        )
+        optimizer = make(layer.parameters())
         for step in range(2):
             for _ in range(2):
                 hidden = torch.full((2, 30), 0.1 + step, requires_grad=True)
@@ -1056,7 +1019,6 @@ def test_checkpointing(tmp_path, reentrant):
                 hidden.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(list(layer.parameters()))
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return list(layer.parameters())
+
+    assert compared(program, tmp_path, accumulate="host") == []

@@ -6,6 +6,7 @@ optimizer.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections import defaultdict
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import reference
 import torch
 from covering import covering
 from reference import OPTIMIZERS, Reference, differing, parameters, set_gradients, train, unlike
@@ -54,24 +56,7 @@ def step(net: torch.nn.Module, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
-def compared(
-    program: Callable[[Make], list[torch.Tensor]],
-    place: Any,
-    kind: Any = torch.optim.AdamW,
-    **options: Any,
-) -> list[int]:
-    """What differs after *program*, which gets what makes an optimizer."""
-    made: list[NVMeOptimizer] = []
-
-    def ours(params: Any, **kwargs: Any) -> NVMeOptimizer:
-        made.append(NVMeOptimizer(params, kind, paths=place, host_memory=CAP, **options, **kwargs))
-        return made[-1]
-
-    expected = program(lambda params, **kwargs: kind(list(params), **kwargs))
-    found = program(ours)
-    for optimizer in made:
-        optimizer.close()
-    return differing(found, expected)
+compared = functools.partial(reference.compared, host_memory=CAP)
 
 
 def resumed(
