@@ -182,25 +182,6 @@ def test_what_is_no_buffer_changes_nothing(store: TensorStore, random_bytes: Ran
     assert everything(store) == {"a": data.tobytes()}
 
 
-def test_a_name_has_its_last_value(store: TensorStore, random_bytes: RandomBytes) -> None:
-    assert ("a" in store, len(store), store.names()) == (False, 0, [])
-    for size in (PAGE, PAGE, 3 * PAGE + 5, 3 * PAGE + 5, 0, 17, 2 * MIB):
-        data = random_bytes(size)
-        store.put("a", data)
-        assert (store.nbytes("a"), "a" in store, len(store)) == (size, True, 1)
-        assert_array_equal(contents(store, "a"), data)
-        assert store.used_bytes == -(-size // PAGE) * PAGE
-    store.delete("a")
-    assert ("a" in store, len(store), store.used_bytes) == (False, 0, 0)
-    for call in (
-        lambda: store.delete("a"),
-        lambda: store.nbytes("a"),
-        lambda: store.get("a", bytearray(1)),
-    ):
-        with pytest.raises(UsageError, match="no tensor 'a'"):
-            call()
-
-
 def test_a_value_of_the_same_size_keeps_its_place(
     store: TensorStore, tmp_path: Path, random_bytes: RandomBytes
 ) -> None:

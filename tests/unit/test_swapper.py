@@ -238,18 +238,6 @@ def test_nothing_is_copied_before_its_use_that_may_move(make_swapper: MakeSwappe
     assert [glimpse.value.name for glimpse, _ in roomy.upcoming(count)] == ["n0"]  # n1 is in use
 
 
-def test_another_order_in_between_changes_no_contents(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(4)
-    contents = fill(swapper, 9)
-    order = [*range(9), *reversed(range(9))]
-    train(swapper, order, contents)
-    train(swapper, list(range(9)) + order, contents)  # an evaluation first
-    train(swapper, [8, 0, 3, 3, 7, 1], contents)
-    before, after = train(swapper, order, contents)
-    before, after = train(swapper, order, contents)
-    assert after.misses - before.misses < 18
-
-
 def test_hints_read_ahead_where_nothing_is_learned(
     make_swapper: MakeSwapper, store: TensorStore
 ) -> None:
@@ -280,16 +268,6 @@ def test_hints_of_another_order_than_the_learned_are_followed(make_swapper: Make
     read = (after.bytes_read - before.bytes_read) // SIZE
     assert read <= count - values + 6  # 3 more than in a cycle
     assert after.unused_prefetches - before.unused_prefetches <= 3
-
-
-def test_several_are_in_use_at_once_and_each_is_its_own(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(4)
-    fill(swapper, 8)
-    for first in (0, 3, 5):
-        held = {number: swapper.swap_in(f"n{number}") for number in range(first, first + 3)}
-        for number, tensor in held.items():
-            assert torch.equal(tensor, pattern(1000 * number))
-            swapper.release(f"n{number}", changed=False)
 
 
 def test_a_value_may_be_shorter_than_its_room(make_swapper: MakeSwapper) -> None:
@@ -333,18 +311,6 @@ def test_tensors_of_every_kind_are_copied_in(
     swapper.swap_out("other", pattern(1))
     found = swapper.swap_in("value")
     assert torch.equal(found, tensor.reshape(-1).view(torch.uint8))
-
-
-def test_a_new_value_replaces_the_old_one_of_whatever_size(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(3)
-    for number, nbytes in enumerate([SIZE, SIZE, 2 * SIZE, 1, 3 * SIZE, 4097]):
-        swapper.swap_out("value", pattern(number, nbytes))
-        swapper.swap_out("other", pattern(100 + number, SIZE))
-        assert torch.equal(swapper.swap_in("value"), pattern(number, nbytes))
-        swapper.release("value", changed=False)
-        assert torch.equal(swapper.swap_in("other"), pattern(100 + number, SIZE))
-        swapper.release("other", changed=False)
-    assert set(swapper.names()) == {"other", "value"}
 
 
 def test_scratch_memory_is_part_of_the_budget(make_swapper: MakeSwapper) -> None:
