@@ -48,7 +48,9 @@ class Question:
 
 
 def faster(found: Sequence[Plan], chosen: Plan) -> list[Plan]:
-    """The plans that are faster than *chosen*, and than every plan with fewer concessions."""
+    """The plans that are faster than *chosen*, and than every plan with fewer concessions, the
+    fastest first.
+    """
     better = [chosen]
     timed = [(plan.seconds, plan) for plan in found if plan.fits and plan.seconds is not None]
     for seconds, plan in sorted(timed, key=lambda each: (each[1].concession, each[0])):
@@ -59,7 +61,7 @@ def faster(found: Sequence[Plan], chosen: Plan) -> list[Plan]:
         ]
         if all(seconds * AS_FAST < (other.seconds or 0.0) for other in (chosen, *compared)):
             better.append(plan)
-    return better[1:]
+    return sorted(better[1:], key=lambda plan: plan.seconds or math.inf)
 
 
 def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
@@ -71,7 +73,7 @@ def shown(found: Sequence[Plan], chosen: Plan | None, count: int) -> list[Plan]:
     others = ranked
     if chosen is not None:
         doors[chosen.strategy.door] = chosen.strategy.name
-        others = sorted(faster(found, chosen), key=lambda plan: plan.seconds or math.inf)
+        others = faster(found, chosen)
     names = [*doors.values(), *(plan.strategy.name for plan in others)]
     wanted = list(dict.fromkeys(names))[:count]
     return [plan for plan in found if plan.strategy.name in wanted]
