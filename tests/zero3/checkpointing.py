@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import hashlib
 import json
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -36,12 +33,11 @@ class Life:
     saves until step *last*.
 
     saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive
-    that is filled up between two saves to it. kill: where in the last save the process is to end
-    itself. universal: a directory to convert to a universal checkpoint first. weights: of which
-    directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model:
-    where to write the 16-bit weights. failing: the last rank fails in a save more, to the first
-    directory. breaking: saves there again, each with something missing. looks: at all weights and
-    states around each save, which waits for pending updates.
+    that is filled up between two saves to it. universal: a directory to convert to a universal
+    checkpoint first. weights: of which directory to compare the weights, as DeepSpeed's tools read
+    them, with the engine's. model: where to write the 16-bit weights. failing: the last rank fails
+    in a save more, to the first directory. breaking: saves there again, each with something
+    missing. looks: at all weights and states around each save, which waits for pending updates.
     """
 
     name: str
@@ -52,7 +48,6 @@ class Life:
     load: str = ""
     saves: list[list[Any]] = dataclasses.field(default_factory=list)
     full: str = ""
-    kill: str = ""
     universal: str = ""
     load_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     weights: str = ""
@@ -97,8 +92,6 @@ def live(life: Life, directory: str) -> dict[str, Any]:
         for when, place in life.saves:
             if step == when:
                 before = training._final(engine) if life.looks else None
-                if life.kill and [when, place] == life.saves[-1]:
-                    end_in_the_middle(life.kill)
                 with memory_growth(result, "saving"):
                     engine.save_checkpoint(place, tag="tag", client_state={"reported": step})
                 if place == life.weights and when == life.saves[-1][0]:
@@ -264,30 +257,6 @@ def contents(place: Path) -> dict[str, str]:
         for path in place.rglob("*")
         if path.is_file() and path.name != "filling"
     }
-
-
-def end_in_the_middle(where: str) -> None:
-    """Have this process killed by the next save, while it writes ("writing") or when everything is
-    written ("written").
-    """
-    from nvme_offload.io import archive
-    from nvme_offload.io.ranks import Ranks
-
-    def end(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    # The first agreement is on the temporary directory, the second on the files in it.
-    module, name = (archive, "wait_all") if where == "writing" else (Ranks, "agree")
-    before, calls = getattr(module, name), [0]
-
-    @functools.wraps(before)
-    def counted(*arguments: Any) -> None:
-        calls[0] += 1
-        if calls[0] == 2:
-            end()
-        before(*arguments)
-
-    setattr(module, name, counted)
 
 
 def convert(place: Path) -> None:

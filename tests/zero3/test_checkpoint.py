@@ -400,28 +400,6 @@ def test_two_ranks(place: Path) -> None:
     assert results["cut"]["begin"] == results["to cpu"]["begin"]
 
 
-@pytest.mark.slow
-def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Results) -> None:
-    again = []
-    with contextlib.ExitStack() as stack:
-        processes = {}
-        for where in ("writing", "written"):
-            target = str(place / f"killed {where}")
-            life = Life("killed", CASES["groups"], saves=[[2, target], [3, target]], kill=where)
-            (processes[target],) = stack.enter_context(
-                start([], place, script=SCRIPT, lives=[dataclasses.asdict(life)])
-            )
-            again.append(Life(where, CASES["groups"], first=2, load=target, saves=[[3, target]]))
-        for target, process in processes.items():
-            killed = finish(process)
-            assert killed.status == -9, killed.complaints
-            assert list(Path(target).rglob("*.partial"))
-    results = run(again, place)
-    for life in again:
-        assert_resumed(results[life.name], whole["groups"])
-        assert not list(Path(life.load).rglob("*.partial"))
-
-
 def test_a_full_drive_leaves_the_last_checkpoint_and_training_goes_on(
     place: Path, whole: Results, mounted: Callable[[str], Path]
 ) -> None:

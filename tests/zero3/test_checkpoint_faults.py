@@ -15,7 +15,7 @@ CASE = Case(name="damaged", model="odd", states="nvme", persistence=100)
 
 @pytest.mark.slow
 def test_no_single_fault_is_accepted(tmp_path: Path) -> None:
-    count = 2500
+    count = 1000
     with start([CASE], tmp_path, script=SCRIPT, count=count, seed=17) as (process,):
         ended = finish(process, 550)
     assert ended.status == 0, ended.complaints

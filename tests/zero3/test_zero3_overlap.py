@@ -202,12 +202,15 @@ def test_bits_are_the_same_at_any_speed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_late", [True, False])
-def test_two_ranks(tmp_path_factory, is_late):
+def test_two_ranks(tmp_path_factory):
     cases = {name: CASES[name] for name in ON_TWO_RANKS}
-    for name, (mine, reference) in both(cases, tmp_path_factory, ranks=2, late=is_late).items():
-        assert differences(mine, reference) == [], name
-        assert mine["traffic"]["overlapped"] > 1
+    results = both(cases, tmp_path_factory, ranks=2)
+    mine = list(map(overlapped, cases.values()))
+    at_once = train(mine, tmp_path_factory.mktemp("drive"), ranks=2)
+    for (name, (late, reference)), other in zip(results.items(), at_once, strict=True):
+        for found in (late, other):
+            assert differences(found, reference) == [], name
+            assert found["traffic"]["overlapped"] > 1
 
 
 @pytest.mark.slow  # compiles that Adam
