@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import Reference, differing
-from test_ranks import ACCUMULATED, results_of_ranks
+from test_ranks import cases_of, results_of_ranks
 
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.host_gradient import HostGradient
@@ -133,4 +133,4 @@ def test_memory(tmp_path, monkeypatch):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_ranks(tmp_path):
     reported = results_of_ranks("ranks_accumulate.py", "cuda", tmp_path)
-    assert reported == {case: [] for case in ACCUMULATED}
+    assert reported == {case: [] for case in cases_of("ranks_accumulate.py")}

@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, train, unlike
-from test_ranks import CASES, IN_BACKWARD, OVERLAPPED, results_of_ranks
+from test_ranks import cases_of, results_of_ranks
 
 from nvme_offload import sizes
 from nvme_offload.device import staging
@@ -294,19 +294,19 @@ def results_overlapped(tmp_path_factory):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of("ranks.py"))
 def test_two_gpus(reported, case):
     assert reported[case] == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("case", IN_BACKWARD)
+@pytest.mark.parametrize("case", cases_of("ranks_in_backward.py"))
 def test_updates_in_backward_on_two_gpus(results_in_backward, case):
     assert results_in_backward[case] == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("case", OVERLAPPED)
+@pytest.mark.parametrize("case", cases_of("ranks_overlap.py"))
 def test_overlapped_steps_on_two_gpus(results_overlapped, case):
     assert results_overlapped[case] == []
 

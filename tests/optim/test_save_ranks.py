@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_ranks import results_of_ranks
+from test_ranks import cases_of, results_of_ranks
 
 from nvme_offload.files import commit
 from nvme_offload.io import manifest
@@ -14,29 +14,6 @@ from nvme_offload.io.engine import Engine
 from nvme_offload.io.manifest import Manifest
 
 pytestmark = pytest.mark.slow
-
-CASES = (
-    "one_path_for_all_ranks",
-    "one_path_with_pending_updates",
-    "replicas_of_shards",
-    "shards_of_tensor_parallel_parts",
-    "a_path_for_each_rank",
-    "the_state_dict_of_another_rank",
-    "some_ranks_with_the_same_path",
-    "ranks_in_another_order",
-    "another_number_of_ranks",
-    "loads_take_no_memory_but_the_budget",
-    "whole_states_of_one_process",
-    "shards_of_another_mesh",
-    "two_groups_with_one_path",
-    "ddp",
-    "zero_redundancy",
-    "a_damaged_file_is_an_error_on_every_rank",
-    "a_rank_that_fails_leaves_the_last_save",
-    "what_an_older_version_saved",
-    "a_path_that_is_not_there",
-    "in_the_midst_of_a_step_of_one_rank",
-)
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +45,11 @@ COLUMNS = ("program", "reference", "steps", "ranks")
             if case in RESUMED
             else (),
         )
-        for case in CASES
+        for case in cases_of("ranks_save.py")
     ],
 )
 def test_four_ranks(reported, case):
     assert reported[case] == []
-
-
-def test_every_case_is_looked_at(reported):
-    assert set(reported) == set(CASES)
 
 
 def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_save(
