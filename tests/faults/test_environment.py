@@ -156,40 +156,6 @@ def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
         assert fill(store) >= kept - 1
 
 
-WITHOUT_SYS = """
-import ctypes, os, subprocess, sys
-if ctypes.CDLL(None).unshare(0x00020000) != 0: sys.exit(77)
-subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-subprocess.run(["umount", "--lazy", "/sys"], check=True)
-assert not os.listdir("/sys")
-import numpy as np
-from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.drive_warnings import warnings
-from nvme_offload.store.store import TensorStore
-found = describe(sys.argv[1])
-assert found.filesystem == "ext4"
-warnings(found)
-data, back = np.arange(3000, dtype=np.uint8), np.empty(3000, np.uint8)
-with TensorStore(sys.argv[1]) as store:
-    store.put("a", data).wait()
-    store.get("a", back).wait()
-    assert (back == data).all()
-"""
-
-
-def test_without_sys(drive: Drive) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_SYS, str(drive.place)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 77:
-        pytest.skip("hiding /sys needs root")
-    assert done.returncode == 0, done.stderr
-
-
 # of which torch takes 300 MB, weights and gradients 640 MB: the optimizer's states, 640 MB, have no
 # room
 GROUP_BYTES = 1400 << 20

@@ -208,7 +208,7 @@ with Engine(config) as engine:
         try:
             engine.write(data, file)
         except UnsupportedError as error:
-            print("mount it" in str(error))
+            print("mount it, or give offsets and sizes that are multiples of" in str(error))
 with nvme_offload.store.store.TensorStore(os.path.dirname(path), config) as store:
     store.put("a", data).wait()
     back = numpy.zeros_like(data)

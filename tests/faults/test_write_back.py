@@ -7,14 +7,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import nvme_offload
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, OffloadError
 from nvme_offload.hardware.config import AioConfig
@@ -147,47 +145,6 @@ def test_a_store_writes_nothing_through_the_page_cache(mounted: Callable[[str], 
         engine.read(back, file).wait()
         padding = file.offset_alignment
         assert back.tobytes() == b"x" * 10 + bytes(padding - 10) + b"\xff" * (8192 - padding)
-
-
-WITHOUT_PROC = """
-import ctypes, os, subprocess, sys
-if ctypes.CDLL(None).unshare(0x00020000) != 0: sys.exit(77)
-subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-import numpy as np
-from nvme_offload.io.engine import Engine
-from nvme_offload.store.store import TensorStore
-subprocess.run(["umount", "--lazy", "/proc"], check=True)
-assert not os.path.exists("/proc/self")
-data, back = np.arange(3000, dtype=np.uint8), np.empty(3000, np.uint8)
-with TensorStore(sys.argv[1]) as store:
-    store.put("a", data).wait()
-    store.get("a", back).wait()
-    assert (back == data).all()
-with Engine() as engine:
-    engine.write(data, sys.argv[1] + "/file").wait()
-    engine.read(back, sys.argv[1] + "/file").wait()
-    assert (back == data).all()
-    with engine.open_anonymous(sys.argv[1], 8192) as file:
-        try:
-            engine.write(data, file)
-        except Exception as error:
-            print(type(error).__name__, error)
-"""
-
-
-def test_without_proc(mounted: Callable[[str], Path]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PROC, str(mounted("ext4"))],
-        cwd=Path(nvme_offload.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 77:
-        pytest.skip("hiding /proc needs root")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("UnsupportedError the unaligned ends of a write to")
-    assert "mount it, or give offsets and sizes that are multiples of" in done.stdout
 
 
 @pytest.mark.parametrize("cut", [513, 1001, 1535, 2047])
