@@ -466,34 +466,6 @@ def test_each_request_is_waited_for_alone(
             ticket.wait(PATIENCE)
 
 
-def test_threads_share_an_engine(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    share, threads = 500_001, 8
-    data = random_bytes(share * threads)
-
-    def work(place: int) -> Bytes:
-        mine = data[place * share :][:share]
-        target = np.zeros_like(mine)
-        for low in range(0, share, 50_000):
-            tickets = [
-                engine.write(
-                    mine[low + step : low + step + 10_000], file, place * share + low + step
-                )
-                for step in range(0, 50_000, 10_000)
-            ]
-            for ticket in tickets:
-                ticket.wait(PATIENCE)
-        engine.read(target, file, place * share).wait(PATIENCE)
-        return target
-
-    with engine.open(path, "rw", size=data.size) as file, ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(work, range(threads)))
-    assert_array_equal(np.concatenate(results), data)
-    assert_array_equal(on_disk(path), data)
-
-
 def test_one_ticket_waited_for_by_many_threads(
     engine: Engine, directory: Path, random_bytes: RandomBytes
 ) -> None:
@@ -510,23 +482,6 @@ def test_one_ticket_waited_for_by_many_threads(
         barrier.wait(PATIENCE)
         assert list(results) == [data.size] * 8
     assert_array_equal(on_disk(directory / "data"), data)
-
-
-def test_engines_share_a_file(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    share = 300_001
-    data = random_bytes(4 * share)
-    engines = [Engine(configure(block_size=4096 << place, queue_depth=4)) for place in range(4)]
-    tickets = [
-        engine.write(data[place * share :][:share], path, place * share)
-        for place, engine in enumerate(engines)
-    ]
-    for engine, ticket in zip(engines, tickets, strict=True):
-        assert ticket.wait(PATIENCE) == share
-        engine.close()
-    assert_array_equal(on_disk(path), data)
 
 
 @pytest.mark.parametrize(

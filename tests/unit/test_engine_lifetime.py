@@ -15,7 +15,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -936,27 +935,6 @@ def resources() -> dict[str, int]:
 def more_than(before: dict[str, int]) -> dict[str, int]:
     """What this process has more of than *before*."""
     return {kind: have for kind, have in resources().items() if have > before[kind]}
-
-
-def test_engines_leave_nothing_behind(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    data = random_bytes(10_001)
-    data.tofile(path)
-    settings = configure(queue_depth=8)
-    before = resources()
-
-    def use(_: int) -> None:
-        target = np.zeros_like(data)
-        with Engine(settings) as engine:
-            engine.read(target, path)
-        assert_array_equal(target, data)
-
-    # the kernel is slow to end a queue, but ends many concurrently
-    with ThreadPoolExecutor(8) as pool:
-        assert len(list(pool.map(use, range(300)))) == 300
-    assert eventually(lambda: not more_than(before)), (before, more_than(before))
 
 
 def test_an_engine_that_cannot_be_made_is_a_typed_error(
