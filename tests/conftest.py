@@ -100,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 LONGEST = (
     *("test_recovery.py", "test_packaging.py", "test_zero3_overlap.py", "test_stage_1_and_2.py"),
     *("test_transformers_doors.py", "test_parity.py", "test_systems.py", "test_big_models.py"),
-    *("test_interrupts.py", "test_model.py", "test_weights_alone.py", "test_ranks.py"),
+    *("test_interrupts.py", "test_weights_alone.py", "test_ranks.py"),
 )
 
 
