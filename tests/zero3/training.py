@@ -6,7 +6,7 @@ The one argument is a JSON object: "cases", as `launch.Case` has them; "director
 for one that has it (the default); "faults", the faults of the engines, as `Engine` takes them, with
 the kind of fault by name; "faulty_rank", the only one where it does;
 "late", that no update of "overlap_step" is made before a caller waits for one; "in_gpu_memory", that
-nothing is offloaded.
+nothing is offloaded; "virtual_gpu", that updates run on a `VirtualGpu`.
 The ranks are what the environment says.
 """
 
@@ -70,7 +70,13 @@ def main(request: dict[str, Any]) -> None:
         case = Case(**fields)
         try:
             in_gpu_memory = bool(request.get("in_gpu_memory"))
-            result = Training(case, place, request["ours"], watch, in_gpu_memory).result()
+            training = Training(case, place, request["ours"], watch, in_gpu_memory)
+            with contextlib.ExitStack() as stack:
+                if request.get("virtual_gpu"):
+                    from on_virtual_gpu import on_virtual_gpu
+
+                    stack.enter_context(on_virtual_gpu(case.name))
+                result = training.result()
         except Exception as error:
             traceback.print_exc()
             result = {"error": type(error).__name__, "message": str(error)}
