@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 from launch import Case, differences, train
 
-SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+Settings = tuple[str, dict[str, Any], dict[str, Any]]
+FEW: list[Settings] = [
     ("none", {"step_in_backward": True}, {}),
+    ("nvme", {"overlap_step": True}, {"fragments": True}),
+]
+OTHERS: list[Settings] = [
     ("none", {"overlap_step": True}, {}),
     ("cpu", {}, {"accumulation": 2}),
     ("nvme", {}, {"evaluate": True, "persistence": 100, "zero_init": True}),
-    ("nvme", {"overlap_step": True}, {"fragments": True}),
     ("nvme", {"state_format": "split"}, {}),
 ]
 
 
-def _cases(host_memory: dict[str, str]) -> list[Case]:
+def _cases(settings: list[Settings], host_memory: str) -> list[Case]:
     return [
         Case(
             name=f"parameters {parameters}, {section}, {host_memory}",
@@ -29,10 +32,10 @@ def _cases(host_memory: dict[str, str]) -> list[Case]:
             parameters=parameters,
             sub_group_size=9000,
             steps=4,
-            section={**host_memory, **section},
+            section={"host_memory": host_memory, **section},
             **options,
         )
-        for parameters, section, options in SETTINGS
+        for parameters, section, options in settings
     ]
 
 
@@ -44,17 +47,24 @@ def _trained(cases: list[Case], directory: Path, virtual_gpu: bool) -> list[dict
     return results
 
 
-@pytest.mark.parametrize(
-    "host_memory",
-    [
-        pytest.param({"host_memory": "smallest"}, id="on the drive", marks=pytest.mark.slow),
-        pytest.param({"host_memory": "double"}, id="partly in memory", marks=pytest.mark.slow),
-        pytest.param({}, id="in memory"),
-    ],
-)
-def test_events_order_all_accesses(tmp_path: Path, host_memory: dict[str, str]) -> None:
-    cases = _cases(host_memory)
-    on_cpu = _trained(cases, tmp_path / "cpu", False)
-    for one, other in zip(_trained(cases, tmp_path / "gpu", True), on_cpu, strict=True):
+def _compare(settings: list[Settings], directory: Path, host_memory: str) -> None:
+    cases = _cases(settings, host_memory)
+    on_cpu = _trained(cases, directory / "cpu", False)
+    for one, other in zip(_trained(cases, directory / "gpu", True), on_cpu, strict=True):
         # a GPU sums norms in fp32
         assert [each for each in differences(one, other) if ": norms" not in each] == []
+
+
+def test_events_order_all_accesses(tmp_path: Path) -> None:
+    _compare(FEW, tmp_path, host_memory="64MB")
+
+
+@pytest.mark.slow
+def test_events_order_all_accesses_in_other_settings(tmp_path: Path) -> None:
+    _compare(OTHERS, tmp_path, host_memory="64MB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_memory", ["smallest", "double"])
+def test_events_order_all_accesses_in_little_memory(tmp_path: Path, host_memory: str) -> None:
+    _compare([*FEW, *OTHERS], tmp_path, host_memory=host_memory)
