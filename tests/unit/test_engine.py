@@ -421,11 +421,11 @@ def test_a_thousand_requests_waited_for_in_any_order(
     configure: Configure, directory: Path, random_bytes: RandomBytes
 ) -> None:
     path = directory / "data"
-    size, count = 64 << 10, 1024
+    size, count = 16 << 10, 1024
     data, target = random_bytes(size * count), np.zeros(size * count, np.uint8)
     order = np.random.default_rng(2).permutation(count).tolist()
     with (
-        Engine(configure(block_size=64 << 10, queue_depth=32)) as engine,
+        Engine(configure(block_size=16 << 10, queue_depth=32)) as engine,
         engine.open(path, "rw", size=data.size) as file,
     ):
         tickets = [

@@ -594,7 +594,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["exact", "compact", "compact24"])
+@pytest.mark.parametrize("name", ["compact", "compact24"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_that_misbehave_do_not_make_a_step_out_of_bounds(name, case):
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.bfloat16))
