@@ -135,12 +135,3 @@ def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
         assert result.stdout.startswith("Usage: nvme-sweep")
 
 
-def test_launchers_can_start_it_as_a_module() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "nvme_offload.tune", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("Usage: nvme-sweep")
