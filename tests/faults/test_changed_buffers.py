@@ -140,7 +140,7 @@ while line := sys.stdin.readline():
 
 @pytest.fixture(scope="module")
 def server(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The process, and the file with what it complains of."""
+    """The process, and the file of its standard error."""
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     complaints = tmp_path_factory.mktemp("server") / "complaints"
     with (
@@ -164,7 +164,7 @@ def server(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> I
 def ends(
     server: Server, backend: str, stalling_directory: Path, stall: Stall
 ) -> Callable[[str], Any]:
-    """A function that runs a script in a child of the server, and returns what it reports."""
+    """A function that runs a script in a child of the server, and returns its report."""
     process, complaints = server
     assert process.stdin is not None
     assert process.stdout is not None

@@ -264,7 +264,7 @@ def core_messages() -> Iterator[Message]:
 
 @functools.cache
 def messages() -> list[Message]:
-    """All of them."""
+    """The messages of the package and of the core that have words."""
     return sorted({message for message in [*python_messages(), *core_messages()] if message.phrase})
 
 
