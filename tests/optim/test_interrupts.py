@@ -46,7 +46,8 @@ def tried(mode: str, places: Sequence[Place], place: Path) -> Counter[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_is_interrupted_goes_on_or_is_refused(tmp_path, mode):
-    seen = tried(mode, sample(found(mode, tmp_path), 10, first=5), tmp_path)
+    # as many as one training tries
+    seen = tried(mode, sample(found(mode, tmp_path), 8, first=5), tmp_path)
     assert seen.total() > 3
 
 
