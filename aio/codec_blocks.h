@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "codec.h"
 #include "vectors.h"
@@ -37,24 +38,37 @@ INLINE To bits_as(From from) {
 template <typename Low>
 INLINE void split_into(const std::uint32_t* __restrict master, std::uint16_t* __restrict working,
                        Low* __restrict low, std::size_t count) {
+  std::uint32_t largest = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t bits = master[i];
-    const std::uint32_t upper = bits >> 16;
+    working[i] = static_cast<std::uint16_t>((master[i] + 0x8000) >> 16);
+    low[i] = static_cast<Low>(master[i] >> (16 - 8 * sizeof(Low)));
+    largest = std::max(largest, master[i] & kMagnitude);
+  }
+  if (largest <= kInfinity) return;
+  for (std::size_t i = 0; i < count; ++i) {  // a NaN stays a NaN
+    const std::uint32_t upper = master[i] >> 16;
     const std::uint32_t quiet = (upper & 0x7f) == 0 ? upper | 0x40 : upper;
-    const bool is_nan = (bits & kMagnitude) > kInfinity;
-    working[i] = static_cast<std::uint16_t>(is_nan ? quiet : (bits + 0x8000) >> 16);
-    low[i] = static_cast<Low>((bits & 0xffff) >> (16 - 8 * sizeof(Low)));
+    if ((master[i] & kMagnitude) > kInfinity) working[i] = static_cast<std::uint16_t>(quiet);
   }
 }
 
 template <typename Low>
 INLINE void join_from(const std::uint16_t* __restrict working, const Low* __restrict low,
                       std::uint32_t* __restrict master, std::size_t count) {
+  constexpr unsigned shift = 16 - 8 * sizeof(Low);
+  std::uint32_t largest = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t upper = static_cast<std::uint32_t>(working[i]) << 16;
-    const std::uint32_t lower = static_cast<std::uint32_t>(low[i]) << (16 - 8 * sizeof(Low));
-    const bool is_nan = (upper & kMagnitude) > kInfinity;
-    master[i] = upper + lower - (is_nan || lower < 0x8000 ? 0 : 0x10000);
+    // signed: the weight is above the master where it was rounded up
+    const auto lower = static_cast<std::make_signed_t<Low>>(low[i]);
+    master[i] = upper + (static_cast<std::uint32_t>(lower) << shift);
+    largest = std::max(largest, upper & kMagnitude);
+  }
+  if (largest <= kInfinity) return;
+  for (std::size_t i = 0; i < count; ++i) {  // a NaN was not rounded
+    const std::uint32_t upper = static_cast<std::uint32_t>(working[i]) << 16;
+    if ((upper & kMagnitude) > kInfinity)
+      master[i] = upper | static_cast<std::uint32_t>(low[i]) << shift;
   }
 }
 
