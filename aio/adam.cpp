@@ -113,9 +113,9 @@ INLINE float quotient(float root, const Divisor& divisor) {
 /// Updates *count* elements of a block. Overwrites *gradient* and *roots*. *is_tail*: the elements
 /// come after the last whole vector.
 template <AdamFormula formula, bool is_tail>
-INLINE void update(float* __restrict master, float* __restrict gradient, float* __restrict first,
-                   float* __restrict second, float* __restrict roots, std::size_t count,
-                   const AdamStep& step, const Divisor& correction) {
+INLINE void update_part(float* __restrict master, float* __restrict gradient,
+                        float* __restrict first, float* __restrict second, float* __restrict roots,
+                        std::size_t count, const AdamStep& step, const Divisor& correction) {
   constexpr bool torch = formula == AdamFormula::kTorch;
   if (step.maximize)
     for (std::size_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
@@ -123,9 +123,6 @@ INLINE void update(float* __restrict master, float* __restrict gradient, float* 
   if (step.decays && !step.decoupled) {
     for (std::size_t i = 0; i < count; ++i)
       gradient[i] = __builtin_fmaf(master[i], decay, gradient[i]);
-  } else if (step.decays) {
-    for (std::size_t i = 0; i < count; ++i)
-      master[i] = torch ? master[i] * decay : __builtin_fmaf(master[i], decay, master[i]);
   }
   const float beta1 = step.beta1, beta2 = step.beta2;
   const float weight = step.weight, square_weight = step.square_weight;
@@ -153,25 +150,28 @@ INLINE void update(float* __restrict master, float* __restrict gradient, float* 
     for (std::size_t i = 0; i < count; ++i) roots[i] = __builtin_sqrtf(second[i]);
   }
   const float eps = step.eps, size = step.step_size;
+  const bool decays = step.decays && step.decoupled;
+  const float kept = decays ? decay : 1;
   for (std::size_t i = 0; i < count; ++i) {
     if constexpr (torch) {
-      master[i] += size * first[i] / (quotient(roots[i], correction) + eps);
+      master[i] = master[i] * kept + size * first[i] / (quotient(roots[i], correction) + eps);
     } else {
       const float denominator = __builtin_fmaf(roots[i], correction.value, eps);
-      master[i] = __builtin_fmaf(first[i] / denominator, size, master[i]);
+      const float decayed = decays ? __builtin_fmaf(master[i], decay, master[i]) : master[i];
+      master[i] = __builtin_fmaf(first[i] / denominator, size, decayed);
     }
   }
 }
 
 template <AdamFormula formula>
-INLINE void update_block(float* master, float* gradient, float* first, float* second, float* roots,
-                         std::size_t count, std::size_t tail, const AdamStep& step,
-                         const Divisor& correction) {
+INLINE void update(float* master, float* gradient, float* first, float* second, float* roots,
+                   std::size_t count, std::size_t tail, const AdamStep& step,
+                   const Divisor& correction) {
   const std::size_t whole = count - tail;
-  update<formula, false>(master, gradient, first, second, roots, whole, step, correction);
+  update_part<formula, false>(master, gradient, first, second, roots, whole, step, correction);
   if (tail != 0) {
-    update<formula, true>(master + whole, gradient + whole, first + whole, second + whole,
-                          roots + whole, tail, step, correction);
+    update_part<formula, true>(master + whole, gradient + whole, first + whole, second + whole,
+                               roots + whole, tail, step, correction);
   }
 }
 
@@ -204,49 +204,61 @@ INLINE void pack(const Moment& moment, std::size_t block, std::size_t count, flo
   if (count < kBlock) std::memcpy(codes, cut, count);
 }
 
+/// The values of a block during its update, in the processor's cache.
+struct Values {
+  alignas(64) float master[kBlock], gradient[kBlock], first[kBlock], second[kBlock], roots[kBlock];
+};
+
+/// Updates the block of *count* elements from *begin*; whether a whole master became NaN.
+INLINE bool update_block(const AdamParameters& parameters, const AdamStep& step,
+                         const Divisor& correction, std::size_t begin, std::size_t count,
+                         Values& values) {
+  const std::size_t block = begin / kBlock;
+  const std::size_t tail = count < kBlock ? step.tail : 0;  // a whole block has whole vectors
+  widen(parameters.gradient, parameters.gradient_element, begin, count, values.gradient);
+  std::uint16_t* working = parameters.working == nullptr ? nullptr : parameters.working + begin;
+  auto* low = static_cast<std::uint8_t*>(parameters.low) + begin * parameters.low_bytes;
+  float* master = parameters.master == nullptr ? values.master : parameters.master + begin;
+  auto* bits = reinterpret_cast<std::uint32_t*>(values.master);
+  if (parameters.low_bytes == 2) {
+    join_from(working, reinterpret_cast<std::uint16_t*>(low), bits, count);
+  } else if (parameters.low_bytes == 1) {
+    join_from(working, low, bits, count);
+  }
+  float* first = unpacked<true>(parameters.first, block, count, values.first);
+  float* second = unpacked<false>(parameters.second, block, count, values.second);
+  if (step.formula == AdamFormula::kTorch) {
+    update<AdamFormula::kTorch>(master, values.gradient, first, second, values.roots, count, tail,
+                                step, correction);
+  } else {
+    update<AdamFormula::kDeepSpeed>(master, values.gradient, first, second, values.roots, count,
+                                    tail, step, correction);
+  }
+  pack<true>(parameters.first, block, count, first, parameters);
+  pack<false>(parameters.second, block, count, second, parameters);
+  if (parameters.low_bytes == 2) {
+    split_into(bits, working, reinterpret_cast<std::uint16_t*>(low), count);
+  } else if (parameters.low_bytes == 1) {
+    const RandomKey key = random_key(parameters.master_seed,
+                                     parameters.first_block + static_cast<std::int64_t>(block));
+    round_block(bits, count, parameters.table, key.factor, key.summand);
+    split_into(bits, working, low, count);
+  } else if (working != nullptr) {
+    return narrow(master, working, parameters.working_element, count);
+  }
+  return false;
+}
+
 /// The blocks from element *begin* to *end*; whether a whole master became NaN.
 INLINE bool update_range(const AdamParameters& parameters, const AdamStep& step, std::size_t begin,
                          std::size_t end) {
-  alignas(64) float masters[kBlock], gradient[kBlock], firsts[kBlock], seconds[kBlock],
-      roots[kBlock];
+  Values values;
   const Divisor correction{step.correction};
   bool is_nan = false;
-  for (; begin < end; begin += kBlock) {
-    const std::size_t block = begin / kBlock, count = std::min(kBlock, end - begin);
-    const std::size_t left = parameters.count - begin;
-    const std::size_t tail = left > count ? 0 : std::min(step.tail, count);
-    widen(parameters.gradient, parameters.gradient_element, begin, count, gradient);
-    std::uint16_t* working = parameters.working == nullptr ? nullptr : parameters.working + begin;
-    auto* low = static_cast<std::uint8_t*>(parameters.low) + begin * parameters.low_bytes;
-    float* master = parameters.master == nullptr ? masters : parameters.master + begin;
-    auto* bits = reinterpret_cast<std::uint32_t*>(masters);
-    if (parameters.low_bytes == 2) {
-      join_from(working, reinterpret_cast<std::uint16_t*>(low), bits, count);
-    } else if (parameters.low_bytes == 1) {
-      join_from(working, low, bits, count);
-    }
-    float* first = unpacked<true>(parameters.first, block, count, firsts);
-    float* second = unpacked<false>(parameters.second, block, count, seconds);
-    if (step.formula == AdamFormula::kTorch) {
-      update_block<AdamFormula::kTorch>(master, gradient, first, second, roots, count, tail, step,
-                                        correction);
-    } else {
-      update_block<AdamFormula::kDeepSpeed>(master, gradient, first, second, roots, count, tail,
-                                            step, correction);
-    }
-    pack<true>(parameters.first, block, count, first, parameters);
-    pack<false>(parameters.second, block, count, second, parameters);
-    if (parameters.low_bytes == 2) {
-      split_into(bits, working, reinterpret_cast<std::uint16_t*>(low), count);
-    } else if (parameters.low_bytes == 1) {
-      const RandomKey key = random_key(parameters.master_seed,
-                                       parameters.first_block + static_cast<std::int64_t>(block));
-      round_block(bits, count, parameters.table, key.factor, key.summand);
-      split_into(bits, working, low, count);
-    } else if (working != nullptr) {
-      is_nan |= narrow(master, working, parameters.working_element, count);
-    }
-  }
+  // A constant count: the compiler leaves out the code for elements after the last whole vector.
+  for (; begin + kBlock <= end; begin += kBlock)
+    is_nan |= update_block(parameters, step, correction, begin, kBlock, values);
+  if (begin < end) is_nan |= update_block(parameters, step, correction, begin, end - begin, values);
   return is_nan;
 }
 

@@ -15,8 +15,9 @@ enum class AdamFormula : int { kTorch, kDeepSpeed };  // DeepSpeed: DeepSpeedCPU
 /// The constants of one step, as the optimizer rounds them to fp32.
 struct AdamStep {
   AdamFormula formula;
-  std::size_t tail;  // elements after the last whole vector, which are rounded differently
-  float weight;      // 1 - beta1
+  // Elements after the last whole vector, fewer than 16, which are rounded differently.
+  std::size_t tail;
+  float weight;  // 1 - beta1
   float beta1;
   float beta2;
   float square_weight;  // 1 - beta2
