@@ -81,6 +81,20 @@ class Lion(torch.optim.Optimizer):
                 state["average"].lerp_(parameter.grad, 1 - second)
 
 
+def breaking() -> Any:
+    """A new class of AdamW that raises after its update while it is `broken`."""
+
+    class Breaking(torch.optim.AdamW):
+        broken = False
+
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            if Breaking.broken:
+                raise RuntimeError("out of something")
+
+    return Breaking
+
+
 OPTIMIZERS["lion"] = Lion
 # One of each kind that the package treats differently: with two states, in a fused step, with three,
 # none, one and numbers, states before the first step, states of rows and columns, and of a class that
@@ -164,6 +178,13 @@ def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
     """The loss of a `model` for a `batch`."""
     loss: torch.Tensor = net(batch(step, next(net.parameters()).dtype)).float().square().mean()
     return loss
+
+
+def step_of(net: torch.nn.Module, optimizer: Any, step: int) -> None:
+    """One step of a `model`."""
+    optimizer.zero_grad()
+    loss_of(net, step).backward()
+    optimizer.step()
 
 
 def set_gradients(params: Sequence[torch.Tensor], step: int, scale: float = 1.0) -> None:

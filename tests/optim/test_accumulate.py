@@ -25,6 +25,7 @@ from reference import (
     model,
     parameters,
     smallest,
+    step_of,
     unlike,
 )
 
@@ -564,9 +565,7 @@ def test_a_backward_that_fails_in_the_middle(tmp_path, given_up):
         with pytest.raises(RuntimeError, match="injected"):
             net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
         if given_up:
-            optimizer.zero_grad()
-        loss_of(net, 1).backward()
-        optimizer.step()
+            step_of(net, optimizer, 1)
         return list(net.parameters())
 
     assert compared(program, tmp_path, accumulate="host") == []
@@ -597,9 +596,7 @@ def test_gradients_are_used_up_by_a_step(tmp_path):
         with pytest.raises(UsageError, match="left the optimizer, set"):
             loss_of(net, 2).backward()
         gone.grad = None
-        optimizer.zero_grad()
-        loss_of(net, 2).backward()
-        optimizer.step()
+        step_of(net, optimizer, 2)
 
 
 def test_what_takes_all_gradients_at_once_is_refused(tmp_path):

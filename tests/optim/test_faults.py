@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from reference import Reference, differing, parameters, set_gradients, smallest, train
+from reference import Reference, breaking, differing, parameters, set_gradients, smallest, train
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -105,15 +105,8 @@ def test_a_failed_step_can_be_dropped(faulty, caplog):
 
 
 def test_an_error_within_an_update_wants_a_checkpoint(tmp_path):
+    Breaking = breaking()
     params = parameters(torch.bfloat16)
-
-    class Breaking(torch.optim.AdamW):
-        broken = False
-
-        def step(self, closure=None):
-            super().step(closure)
-            if Breaking.broken:
-                raise RuntimeError("out of something")
 
     with NVMeOptimizer(params, Breaking, paths=tmp_path) as optimizer:
         train(params, optimizer)

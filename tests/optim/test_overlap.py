@@ -30,11 +30,13 @@ from reference import (
     Lion,
     Reference,
     batch,
+    breaking,
     differing,
     loss_of,
     model,
     parameters,
     set_gradients,
+    step_of,
     unlike,
 )
 
@@ -68,9 +70,7 @@ def begun(path, steps=2, **options):
         **options,
     )
     for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
+        step_of(net, optimizer, step)
     optimizer.zero_grad()
     loss_of(net, steps).backward()
     return net, optimizer
@@ -81,9 +81,7 @@ def in_memory(steps):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
+        step_of(net, optimizer, step)
     return net
 
 
@@ -293,9 +291,7 @@ def test_an_average_of_the_weights(tmp_path):
             net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
         )
         for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
+            step_of(net, optimizer, step)
             average.update_parameters(net)
         return list(average.parameters())
 
@@ -526,12 +522,6 @@ def pair_of(path):
         step_of(net, optimizer, 0)
         step_of(net, optimizer, 1)
     return (plain, optimizers[0]), (ours, optimizers[1])
-
-
-def step_of(net, optimizer, number):
-    optimizer.zero_grad()
-    loss_of(net, number).backward()
-    optimizer.step()
 
 
 class Apart(torch.nn.Module):
@@ -982,9 +972,7 @@ def test_a_step_after_an_error_makes_its_own_where_there_are_other_gradients(tmp
     optimizer.step()  # the same gradients: the rest of the third step
     assert optimizer.stats().step == 3
     Failing(optimizer, monkeypatch, 1)
-    optimizer.zero_grad()
-    loss_of(net, 3).backward()
-    optimizer.step()
+    step_of(net, optimizer, 3)
     set_gradients(net.parameters(), 4)
     with pytest.raises(IOFailure):
         optimizer.step()
@@ -1002,14 +990,7 @@ def test_a_step_after_an_error_makes_its_own_where_there_are_other_gradients(tmp
 
 
 def test_an_error_within_an_update_wants_a_checkpoint(tmp_path):
-    class Breaking(torch.optim.AdamW):
-        broken = False
-
-        def step(self, closure=None):
-            super().step(closure)
-            if Breaking.broken:
-                raise RuntimeError("out of something")
-
+    Breaking = breaking()
     net = model()
     with NVMeOptimizer(net.parameters(), Breaking, paths=tmp_path, overlap_step=True) as optimizer:
         for step in range(2):
@@ -1391,9 +1372,7 @@ def test_what_is_asked_of_the_optimizer_waits(tmp_path):
     net, optimizer = begun(tmp_path)
     optimizer.step()
     assert optimizer.stats().step == 3
-    optimizer.zero_grad()
-    loss_of(net, 3).backward()
-    optimizer.step()
+    step_of(net, optimizer, 3)
     extra = parameters(shapes=[(5, 5)])
     optimizer.add_param_group({"params": extra, "lr": 0.5})
     assert not any(waiting(net))

@@ -11,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from reference import batch, differing, loss_of, model
+from reference import batch, breaking, differing, loss_of, model, step_of
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -36,9 +36,7 @@ def test_the_same_bits(tmp_path, dtype, host_memory):
         ) as optimizer:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             for step in range(4):
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                optimizer.step()
+                step_of(net, optimizer, step)
                 scheduler.step()
             assert optimizer.stats().step == 4
             assert (optimizer.stats().bytes_read > 0) == (host_memory != "auto")
@@ -184,9 +182,7 @@ def test_contradictions_are_errors_that_say_so(tmp_path, contradict):
         loss_of(net, 0).backward()
         with pytest.raises(UsageError, match=r"step_in_backward has used up.*no_sync"):
             contradict(net, optimizer)
-        optimizer.zero_grad()
-        loss_of(net, 1).backward()
-        optimizer.step()
+        step_of(net, optimizer, 1)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -259,9 +255,7 @@ def test_a_drive_that_stays_broken_is_reported_by_the_step(tmp_path, monkeypatch
 
     def train():
         for step in range(3):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
+            step_of(net, optimizer, step)
 
     for _ in range(2):
         with pytest.raises(IOFailure):
@@ -270,14 +264,7 @@ def test_a_drive_that_stays_broken_is_reported_by_the_step(tmp_path, monkeypatch
 
 
 def test_an_error_in_the_midst_of_an_update_is_reported_by_the_step(tmp_path):
-    class Breaking(torch.optim.AdamW):
-        broken = False
-
-        def step(self, closure=None):
-            super().step(closure)
-            if Breaking.broken:
-                raise RuntimeError("out of something")
-
+    Breaking = breaking()
     net = model()
     with NVMeOptimizer(
         net.parameters(), Breaking, paths=tmp_path, step_in_backward=True
@@ -328,9 +315,7 @@ def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loade
         reference = torch.optim.AdamW(plain.parameters())
         for step in range(3):
             for one, its in ((net, optimizer), (plain, reference)):
-                its.zero_grad()
-                loss_of(one, step).backward()
-                its.step()
+                step_of(one, its, step)
     assert differing(list(net.parameters()), list(plain.parameters())) == []
 
 
