@@ -133,5 +133,3 @@ def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
         )
         assert result.returncode == 0
         assert result.stdout.startswith("Usage: nvme-sweep")
-
-

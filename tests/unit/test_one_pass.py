@@ -128,6 +128,21 @@ def test_bits_of_every_dtype(name: str, dtype: torch.dtype, gradients: torch.dty
     check(name, AdamW, dtype, gradients, 777)
 
 
+@pytest.mark.parametrize("beta2", [0.0, 0.95, 0.999, 1 - 1e-12])
+@pytest.mark.parametrize("steps", [0, 1, 500, 100_000])
+def test_bits_of_every_bias_correction(steps: int, beta2: float) -> None:
+    # The extension divides by the correction with multiplications.
+    make = functools.partial(AdamW, betas=(0.9, beta2), fused=True)
+    expected, found = (Bucket(FORMATS["exact"], torch.float32, 1 << 16, make) for _ in range(2))
+    gradient = numbers(1 << 16, 3) * torch.exp2(torch.arange(1 << 16) % 120 - 60.0)
+    expected.state["step"].fill_(steps)
+    found.state["step"].fill_(steps)
+    expected.step_by_optimizer(gradient, 9)
+    assert found.step_in_one_pass(gradient, 9)
+    assert same_bits(found.weight, expected.weight)
+    assert same_bits(found.buffer, expected.buffer)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_do_not_depend_on_threads(name: str) -> None:
     torch.set_num_threads(3)
