@@ -106,8 +106,10 @@ INLINE float quotient(float root, const Divisor& divisor) {
   const float near = __builtin_fmaf(root, divisor.high, root * divisor.low);
   const float remainder = __builtin_fmaf(-near, divisor.value, root);
   const float rounded = __builtin_fmaf(remainder, divisor.high, near);
-  // infinity and NaN have no remainder
-  return bits_as<std::uint32_t>(root) < kInfinity ? rounded : root;
+  // Infinity and NaN have no remainder. For AVX2, gcc vectorises a choice of bits, not of floats.
+  const std::uint32_t is_finite = bits_as<std::uint32_t>(root) < kInfinity ? ~0U : 0;
+  return bits_as<float>((bits_as<std::uint32_t>(rounded) & is_finite) |
+                        (bits_as<std::uint32_t>(root) & ~is_finite));
 }
 
 /// Updates *count* elements of a block. Overwrites *gradient* and *roots*. *is_tail*: the elements
