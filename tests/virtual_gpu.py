@@ -1,8 +1,8 @@
 """`VirtualGpu`: host memory in place of a GPU's, and a check that events order all accesses to it.
 
-Copies and kernels run at once, in the order of their launch, so a GPU may find less order than the
-results show. The check is that of a race detector: a vector clock for the host and for each stream.
-An access is a race if an earlier one that conflicts with it is not in the clock of its stream.
+Copies and kernels run immediately, so their results do not show races. A race detector does: the
+host and each stream have a vector clock, and two accesses that conflict are a race if the clock of
+the second does not contain the first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Event:
         self.clock = Clock()
 
     def query(self) -> bool:
-        """Whether the host may know that it has ended. It learns so late, or early: see `VirtualGpu`."""
+        """Whether it has ended, as far as the host knows: see `VirtualGpu`."""
         known = not self.clock - self._gpu.host
         if not known and self._gpu.ends_early():
             self.synchronize()
@@ -115,8 +115,8 @@ class _Region:
 
 
 class VirtualGpu:
-    """A GPU whose streams end their work late: the host knows of the end of work only by waiting for
-    it. With *ends_early*, a query finds that it has ended whenever that function says so.
+    """A GPU whose work ends late: the host knows of an end only after waiting for it, or where
+    *ends_early* returns True for a query.
     """
 
     def __init__(self, ends_early: Callable[[], bool] = lambda: False) -> None:
@@ -268,9 +268,9 @@ def virtual_gpu(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
     """Context in which *gpu* is the GPU of the package: models stream to it, and updates of parameters
     run on it. Raises: AssertionError at its end if there were races.
     """
+    # It replaces private methods: PyTorch has no device of this kind without CUDA.
     stream_of = CopyStreams._stream
     begin, look_ahead = TensorStore.start, DeviceStager._look_ahead
-
     make, grow = Runner.__init__, TensorSwapper.grow
 
     def making(runner: Runner, *args: Any) -> None:
