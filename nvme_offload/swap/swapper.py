@@ -16,7 +16,6 @@ from ..units import format_bytes
 from .runner import Counters, Runner
 from .schedule import Schedule
 from .versions import Versions
-from .versions import newer_name as newer_name
 
 if TYPE_CHECKING:
     import torch
@@ -543,3 +542,14 @@ class TensorSwapper(Versions, Closing):
         """
         offset, was_read = self._runner.obtain(name)
         return self._runner.memory[offset : offset + self._schedule.size(name)], was_read
+
+    def _drop(self, name: str) -> None:
+        self._runner.settle(name)
+        self._schedule.discard(name)
+        self._runner.forget_errors(name)
+        self._runner.delete(name)
+
+    def _pump(self) -> None:
+        """Start the transfers that can start now, in a separate section: the call itself has ended."""
+        with self._changing:
+            self._runner.advance()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..io.section import Section
@@ -25,10 +26,24 @@ class Versions:
     _schedule: Schedule
     _runner: Runner
 
+    # methods of `TensorSwapper`
+    create: Callable[..., torch.Tensor]
+    swap_in: Callable[[str], torch.Tensor]
+    release: Callable[..., None]
+    discard: Callable[[str], None]
+    nbytes: Callable[[str], int]
+    _drop: Callable[[str], None]
+    _pump: Callable[[], None]
+
     def retain(self, name: str) -> None:
-        """Keep the on-drive version of a value in use, until `commit` or `roll_back`. Later writes go to
-        separate space. The drive must have the value, which has not changed since `swap_in`: call
-        `write_back` before that.
+        """Keep the on-drive version of a value in use, until `commit` or `roll_back`. Later writes
+        of the value go to separate space.
+
+        Parameters
+        ----------
+        name : str
+            The name of a value whose contents have not changed since `swap_in`. The drive must have
+            them: call `write_back` before `swap_in`.
         """
         with self._lock, self._changing:
             if name not in self._runner.retained:
@@ -38,16 +53,27 @@ class Versions:
 
     def renew_beside(self, name: str) -> torch.Tensor:
         """Create a newer version of a value in other memory, until `commit` or `roll_back`. The value
-        keeps its contents, and both may be in use. Raises: as `create`. Returns: undefined memory for the
-        newer version, valid until its `release` by `newer_name`.
+        keeps its contents, and both may be in use. Raises: as `create`.
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        torch.Tensor
+            The memory of the newer version, valid until its `release` by `newer_name`. Its contents are
+            undefined.
         """
-        swapper: Any = self
-        made: torch.Tensor = swapper.create(newer_name(name), swapper.nbytes(name))
-        return made
+        return self.create(newer_name(name), self.nbytes(name))
 
     def commit(self, name: str) -> None:
         """Release the older version that `retain` or `renew_beside` has kept, if there is one. Neither
         version of `renew_beside` may be in use. Raises: as `swap_in`.
+
+        Parameters
+        ----------
+        name : str
         """
         newer = newer_name(name)
         with self._lock:
@@ -63,15 +89,18 @@ class Versions:
                         self._runner.forget_errors(one)
                         self._runner.delete(one)
             if not replaced:  # memory was short, and the newer version is on the drive
-                swapper: Any = self
-                source = swapper.swap_in(newer)
-                swapper.create(name, source.numel(), once=True).copy_(source)
-                swapper.release(name, changed=True)
-                swapper.discard(newer)
+                source = self.swap_in(newer)
+                self.create(name, source.numel(), once=True).copy_(source)
+                self.release(name, changed=True)
+                self.discard(newer)
 
     def keep(self, name: str) -> None:
         """After an update that was interrupted: as `commit` after `retain`; after `renew_beside`, drop
         the newer version.
+
+        Parameters
+        ----------
+        name : str
         """
         with self._lock, self._changing:
             if not self._drop_newer(name):
@@ -81,6 +110,10 @@ class Versions:
         """Return to the version that `retain` or `renew_beside` kept of a value; the newer version is
         not in use. Waits for a transfer of the value in flight. The next use in this period is not
         learned, because it repeats an earlier use.
+
+        Parameters
+        ----------
+        name : str
         """
         with self._lock:
             with self._changing:
@@ -96,12 +129,6 @@ class Versions:
                 self._runner.retained.remove(name)
             self._pump()
 
-    def _drop(self, name: str) -> None:
-        self._runner.settle(name)
-        self._schedule.discard(name)
-        self._runner.forget_errors(name)
-        self._runner.delete(name)
-
     def _drop_newer(self, name: str) -> bool:
         """Delete the version that `renew_beside` has made, if there is one. Returns: whether."""
         newer = newer_name(name)
@@ -110,12 +137,12 @@ class Versions:
         self._drop(newer)
         return True
 
-    def _pump(self) -> None:
-        """Start the transfers that can start now, in a separate section: the call itself has ended."""
-        with self._changing:
-            self._runner.advance()
-
 
 def newer_name(name: str) -> str:
-    """The name of the newer version of the value *name*: see `Versions.renew_beside`."""
+    """Name the newer version of a value: see `TensorSwapper.renew_beside`.
+
+    Parameters
+    ----------
+    name : str
+    """
     return f"{name}+"
