@@ -105,7 +105,8 @@ class _Region:
     """Memory whose accesses are checked: of the device, or of the host."""
 
     def __init__(self, storage: torch.UntypedStorage, is_host: bool) -> None:
-        self.storage = storage  # keeps the addresses from being reused
+        # keeps the addresses from being reused; a pool keeps those of the host
+        self.storage = None if is_host else storage
         self.start = storage.data_ptr()
         self.stop = self.start + storage.nbytes()
         self.is_host = is_host

@@ -65,6 +65,30 @@ class InLists(nn.Module):
         return x * self.named["scale"]
 
 
+class Blocks(nn.Module):
+    """Linear layers, of which a checkpoint recomputes half, if asked to."""
+
+    def __init__(
+        self,
+        checkpointing: bool = False,
+        dtype: torch.dtype = torch.float32,
+        *,
+        count: int = 40,
+        width: int = 48,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            recomputes = self.checkpointing and index % 2
+            change = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
+            x = torch.tanh(x + change)
+        return x
+
+
 class Tied(nn.Module):
     """Two modules with the same parameter."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from modules import Blocks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from virtual_gpu import VirtualGpu, virtual_gpu
 
 from nvme_offload import Offload
@@ -19,21 +19,11 @@ Make = Callable[..., Offload]
 WIDTH = 24
 
 
-class _Blocks(nn.Module):
-    """Linear layers, of which some are recomputed, and one is used twice."""
-
-    def __init__(self, checkpointing: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.checkpointing = checkpointing
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(28))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate([*self.blocks, self.blocks[3]]):
-            recomputes = self.checkpointing and index % 2
-            change = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
-            x = torch.tanh(x + change)
-        return x
+def _model(checkpointing: bool) -> nn.Module:
+    """Blocks, one of which is used twice."""
+    model = Blocks(checkpointing, count=28, width=WIDTH)
+    model.blocks.append(model.blocks[3])
+    return model
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, evaluates: bool) -> list[float]:
@@ -66,9 +56,9 @@ def test_events_order_all_accesses(
     chance = random.Random(f"{place} {gpu_memory} {updates}")
     likely = chance.choice([0.0, 0.5, 1.0])
     checkpointing, evaluates = chance.random() < 0.5, chance.random() < 0.6
-    in_memory = _Blocks(checkpointing)
+    in_memory = _model(checkpointing)
     losses = _train(in_memory, torch.optim.Adam(in_memory.parameters(), **ADAM), evaluates)
-    model = _Blocks(checkpointing)
+    model = _model(checkpointing)
     with virtual_gpu(VirtualGpu(lambda: chance.random() < likely)):
         offload = make(10 << 20 if place == "in memory" else LITTLE[updates])
         offload.parameters(model, device="cuda", gpu_memory=gpu_memory)

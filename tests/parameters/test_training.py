@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
+from modules import Blocks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
 from nvme_offload.parameters import setup
@@ -21,24 +21,7 @@ from nvme_offload.parameters.buckets import Division
 from nvme_offload.parameters.home import Home
 
 Make = Callable[..., Offload]
-WIDTH = 48
-
-
-class _Blocks(nn.Module):
-    """Forty linear layers, of which a checkpoint recomputes half, if asked to."""
-
-    def __init__(self, checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.checkpointing = checkpointing
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(40))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            recomputes = self.checkpointing and index % 2
-            change = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
-            x = torch.tanh(x + change)
-        return x
+WIDTH = 48  # of `Blocks`
 
 
 def _batch(step: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +71,7 @@ def test_the_optimizer_gives_the_weights_of_the_run_in_memory(
     make: Make, tmp_path: Path, mode: str, dtype: torch.dtype
 ) -> None:
     settings, training = MODES[mode]
-    model = _Blocks(dtype=dtype)
+    model = Blocks(dtype=dtype)
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
     offload.parameters(model, "cpu", host_memory="128KB")
@@ -102,7 +85,7 @@ def test_the_optimizer_gives_the_weights_of_the_run_in_memory(
 
 
 def test_adamw_of_torch_in_memory_gives_the_same_weights(make: Make) -> None:
-    model = _Blocks()
+    model = Blocks()
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
     offload.parameters(model, "cpu")
@@ -117,7 +100,7 @@ def test_weights_that_stay_on_the_device_are_not_copied_back(
     make: Make, monkeypatch: pytest.MonkeyPatch, slots: int, most: int
 ) -> None:
     """*most*: the copies of a settled step, in which all of 40 buckets change."""
-    model = _Blocks()
+    model = Blocks()
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
     of_bucket = sum(one.nbytes for one in model.blocks[0].parameters())
@@ -141,7 +124,7 @@ def test_weights_that_stay_on_the_device_are_not_copied_back(
 def test_activations_are_offloaded_with_streamed_parameters(
     make: Make, checkpointing: bool
 ) -> None:
-    model = _Blocks(checkpointing)
+    model = Blocks(checkpointing)
     in_memory = copy.deepcopy(model)
     offload = make("4MB")
     offload.parameters(model, "cpu")
@@ -173,7 +156,7 @@ def test_adapters_train_on_the_device_over_a_frozen_base(
             return self.base(x) + x @ self.down @ self.up
 
     monkeypatch.setattr(setup, "DIVISION", Division(20 << 10, small_bytes=0))
-    model = _Blocks(checkpointing=True)
+    model = Blocks(checkpointing=True)
     model.blocks = nn.ModuleList(map(Adapted, model.blocks))
     in_memory = copy.deepcopy(model)
     make("1MB").parameters(model, "cpu")
@@ -189,7 +172,7 @@ def test_adapters_train_on_the_device_over_a_frozen_base(
 def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
     make: Make, tmp_path: Path
 ) -> None:
-    model = _Blocks(dtype=torch.bfloat16)
+    model = Blocks(dtype=torch.bfloat16)
     offload = make("3MB")
     offload.parameters(model, "cpu")
     optimizer = offload.optimizer(model.parameters(), lr=1e-2, state_format="split")
@@ -198,7 +181,7 @@ def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
     optimizer.save(tmp_path / "states")
     expected = _train(model, optimizer, torch.bfloat16, steps=range(2, 4))
 
-    resumed = _Blocks(dtype=torch.bfloat16)
+    resumed = Blocks(dtype=torch.bfloat16)
     other = make("3MB")
     other.parameters(resumed, "cpu")
     resumed.load_state_dict(state)
@@ -211,7 +194,7 @@ def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
 def test_a_change_by_the_program_between_steps_reaches_the_masters(
     make: Make, tmp_path: Path
 ) -> None:
-    model = _Blocks(dtype=torch.bfloat16)
+    model = Blocks(dtype=torch.bfloat16)
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
     offload.parameters(model, "cpu")
@@ -227,7 +210,7 @@ def test_a_change_by_the_program_between_steps_reaches_the_masters(
 
 
 def test_updates_under_the_next_forward_pass_are_refused(make: Make) -> None:
-    model = _Blocks()
+    model = Blocks()
     offload = make("3MB")
     offload.parameters(model, "cpu")
     with pytest.raises(UnsupportedError, match="step_in_backward"):
@@ -236,7 +219,7 @@ def test_updates_under_the_next_forward_pass_are_refused(make: Make) -> None:
 
 def test_the_parts_share_one_budget(make: Make) -> None:
     offload = make("3MB")
-    model = _Blocks()
+    model = Blocks()
     with pytest.raises(UsageError, match="that Offload has left"):
         offload.parameters(model, "cpu", host_memory="4MB")
     offload.parameters(model, "cpu", host_memory="2MB")

@@ -4,7 +4,6 @@ with it, also after an exception.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 
@@ -12,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nvme_offload.device.room import DeviceRoom  # noqa: E402  # where there is torch
+from virtual_gpu import VirtualDevice, VirtualGpu, virtual_gpu  # noqa: E402  # where there is torch
+
 from nvme_offload.device.staging import DeviceStager, HostStager, Returns  # noqa: E402
 from nvme_offload.errors import UsageError  # noqa: E402
 from nvme_offload.hardware.config import AioConfig  # noqa: E402
@@ -137,42 +137,13 @@ def test_a_use_that_is_continued_is_released_once_and_after_its_last_copy(tier):
     assert not in_use(tier, "one")
 
 
-class Stream:
-    """A stream of a GPU whose work ends immediately."""
-
-    def __init__(self, *_):
-        pass
-
-    def record_event(self, event=None):
-        return event or Event(ends=True)
-
-    def wait_event(self, event):
-        pass
-
-
-class TimedEvent(Event):
-    """The waits before and after it take all the time, or none."""
-
-    seconds = 0.0
-
-    def __init__(self, **_):
-        super().__init__(ends=True)
-
-    def elapsed_time(self, _):
-        return TimedEvent.seconds
-
-
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(tier):
     """Host memory in place of a GPU's, with streams whose work ends immediately."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(DeviceRoom, "suffices", lambda *_: True)
-    monkeypatch.setattr(TimedEvent, "seconds", 1.0)  # so that all waits are long
-    return torch.device("cpu")
+    made = VirtualGpu(lambda: True)
+    made.watch(tier.swapper._runner.memory, is_host=True)
+    with virtual_gpu(made):
+        yield VirtualDevice("cpu")
 
 
 def steps(tier, stager, names, contents, count=1):
