@@ -33,11 +33,15 @@ def moves_bytes(backend: str, directory: str) -> str:
     return "works"
 
 
+def processor_flags() -> set[str]:
+    """The features of the processor, as Linux names them."""
+    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0]
+    return set(flags.split())
+
+
 def processor_vectors() -> str:
     """The widest vectors of which Linux names all instructions: a name of `_aio.Vectors`."""
-    flags = set(
-        Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
-    )
+    flags = processor_flags()
     if not {"avx2", "fma"} <= flags:
         return "BASELINE"
     return "AVX512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else "AVX2"
@@ -65,4 +69,5 @@ def main() -> None:
         raise SystemExit(f"the wheel needs libraries: {', '.join(map(str, sorted(mapped)))}")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ and as it is in the package.
 from __future__ import annotations
 
 import ctypes
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from nvme_offload import _aio
 pytestmark = pytest.mark.processor
 
 ROOT = Path(__file__).parents[2]
+CHECK_WHEEL = runpy.run_path(str(ROOT / "tools" / "check_wheel.py"))
 WIDTHS = {
     "sse2": ["-march=x86-64"],
     "avx2": ["-march=haswell"],
@@ -51,11 +53,6 @@ extern "C" void c_adam(bool torch, bool short_low, std::uint16_t* g, std::uint16
 """
 
 
-def processor_flags() -> set[str]:
-    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0]
-    return set(flags.split())
-
-
 class Codec:
     """The functions, of a library compiled for one width or of the package's own (None)."""
 
@@ -84,7 +81,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    if request.param not in processor_flags():
+    if request.param not in CHECK_WHEEL["processor_flags"]():
         pytest.skip(f"this processor has no {request.param}")
     place = tmp_path_factory.mktemp(request.param)
     (place / "shim.cpp").write_text(SHIM)
@@ -148,13 +145,7 @@ def randoms() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_the_extension_uses_the_vectors_of_the_processor() -> None:
-    flags = processor_flags()
-    expected = _aio.Vectors.BASELINE
-    if {"avx2", "fma"} <= flags:
-        expected = _aio.Vectors.AVX2
-        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
-            expected = _aio.Vectors.AVX512
-    assert _aio.widest_vectors() == expected
+    assert _aio.widest_vectors().name == CHECK_WHEEL["processor_vectors"]()
 
 
 @pytest.mark.parametrize(("form", "dtype"), [("", np.uint16), ("_short", np.uint8)])
