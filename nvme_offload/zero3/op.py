@@ -327,8 +327,9 @@ def _move_start(
     return handle._complete(writing, buffer, filename, validate, 0)
 
 
-# Read the start of a file into a buffer, and write a buffer there. Returns 0; raises: as `aio_handle`.
-aio_read, aio_write = (functools.partial(_move_start, writing) for writing in (False, True))
+# Read the start of a file into a buffer, and write a buffer there. Return 0; raise as `aio_handle`.
+aio_read = functools.partial(_move_start, False)
+aio_write = functools.partial(_move_start, True)
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:

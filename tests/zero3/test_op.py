@@ -73,9 +73,40 @@ def handle() -> op.aio_handle:
 # The contract
 
 
-def test_a_block_of_any_size_and_the_strings_that_ds_nvme_tune_prints_are_settings():
+def test_the_settings_of_a_handle_are_deepspeeds_and_can_be_asked_for():
+    plain = op.aio_handle()
+    assert (plain.get_block_size(), plain.get_queue_depth(), plain.get_intra_op_parallelism()) == (
+        MIB,
+        128,
+        1,
+    )
+    assert (plain.get_single_submit(), plain.get_overlap_events(), plain.get_alignment()) == (
+        False,
+        False,
+        512,
+    )
     for asked in (1, 1024, 4097):  # what a drive takes is the engine's business
         assert op.aio_handle(block_size=asked).get_block_size() == asked
+    chosen = op.aio_handle(
+        block_size=8192,
+        queue_depth=3,
+        single_submit=True,
+        overlap_events=True,
+        intra_op_parallelism=2,
+    )
+    assert (
+        chosen.get_block_size(),
+        chosen.get_queue_depth(),
+        chosen.get_intra_op_parallelism(),
+    ) == (8192, 3, 2)
+    assert (chosen.get_single_submit(), chosen.get_overlap_events(), chosen.get_alignment()) == (
+        True,
+        True,
+        1024,
+    )
+
+
+def test_the_strings_that_ds_nvme_tune_prints_are_flags():
     handle = op.aio_handle(MIB, 8, "false", "True", 1)
     assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, True)
 
@@ -170,6 +201,20 @@ def test_arguments_go_by_their_names_in_deepspeed(handle, tmp_path):
     ]
 
 
+def test_wait_counts_what_was_started_since_the_last_one(handle, tmp_path):
+    assert handle.wait() == 0
+    parts = random(6 * MIB).chunk(6)
+    for index, part in enumerate(parts[:4]):
+        assert handle.async_pwrite(part, str(tmp_path / str(index))) == 0
+    assert handle.wait() == 4
+    assert handle.wait() == 0
+    handle.async_pwrite(parts[4], str(tmp_path / "4"))
+    assert handle.sync_pwrite(parts[5], str(tmp_path / "5")) == 2
+    assert torch.equal(
+        torch.cat([on_disk(tmp_path / str(index)) for index in range(6)]), torch.cat(parts)
+    )
+
+
 def test_buffers_are_on_the_cpu_whatever_the_default_device(handle, tmp_path):
     strided = random(64).view(8, 8).t()
     with torch.device("meta"):
@@ -199,6 +244,14 @@ def test_operations_are_in_flight_together(handle, stall: Stall, stalling_direct
         torch.equal(on_disk(stalling_directory / str(index)), part)
         for index, part in enumerate(reversed(parts))
     ] == [True] * 4
+
+
+def test_an_existing_file_keeps_its_length_and_its_other_bytes(handle, tmp_path):
+    path, before, data = tmp_path / "w", random(3 * MIB), random(MIB, 1)
+    path.write_bytes(before.numpy().tobytes())
+    handle.sync_pwrite(data, path, 512)
+    before[512 : 512 + MIB] = data
+    assert torch.equal(on_disk(path), before)
 
 
 # Buffers
