@@ -156,7 +156,7 @@ class ProvisionalUpdates:
             and all(map(_is_plain, bucket.fragments))
             and (
                 not self._tier.swapper.stays(bucket.name)
-                or self._tier.swapper.unused_bytes >= bucket.room_bytes
+                or self._tier.swapper.has_room(bucket.room_bytes)
             )
         )
 

@@ -68,6 +68,11 @@ class Blocks:
             found.append((position, self.arena.nbytes))
         return found
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a value of *nbytes* fits into reclaimable memory."""
+        size = self.rounded(nbytes)
+        return any(self.arena.best_fit(size, above) is not None for above in (False, True))
+
     def place(self, value: Value, start: int) -> None:
         """Allocate the block of *value* at *start*, which is reclaimable."""
         block, lost = self.arena.take(start, value.size, value)

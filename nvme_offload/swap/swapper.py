@@ -151,20 +151,8 @@ class TensorSwapper(Versions, Closing):
             The error of a write-back that had to free memory. The value written back stays in
             memory, and *name* is not created.
         """
-        nbytes = operator.index(nbytes)
         with self._lock, self._changing:
-            while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
-                self._runner.start_all(self._schedule.take_pending())
-                self._runner.finish(blocking)
-            self._schedule.create(name, nbytes, lowest, once)
-            self._runner.forget_errors(name)
-            try:
-                tensor = self._obtain(name)[0]
-            except BaseException as error:
-                whole = self._changing.allows(error) and not self._store.interrupted
-                if whole and name not in self._schedule:
-                    self._runner.delete(name)
-                raise
+            tensor = self._create(name, operator.index(nbytes), lowest, once)
             self._runner.commit(name)  # `retain` kept a version of the replaced value
             self._drop_newer(name)
             return tensor
@@ -288,11 +276,15 @@ class TensorSwapper(Versions, Closing):
         with self._lock:
             return self._schedule.everything_stays
 
-    @property
-    def unused_bytes(self) -> int:
-        """The bytes of memory that no value takes."""
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a new value of *nbytes* fits into memory beside the values that stay there.
+
+        Parameters
+        ----------
+        nbytes : int
+        """
         with self._lock:
-            return self._schedule.nbytes - self._schedule.blocks.used_bytes
+            return self._schedule.blocks.has_room(nbytes)
 
     def upcoming(self, count: int) -> list[tuple[Glimpse, torch.Tensor]]:
         """The next values of the learned order, for copies of their contents before their use. None
@@ -542,6 +534,21 @@ class TensorSwapper(Versions, Closing):
         """
         offset, was_read = self._runner.obtain(name)
         return self._runner.memory[offset : offset + self._schedule.size(name)], was_read
+
+    def _create(self, name: str, nbytes: int, lowest: bool, once: bool) -> torch.Tensor:
+        """As `create`, which also drops other versions of the value."""
+        while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
+            self._runner.start_all(self._schedule.take_pending())
+            self._runner.finish(blocking)
+        self._schedule.create(name, nbytes, lowest, once)
+        self._runner.forget_errors(name)
+        try:
+            return self._obtain(name)[0]
+        except BaseException as error:
+            whole = self._changing.allows(error) and not self._store.interrupted
+            if whole and name not in self._schedule:
+                self._runner.delete(name)
+            raise
 
     def _drop(self, name: str) -> None:
         self._runner.settle(name)

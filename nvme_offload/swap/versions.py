@@ -28,6 +28,7 @@ class Versions:
 
     # methods of `TensorSwapper`
     create: Callable[..., torch.Tensor]
+    _create: Callable[..., torch.Tensor]
     swap_in: Callable[[str], torch.Tensor]
     release: Callable[..., None]
     discard: Callable[[str], None]
@@ -90,7 +91,9 @@ class Versions:
                         self._runner.delete(one)
             if not replaced:  # memory was short, and the newer version is on the drive
                 source = self.swap_in(newer)
-                self.create(name, source.numel(), once=True).copy_(source)
+                with self._changing:
+                    memory = self._create(name, source.numel(), lowest=False, once=True)
+                memory.copy_(source)
                 self.release(name, changed=True)
                 self.discard(newer)
 

@@ -149,19 +149,24 @@ def test_every_share_of_the_model_on_the_gpu_gives_the_same_bits(
         assert torch.equal(one.grad, other.grad)
 
 
-def test_inference_takes_the_memory_that_was_asked_for(make: Make) -> None:
-    model = _blocks()
-    whole = sum(one.nbytes for one in model.parameters())
-    make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
-    x = torch.randn(8, WIDE, device=DEVICE)
+def _peak(model: nn.Module, x: torch.Tensor) -> int:
+    """The bytes of GPU memory that inference takes at most, beside what is allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
         for _ in range(3):
             model(x)
-    taken = torch.cuda.max_memory_allocated() - before
-    assert taken < 12_000_000 < whole / 2
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_inference_takes_the_memory_that_was_asked_for(make: Make) -> None:
+    model = _blocks()
+    x = torch.randn(8, WIDE, device=DEVICE)
+    beside = _peak(copy.deepcopy(model).to(DEVICE), x)  # activations, and workspaces of cuBLAS
+    whole = sum(one.nbytes for one in model.parameters())
+    make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
+    assert _peak(model, x) <= 10_000_000 + beside < whole / 2 + beside
 
 
 def test_kernels_that_run_late_read_the_values_of_their_time(make: Make) -> None:

@@ -4,6 +4,9 @@ after backward(), whatever happens in between. Only updates on GPUs are made so;
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import test_provisional
 import torch
@@ -26,7 +29,7 @@ from test_provisional import (  # noqa: F401  # again, with the fixture of this 
     test_with_overlap_step,
 )
 
-from nvme_offload.optim import NVMeOptimizer, provisional
+from nvme_offload.optim import NVMeOptimizer, budget, provisional
 
 ROOMY = 700_000  # of host memory: two versions of all states
 
@@ -37,12 +40,12 @@ def in_memory(monkeypatch):
     monkeypatch.setattr(provisional, "BESIDE_ON", {"cpu", "cuda"})
 
 
-def _steps(net, optimizer, count):
-    """The buckets that backward() has updated in each step."""
+def _steps(net, optimizer, count, x=None):
+    """The buckets that backward() has updated in each step, with the loss of *x* or of `loss_of`."""
     made = []
     for step in range(count):
         optimizer.zero_grad()
-        loss_of(net, step).backward()
+        (loss_of(net, step) if x is None else net(x).square().mean()).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
         optimizer.step()
         made.append(optimizer.stats().updated_in_backward)
@@ -78,3 +81,24 @@ def test_as_many_updates_are_made_in_backward_as_memory_has_room_for(tmp_path):
             assert optimizer.stats().bytes_written == 0
             found[host_memory] = made[-1] / len(optimizer._steps.binding.buckets)
     assert 0 < found[400_000] < found[500_000] < found[ROOMY] == 1
+
+
+def test_a_second_version_never_takes_the_memory_of_another_value(tmp_path, monkeypatch):
+    """Versions of several sizes leave gaps into which a larger one does not fit."""
+    monkeypatch.setattr(budget, "bucket_elements", lambda *args: 20_000.0)
+    numbers = random.Random(0)
+    widths = [32, *(numbers.randrange(32, 256, 4) for _ in range(80)), 32]
+    layers = itertools.starmap(torch.nn.Linear, itertools.pairwise(widths))
+    net = torch.nn.Sequential(*layers).bfloat16()
+    values = 4 * sum(one.numel() for one in net.parameters())
+    with NVMeOptimizer(
+        net.parameters(),
+        paths=tmp_path,
+        host_memory=int(1.8 * values),
+        step_in_backward="provisional",
+        overlap_step=True,
+        state_format="compact",
+    ) as optimizer:
+        made = _steps(net, optimizer, 7, torch.ones(2, 32).bfloat16())
+        assert min(made[4:]) > 40
+        assert optimizer._steps.tier.swapper.stats().bytes_written == 0

@@ -166,7 +166,12 @@ def test_a_newer_version_that_went_to_the_drive_becomes_the_value(
     for number in range(6):
         swapper.swap_out(f"other{number}", pattern(number))
         swapper.flush()
+    others = [swapper.swap_in(f"other{number}") for number in range(3)]  # all memory
+    for number in range(len(others)):
+        swapper.release(f"other{number}", changed=False)
+    before = swapper.stats().misses
     swapper.commit("n0")
+    assert swapper.stats().misses == before + 1  # it was not in memory
     assert newer_name("n0") not in swapper
     assert torch.equal(_contents(swapper, "n0"), pattern(7))
     assert not any(name.endswith("+") for name in store.names())

@@ -167,13 +167,14 @@ def infer(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     from deepspeed import utils
 
     params = [param for param in engine.module.parameters() if param.requires_grad]
+    generator = torch.Generator().manual_seed(engine.global_steps)
+    inputs = engine.module.inputs(generator).to(engine.device, torch.bfloat16)
     with torch.inference_mode():
         if engine.global_steps == 2:
             engine.load_checkpoint("kept", tag="tag")
         seen = gather(engine, kept)
-        engine(engine.module.inputs(torch.Generator()).to(torch.bfloat16))
-    generator = torch.Generator().manual_seed(engine.global_steps)
-    engine.backward(engine(engine.module.inputs(generator).to(torch.bfloat16)).float().sum())
+        engine(inputs)
+    engine.backward(engine(inputs).float().sum())
     with torch.inference_mode():
         seen.append(utils.safe_get_full_grad(params[0]))
         engine.step()
