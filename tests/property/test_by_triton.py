@@ -411,6 +411,7 @@ def test_a_step_over_the_parts_of_a_bucket(by_triton, name, dtype):
     blocks = block_names(3 * BLOCK, numel, DEVICE)
     # without NaN, of which processors make several
     sampled = torch.randn(4, numel, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    sampled[:, sizes[0] : 2 * BLOCK] = 0  # the rest of the block in which the first part ends
     gradient = sampled[3]
 
     def after(fused=None):
