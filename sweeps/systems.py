@@ -43,7 +43,6 @@ from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
 from .machine import facts
 from .meter import Meter
-from .probe import Probe
 from .report import Medians, columns, document, escaped, listed, write
 
 _EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
@@ -431,7 +430,6 @@ def _train(job: dict[str, Any]) -> None:
     began = time.monotonic()
     step = system.make(job)
     send("made", seconds=time.monotonic() - began)
-    probe = Probe() if job["probe"] and cuda else None
     words = example()["SHAPES"][job["model"]][5]
     for number in range(job["steps"]):
         shape = (job["batch"], job["sequence"])
@@ -444,8 +442,7 @@ def _train(job: dict[str, Any]) -> None:
                 torch.cuda.synchronize()
             dist.barrier()
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        counted = {"probe": probe.take()} if probe else {}
-        send("step", number=number, loss=loss, gpu_bytes=peak, taken=taken, **counted)
+        send("step", number=number, loss=loss, gpu_bytes=peak, taken=taken)
     del step
     gc.collect()  # FSDP2's reference cycles keep gloo's threads alive past interpreter exit
     dist.destroy_process_group()
@@ -460,7 +457,6 @@ def _train(job: dict[str, Any]) -> None:
 @option(
     "--gpu-memory", type=Size(), default=None, help="Of Offload for parameters; else what is free."
 )
-@option("--probe", is_flag=True, help="Print waits, copies and allocations, of CUDA only.")
 @option("--batch", type=COUNT, default=4, help="Sequences for each GPU.")
 @option("--sequence", type=COUNT, default=2048)
 @option(
