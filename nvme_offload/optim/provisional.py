@@ -14,9 +14,10 @@ from typing import Any
 import numpy
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, known
 from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
+from ..parameters.idle import exposure_of
 from ..sizes import FORWARD_SHARE
 from ..swap.tier import Tier
 from .buckets import Bucket, Form, Fragment, Weight, local
@@ -64,8 +65,10 @@ class Before:
     *gradients*: the fingerprint of each fragment's gradient. *changed*: for each weight, whether the
     program has changed it since the last update. For each fragment, its *elements* of the
     parameter, the small *states*, and `Fragment.rounded`.
+    *unexposed*: the streamed weights that nobody could change unseen when the update began.
     *left*: the options of groups after the update. *weights*: the fingerprint of each fragment's
-    elements after it, if they are not on the way from another device.
+    elements after it, if they are not on the way from another device. *exposures*: of *unexposed*,
+    after it.
     """
 
     bucket: Bucket
@@ -75,8 +78,19 @@ class Before:
     elements: Sequence[torch.Tensor]
     states: Sequence[dict[Any, Any]]
     rounded: Sequence[torch.Tensor | None]
+    unexposed: Sequence[Weight]
     left: Options = dataclasses.field(default_factory=dict)
     weights: Mapping[Fragment, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    exposures: Mapping[Weight, int] = dataclasses.field(default_factory=dict)
+
+    def may_differ(self) -> dict[Fragment, torch.Tensor | None]:
+        """Those of *weights* that may have changed since."""
+        unchanged = {
+            weight
+            for weight, times in self.exposures.items()
+            if (seen := exposure_of(weight.parameter)) is not None and seen.times == times
+        }
+        return {one: was for one, was in self.weights.items() if one.weight not in unchanged}
 
 
 class ProvisionalUpdates:
@@ -192,6 +206,9 @@ class ProvisionalUpdates:
         retained. Raises an error if there is no memory for the copies.
         """
         weights = {fragment.weight for fragment in bucket.fragments}
+        # before this looks at them
+        exposures = {one: exposure_of(one.parameter) for one in weights}
+        unexposed = [one for one, seen in exposures.items() if seen and not seen.lasts]
         return Before(
             bucket,
             {fragment: _fingerprint_of(fragment) for fragment in bucket.fragments},
@@ -200,6 +217,7 @@ class ProvisionalUpdates:
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.rounded for fragment in bucket.fragments],
+            unexposed,
         )
 
     def draws(self, before: Before) -> bool:
@@ -215,6 +233,9 @@ class ProvisionalUpdates:
         before.left = left
         if not before.bucket.visits_device:
             before.weights = {one: _fingerprint_of_weight(one) for one in before.bucket.fragments}
+            before.exposures = {
+                one: known(exposure_of(one.parameter)).times for one in before.unexposed
+            }
         self._made[before.bucket] = before
         self.made_count += 1
         if self._forward_hook is None:
@@ -299,7 +320,7 @@ class ProvisionalUpdates:
     def _changed_by_others(self) -> set[Weight]:
         weights = {weight for before in self._made.values() for weight in before.changed}
         # a change through `parameter.data` leaves no trace but in the elements
-        found = _changed((one.weights for one in self._made.values()), _fingerprint_of_weight)
+        found = _changed((one.may_differ() for one in self._made.values()), _fingerprint_of_weight)
         changed = {fragment.weight for fragment in found}
         # a parameter that was only moved or cast gets its old values back, too
         return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -16,6 +16,15 @@ from .entrances import Entrances, instances
 
 _FRAMES = 12  # of a caller in torch
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
+
+
+class Exposure(NamedTuple):
+    """Tensors through which a streamed parameter may change while its version stays: *times*, how
+    often somebody got one; *lasts*, whether some of them may be left.
+    """
+
+    times: int
+    lasts: bool
 
 
 class _StreamedParameter(torch.nn.Parameter):
@@ -125,6 +134,13 @@ def address_of(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     assignments: int = streamer.assignments_to(tensor)
     return assignments
+
+
+def exposure_of(tensor: Any) -> Exposure | None:
+    """The exposure of a streamed parameter; None of any other tensor."""
+    streamer = streamer_of(tensor)
+    found: Exposure | None = None if streamer is None else streamer.exposure_of(tensor)
+    return found
 
 
 def _as_edges(value: Any) -> Any:

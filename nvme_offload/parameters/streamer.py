@@ -125,8 +125,8 @@ class Streamer:
                 with self._lock:
                     slot = bucket.slot
                     self.end(bucket)
-                    # The caller has a view, perhaps `data`, and may change the values through it.
-                    bucket.written |= bucket.users == 0 and not slot.is_free
+                    if not slot.is_free:  # the caller may have a view, such as `data`
+                        self._expose(bucket)
 
     def view(
         self,
@@ -166,7 +166,16 @@ class Streamer:
 
     def changes(self, parameter: torch.nn.Parameter) -> None:
         """The program may change *parameter* in a way that its version does not show."""
-        self._of[parameter].written = True
+        self._expose(self._of[parameter])
+
+    def exposure_of(self, parameter: torch.nn.Parameter) -> idle.Exposure:
+        """The tensors through which *parameter* may change while its version stays."""
+        bucket = self._of[parameter]
+        return idle.Exposure(bucket.exposed, bucket.exposed > bucket.exposed_until)
+
+    def _expose(self, bucket: Bucket) -> None:
+        bucket.written = True
+        bucket.exposed += 1
 
     def copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values of *parameter*, streamed or not, in host memory. Raises: as
@@ -229,7 +238,7 @@ class Streamer:
             self._home.fill(slot, bucket)
             idle.as_it_is(_put_all_data, bucket, lambda place: place.within(slot.buffer))
         bucket.versions = idle.as_it_is(_versions, bucket)
-        bucket.written = False
+        bucket.written, bucket.exposed_until = False, bucket.exposed
         bucket.slot, slot.bucket = slot, bucket
         slot.count_own_references()
 
@@ -260,7 +269,8 @@ class Streamer:
         with torch.inference_mode(False):
             self._home.store(slot, bucket)
         bucket.versions = idle.as_it_is(_versions, bucket)
-        bucket.written &= not slot.is_free
+        if slot.is_free:
+            bucket.written, bucket.exposed_until = False, bucket.exposed
 
     def _placeholder(self, place: Place) -> torch.Tensor:
         """Memory for one element, NaN in every floating-point dtype."""

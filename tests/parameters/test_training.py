@@ -16,6 +16,7 @@ from modules import Blocks
 from torch import nn
 
 from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
+from nvme_offload.optim import provisional
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
 from nvme_offload.parameters.home import Home
@@ -118,6 +119,62 @@ def test_weights_that_stay_on_the_device_are_not_copied_back(
     other = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, foreach=False)
     _train(in_memory, other, steps=range(8))
     _assert_equal(model, in_memory)
+
+
+@pytest.fixture
+def provisional_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Blocks, NVMeOptimizer]:
+    """A model whose optimizer updates it provisionally, with states in memory, in the next step."""
+    monkeypatch.setattr(provisional, "BESIDE_ON", {"cpu"})
+    model = Blocks()
+    offload = make("6MB")
+    offload.parameters(model, "cpu", gpu_memory="100KB")
+    optimizer = offload.optimizer(model.parameters(), lr=1e-2, step_in_backward="provisional")
+    _train(model, optimizer, clips=False)
+    return model, optimizer
+
+
+def _backward(model: Blocks) -> None:
+    model(_batch(0, torch.float32)).square().mean().backward()
+
+
+def test_the_end_of_a_provisional_step_brings_no_weights_back(
+    provisional_step: tuple[Blocks, NVMeOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = provisional_step
+    _backward(model)
+    filled = []
+    fill = Home.fill
+    monkeypatch.setattr(Home, "fill", lambda *args: (filled.append(args), fill(*args)))
+    optimizer.step()
+    assert optimizer.stats().updated_in_backward == len(optimizer._steps.binding.buckets)
+    assert not filled
+
+
+@pytest.mark.parametrize("kept", ["not", "before the step", "in the forward pass"])
+def test_a_weight_that_changes_after_its_provisional_update_is_noticed(
+    provisional_step: tuple[Blocks, NVMeOptimizer], kept: str
+) -> None:
+    model, optimizer = provisional_step
+    block: Any = model.blocks[3]
+    weight = next(block.parameters())
+    views = [weight.data] if kept == "before the step" else []
+    if kept == "in the forward pass":
+        block.register_forward_hook(lambda *_: views.append(weight.data))
+    _backward(model)
+    (views or [weight.data])[0].add_(0.25)
+    del views[:]
+    with pytest.raises(UsageError, match="changed between backward"):
+        optimizer.step()
+
+
+def test_a_weight_that_is_looked_at_after_its_provisional_update_keeps_it(
+    provisional_step: tuple[Blocks, NVMeOptimizer],
+) -> None:
+    model, optimizer = provisional_step
+    _backward(model)
+    norms = [one.data.norm() for one in model.parameters()]
+    optimizer.step()
+    assert [one.data.norm() for one in model.parameters()] == norms
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -106,6 +106,22 @@ def test_an_assignment_to_data_in_a_forward_pass_is_kept(offload):
             assert torch.equal(model(x), in_memory(x))
 
 
+def test_a_change_to_a_parameter_whose_neighbour_is_in_use_is_kept(offload):
+    class Changes(nn.Linear):
+        def forward(self, x):
+            for one in changed:  # which this module does not own
+                one.data.fill_(0.5)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Changes(8, 8), *(nn.Linear(8, 8) for _ in range(64)))
+    offload.parameters(model, "cpu", gpu_memory=16 << 10)
+    changed = [model[1].weight]  # of the same bucket
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    assert torch.equal(changed[0], torch.full((8, 8), 0.5))
+
+
 def test_an_optimizer_of_torch_trains_streamed_parameters(pair):
     model, in_memory = pair
     for one in (model, in_memory):
