@@ -65,7 +65,8 @@ class Before:
     *gradients*: the fingerprint of each fragment's gradient. *changed*: for each weight, whether the
     program has changed it since the last update. For each fragment, its *elements* of the
     parameter, the small *states*, and `Fragment.rounded`.
-    *unexposed*: the streamed weights that nobody could change unseen when the update began.
+    *unexposed*: the streamed weights that a caller could not change unseen when the update began:
+    see `exposure_of`.
     *left*: the options of groups after the update. *weights*: the fingerprint of each fragment's
     elements after it, if they are not on the way from another device. *exposures*: of *unexposed*,
     after it.
@@ -84,7 +85,7 @@ class Before:
     exposures: Mapping[Weight, int] = dataclasses.field(default_factory=dict)
 
     def may_differ(self) -> dict[Fragment, torch.Tensor | None]:
-        """Those of *weights* that may have changed since."""
+        """The entries of *weights* that may have changed since."""
         unchanged = {
             weight
             for weight, times in self.exposures.items()

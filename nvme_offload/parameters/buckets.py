@@ -57,8 +57,8 @@ class Bucket:
         self.users = 0  # uses that have not ended
         self.shown: list[Any] = []  # the parameters in use
         self.written = False  # the slot may have changes that the versions do not show
-        # How often somebody got a tensor through which the values may change while the versions stay,
-        # and how often when none of these tensors was left.
+        # How often a caller got a tensor through which the values may change while the versions stay,
+        # and how often when the last such tensor was gone.
         self.exposed = self.exposed_until = 0
         self.versions: list[int] = []  # of the parameters when slot and tier were last equal
         # The position of the next use in the order; without a known order, later the longer its

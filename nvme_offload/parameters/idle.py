@@ -20,7 +20,7 @@ _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
 class Exposure(NamedTuple):
     """Tensors through which a streamed parameter may change while its version stays: *times*, how
-    often somebody got one; *lasts*, whether some of them may be left.
+    often a caller got one; *lasts*, whether a caller may still have one.
     """
 
     times: int
