@@ -450,7 +450,9 @@ class NVMeOptimizer(Forwarding):
         def put(_: torch.optim.Optimizer) -> None:
             for group in self.param_groups:
                 for key, value in self.defaults.items():
-                    group.setdefault(key, value)
+                    # torch adds "differentiable" to the defaults of every optimizer that loads
+                    if key in self._template.defaults:
+                        group.setdefault(key, value)
             count = kept.get("steps") or max(map(saved.steps, loaded.values()), default=0)
             steps.load(loaded, count, wide=bool(kept.get("wide")))
             self._loads += 1

@@ -461,6 +461,20 @@ def test_quantized_parameters_are_left_alone(tmp_path):
     assert torch.equal(frozen, torch.arange(100, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
+def test_a_load_adds_no_options_to_groups(tmp_path, name):
+    """Options that the class does not have would be in all later checkpoints."""
+    shapes = [(7,), (4, 5)]
+    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    reference = OPTIMIZERS[name](plain)
+    with NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            train(params, one)
+            one.load_state_dict(one.state_dict())
+        found, expected = optimizer.state_dict(), reference.state_dict()
+    assert unlike(found["param_groups"], expected["param_groups"]) == []
+
+
 class TogetherOptimizer(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 
