@@ -155,7 +155,8 @@ class ProvisionalUpdates:
         if any(fragment.bucket in self._made for fragment in weight.fragments):
             raise UsageError(
                 'a second backward() before step(): with step_in_backward="provisional" the parameters are updated already. To accumulate gradients, run all '
-                "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad()"
+                "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad(). A layer that several "
+                "checkpointed regions use needs checkpoint(..., use_reentrant=False): otherwise each region runs its own backward()"
             )
         if not self._sample and weight.fragments:
             found = _fingerprint_of(weight.fragments[0])

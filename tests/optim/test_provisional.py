@@ -408,6 +408,39 @@ def test_accumulation_without_it_is_an_error_that_nothing_comes_of(tmp_path):
     optimizer.close()
 
 
+def test_a_layer_of_two_checkpointed_regions(tmp_path):
+    """Each region with use_reentrant=True runs its own backward(), after which the other one would
+    compute with an updated layer.
+    """
+    pairs = []
+    for kwargs in ({}, {"step_in_backward": "provisional"}):
+        net = chain()
+        options = {"lr": 1e-3, "paths": tmp_path, "host_memory": SMALL}
+        pairs.append((net, NVMeOptimizer(net.parameters(), **options, **kwargs)))
+
+    def backward(net, number, reentrant):
+        hidden = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+        hidden = hidden.bfloat16().requires_grad_()
+        for layer in (*net, net[0]):
+            hidden = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=reentrant)
+        hidden.float().square().mean().backward()
+
+    with closing(pairs):
+        for step in range(4):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                backward(net, step, reentrant=False)
+                optimizer.step()
+        net, optimizer = pairs[1]
+        assert optimizer.stats().updated_in_backward > 0
+        assert_same(pairs)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="use_reentrant=False"):
+            backward(net, 4, reentrant=True)
+        optimizer.zero_grad()
+        assert_same(pairs)
+
+
 LOOKS = {
     "zero_grad": lambda net, optimizer: optimizer.zero_grad(),
     "a state": lambda net, optimizer: optimizer.state[net[0].weight]["exp_avg"].clone(),
