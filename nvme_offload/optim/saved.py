@@ -296,8 +296,15 @@ def _unpacked(value: Mapping[str, Any], fragment: Fragment) -> torch.Tensor:
 
 def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtype:
     """The dtype in which a loaded state is stored: the optimizer's own, if it is known."""
+    traits = fragment.bucket.traits
+    if key in traits.states:
+        return traits.states[key]
+    # such as Adafactor's rows and columns
+    form = traits.forms.get(max(len(fragment.weight.form.shape), 1), {}).get(key)
+    if form is not None:
+        return form.dtype
     narrow = value.dtype == fragment.bucket.dtype != fragment.shadow.dtype
-    return fragment.bucket.traits.states.get(key, fragment.shadow.dtype if narrow else value.dtype)
+    return fragment.shadow.dtype if narrow else value.dtype
 
 
 def check(state: Any, weight: Weight) -> None:

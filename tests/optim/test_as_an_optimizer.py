@@ -475,6 +475,23 @@ def test_a_load_adds_no_options_to_groups(tmp_path, name):
     assert unlike(found["param_groups"], expected["param_groups"]) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_load_converts_states_as_torch_does(tmp_path, name, dtype):
+    """Those of a model in another dtype. Adafactor's have other shapes than their parameters."""
+    shapes = [(7,), (4, 5), (3, 4, 5)]
+    before = parameters(dtype, shapes=shapes)
+    train(before, saved := OPTIMIZERS[name](before))
+    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    reference = OPTIMIZERS[name](plain)
+    with NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            one.load_state_dict(copy.deepcopy(saved.state_dict()))
+            train(params, one, first=3)
+        assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
+    assert differing(ours, plain) == []
+
+
 class TogetherOptimizer(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 
