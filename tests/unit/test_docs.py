@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+import statistics
 import runpy
 import shlex
 import subprocess
@@ -434,6 +435,21 @@ def test_the_comparison_has_the_figures_of_the_reports():
     ]
     assert len(rows) == len(MEASURED) - 2  # without the 8B and the 70B
     assert {*rows} <= shown
+
+
+def test_the_other_optimizers_of_the_comparison_have_the_figures_of_the_report():
+    columns = ("seconds of the steps, from the second", "GPU, GB", "host memory, GB")
+    rows = [
+        row
+        for row in tables_of(ROOT / "docs" / "comparison.md")
+        if re.match(r"(torchao|bitsandbytes) \d", row[0])
+    ]
+    assert len(rows) == 3
+    for title, seconds, *memory, _ in rows:
+        ((steps, *found),) = FRONT_PAGE["rows"]("host-memory-h200.md", title, *columns)
+        _, *settled = [float(one.strip("()")) for one in steps.split(", ")]
+        assert seconds == f"{statistics.median(settled):.1f}"
+        assert memory == found
 
 
 def test_the_other_models_of_the_comparison_have_the_figures_of_the_reports():
