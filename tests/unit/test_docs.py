@@ -10,9 +10,9 @@ import importlib
 import inspect
 import json
 import re
-import statistics
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
