@@ -7,10 +7,10 @@ from decimal import Decimal
 
 _FACTORS: dict[str, int] = {
     "": 1,
-    **{f"{letter}i": 1 << (10 * power) for power, letter in enumerate("KMGT", 1)},
-    **{letter: 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}i": 1 << (10 * power) for power, letter in enumerate("KMGTP", 1)},
+    **{letter: 1000**power for power, letter in enumerate("KMGTP", 1)},
 }
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]i?|)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGTP]i?|)B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -29,7 +29,7 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text))
     if match is None:
         raise ValueError(
-            f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+            f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB or PB"
         )
     prefix = match["prefix"]
     prefix = prefix[:1].upper() + prefix[1:].lower()

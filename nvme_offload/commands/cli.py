@@ -29,7 +29,7 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     """Parse the size *value*; 0 and small numbers without a unit are refused."""
     if value is None:
         return None
-    _refuse_bare(value, "bytes", "GB", context, option)
+    _refuse_bare(value, "bytes", "TB" if option.name == "drive_rated" else "GB", context, option)
     try:
         amount = parse_bytes(value)
     except ValueError as error:
@@ -141,7 +141,11 @@ _PLAN_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "Its speed at concurrent reads and writes.  [default: half the time each]",
     ),
     ("--drive-free", _SIZE, "Its free bytes, such as 1TB.  [default: enough]"),
-    ("--drive-rated", _SIZE, "Bytes that it is rated to write (TBW), such as 1200TB."),
+    (
+        "--drive-rated",
+        _SIZE,
+        "Bytes that it is rated to write (TBW in its data sheet), such as 1200TB.",
+    ),
     ("--gpus", _number(None, 0, 1024), "GPUs per machine, or 0.  [default: those here, or 1]"),
     (
         "--gpu gpu_name",

@@ -64,22 +64,22 @@ class Kept(NamedTuple):
 def keep(profile: Profile, force: bool) -> Kept:
     """Keep *profile* for `AioConfig.for_path`, over one with more evidence only with *force*."""
     if not profile.engine["direct"]:
-        return Kept("Not kept for AioConfig.for_path: these are speeds of the page cache.")
+        return Kept("Not kept as the profile of this drive: these are speeds of the page cache.")
     found = grade(profile)
     try:
         better = None if force else profile_shelf.better(profile)
         if better is None:
             profile_shelf.keep(profile)
     except (OffloadError, OSError) as error:
-        return Kept(f"Not kept for AioConfig.for_path: {error}.")
+        return Kept(f"Not kept as the profile of this drive: {error}.")
     if better is not None:
         note = (
-            f"Not kept for AioConfig.for_path: the evidence of this sweep is {found}, and the profile of {better.created[:10]} has "
+            f"Not kept as the profile of this drive: the evidence of this sweep is {found}, and the profile of {better.created[:10]} has "
             f"{grade(better).name} evidence. Sweep longer (--seconds), or replace it nevertheless (--force)."
         )
         return Kept(note, refused=True)
     if found.name != "good":
-        return Kept(f"Kept for AioConfig.for_path, with {found.name} evidence. {LONGER}")
+        return Kept(f"Kept as the profile of this drive, with {found.name} evidence. {LONGER}")
     return Kept("")
 
 

@@ -355,7 +355,7 @@ def test_a_worthless_sweep_does_not_replace_a_good_profile(
     assert brief.returncode == 3, brief.stderr
     *_, refused, unset = brief.stdout.splitlines()
     assert refused.startswith(
-        "Not kept for AioConfig.for_path: the evidence of this sweep is poor ("
+        "Not kept as the profile of this drive: the evidence of this sweep is poor ("
     )
     assert "read: 0 of 2 final trials" in refused
     assert refused.endswith(
@@ -367,7 +367,7 @@ def test_a_worthless_sweep_does_not_replace_a_good_profile(
     assert profile_shelf.find(disk) == good_profile
     forced = run(disk, *report, "--force", "--config", config)
     assert forced.returncode == 0, forced.stderr
-    assert "Kept for AioConfig.for_path, with poor evidence." in forced.stdout
+    assert "Kept as the profile of this drive, with poor evidence." in forced.stdout
     replaced = profile_shelf.find(disk)
     assert grade(replaced).name == "poor"
     assert read_aio(config)["block_size"] == replaced.chosen.block_size

@@ -94,7 +94,7 @@ def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith(
-        "Not kept for AioConfig.for_path: this user has no home directory; set XDG_CONFIG_HOME"
+        "Not kept as the profile of this drive: this user has no home directory; set XDG_CONFIG_HOME"
     )
     assert len(list((tmp_path / "reports").iterdir())) == 1
 

@@ -439,6 +439,7 @@ def test_what_would_help_is_reported_where_nothing_fits(tmp_path):
             "24 without a unit is 24 bytes: did you mean 24GB?",
         ),
         (["plan", "--params", "7B", "--host-memory", "1.5"], "did you mean 1.5GB?"),
+        (["plan", "--params", "7B", "--drive-rated", "600"], "did you mean 600TB?"),
         (["plan", "--params", "8"], "8 without a unit is 8 parameters: did you mean 8B?"),
         (["plan", "--params", "8B", "--trainable", "40"], "did you mean 40M?"),
         (["plan", "--params", "7B", "--host-memory", "0GB"], "0GB is not a size: give one above 0"),
