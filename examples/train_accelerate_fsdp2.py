@@ -44,7 +44,9 @@ def main() -> None:
             resid_pdrop=0.0,
         )
     )
-    sentences = DataLoader([(index + torch.arange(32)) % 100 for index in range(64)], batch_size=4)
+    count = 4 * arguments.steps * accelerator.num_processes
+    data = [(index + torch.arange(32)) % 100 for index in range(count)]
+    sentences = DataLoader(data, batch_size=4)
     # prepare() replaces the parameters by sharded ones; the first step makes the states of those
     optimizer = NVMeOptimizer(
         model.parameters(),
@@ -58,8 +60,6 @@ def main() -> None:
     if arguments.resume:
         accelerator.load_state(arguments.resume)
     for step, words in enumerate(sentences, 1):
-        if step > arguments.steps:
-            break
         if step < arguments.first:
             continue
         loss = model(input_ids=words, labels=words).loss
