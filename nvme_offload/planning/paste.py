@@ -182,7 +182,9 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
 
     # the optimizer, or the engine
     budget = plan.budget_bytes or 0
-    yield from lines(plain and not machine.drives, "# any directory: nothing is written there")
+    yield from lines(
+        plain and not machine.drives, "# any directory that exists: nothing is written there"
+    )
     if streams:
         own = parameters_budget(question.model, budget)
         device = "cuda" if machine.gpu else "cpu"
