@@ -286,7 +286,7 @@ def test_the_messages_are_found():
         "Transfers went through the page cache",  # appended to warnings
         "GB/s until its cache is full",  # returned by one
         "requests are free",  # a finding of the doctor's
-        "Not kept for AioConfig.for_path",  # a note on a profile
+        "Not kept as the profile of this drive",  # a note on a profile
     ):
         assert any(known in phrase for phrase in phrases), known
 

@@ -37,3 +37,14 @@ def test_a_compile_is_announced_and_what_is_built_is_not(tmp_path, monkeypatch, 
     assert reported == [([line], False)]
     assert load(builder) == "some_op"
     assert reported[1:] == [([line], True)]
+
+
+def test_a_lock_of_a_killed_compilation_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    builder = types.SimpleNamespace(name="some_op")
+    (lock := tmp_path / "some_op" / "lock").parent.mkdir()
+    lock.touch()
+    assert jit_load(lambda builder: "waited", builder) == "waited"
+    [found] = caplog.messages
+    assert found.startswith("waiting for another process that compiles DeepSpeed's some_op: ")
+    assert found.endswith(f"so remove {lock}")
