@@ -277,7 +277,7 @@ class TensorSwapper(Versions, Closing):
             return self._schedule.everything_stays
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a new value of *nbytes* fits into memory beside the values that stay there.
+        """Whether a new value of *nbytes* fits into memory in addition to the values that stay there.
 
         Parameters
         ----------

@@ -150,7 +150,7 @@ def test_every_share_of_the_model_on_the_gpu_gives_the_same_bits(
 
 
 def _peak(model: nn.Module, x: torch.Tensor) -> int:
-    """The bytes of GPU memory that inference takes at most, beside what is allocated before."""
+    """The peak of GPU memory in inference, in bytes, less the memory allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

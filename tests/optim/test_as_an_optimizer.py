@@ -478,7 +478,7 @@ def test_a_load_adds_no_options_to_groups(tmp_path, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_a_load_converts_states_as_torch_does(tmp_path, name, dtype):
-    """Those of a model in another dtype. Adafactor's have other shapes than their parameters."""
+    """States of a model in another dtype. Adafactor's states have other shapes than their parameters."""
     shapes = [(7,), (4, 5), (3, 4, 5)]
     before = parameters(dtype, shapes=shapes)
     train(before, saved := OPTIMIZERS[name](before))
