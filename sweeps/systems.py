@@ -382,6 +382,11 @@ SYSTEMS = {
         functools.partial(_streamed, "compact", clips=True, step_in_backward="provisional"),
         loads=True,
     ),
+    "offload-after": System(
+        'Offload: streamed parameters, "compact", after backward, clipping',
+        functools.partial(_streamed, "compact", clips=True, step_in_backward=False),
+        loads=True,
+    ),
     "offload-compact24": System(
         'Offload: streamed parameters, "compact24", in backward',
         functools.partial(_streamed, "compact24"),
