@@ -366,6 +366,10 @@ def _plan(
         own = "CUDA's context" + (" and DeepSpeed's buffers" if reduced else "")
         said = f"{{}} of GPU memory with {own}, and a GPU has {{}}"
         require(needed, machine.gpu.memory_bytes, said)
+    resident = 0.0  # the share of streamed weights that stays on the GPU
+    if machine.gpu and strategy.streams:
+        room = machine.gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - gpu_bytes - CONTEXT_BYTES
+        resident = min(max(room / (WEIGHT_BYTES * model.parameters), 0.0), 1.0)
     needed = host_bytes * world.ranks
     require(needed, machine.host_bytes, "{} of host memory, and {} are available")
     if drive_bytes and not machine.drives:
@@ -374,7 +378,17 @@ def _plan(
         require(drive_bytes * world.ranks, machine.free_bytes, "{} on the drive, and {} are free")
     host_speed, speeds = machine.host_bytes_per_second, machine.speeds
     step = Step(
-        strategy, model, machine.gpu, host_speed, speeds, world, work, moved, spilled, second
+        strategy,
+        model,
+        machine.gpu,
+        host_speed,
+        speeds,
+        world,
+        work,
+        moved,
+        spilled,
+        second,
+        resident,
     )
     phases = step.phases()
     known = bool(speeds) or not (moved.total or spilled)

@@ -101,7 +101,8 @@ _Concurrent = tuple[tuple[Term, ...], ...]
 class Step(NamedTuple):
     """A step with *strategy*. *speeds*: of all drives, in GB/s by phase. *moved*: bytes that a rank
     transfers; *spilled*: bytes of activations that a forward pass writes to the drive. *second*: the
-    share of the states of which host memory keeps the old version.
+    share of the states of which host memory keeps the old version. *resident*: the share of
+    streamed weights that stays on the GPU.
     """
 
     strategy: Strategy
@@ -114,6 +115,7 @@ class Step(NamedTuple):
     moved: Streamed
     spilled: float
     second: float = 0.0
+    resident: float = 0.0
 
     @property
     def flops(self) -> float | None:
@@ -187,7 +189,8 @@ class Step(NamedTuple):
                 link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
             elif plain:  # pinned, and both ways at the same time
                 share = BOTH_WAYS_SHARE
-            inward = 0 if strategy.parameters == "gpu" else WEIGHT_BYTES * model.parameters
+            inward = (1 - self.resident) * WEIGHT_BYTES * model.parameters
+            inward *= strategy.parameters != "gpu"
             offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
             offloaded &= not plain or strategy.updates == "host gradients"
             outward = WEIGHT_BYTES * model.trained if offloaded else 0

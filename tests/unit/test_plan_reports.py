@@ -52,6 +52,8 @@ class Case:
 
 def of_table(row: dict[str, str]) -> Case:
     gpu = GPUS.get(row["machine"])
+    if gpu and row["gpu_memory"]:  # which the run's peak fills, less a tenth
+        gpu = gpu._replace(memory_bytes=int(row["gpu_memory"]))
     speeds = {phase: float(row[phase]) for phase in ("read", "write", "mixed") if row[phase]}
     drive = Drive("/local_nvme", 1 << 40, speeds)
     shape = [int(row[key]) if row[key] else None for key in ("layers", "hidden")]
