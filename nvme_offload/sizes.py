@@ -40,6 +40,9 @@ _SLACK_BYTES = 1 << 16
 # Parameters that stream are copied in buckets of this size, into so many places on a GPU at least.
 STREAMED_BUCKET_BYTES = 256 << 20
 STREAMED_SLOTS = 4
+# If they do not all fit into host memory, that many buckets do at least: a few of them are in passage, and
+# each of the others saves a read.
+STREAMED_IN_MEMORY = 64
 # Of the host memory that `Offload` has left, a part that takes as much as it needs leaves one part in so
 # many to each part that may follow, and at most so many bytes.
 LATER_PARTS = 8

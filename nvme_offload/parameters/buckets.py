@@ -62,8 +62,9 @@ class Bucket:
         self.exposed = self.exposed_until = 0
         self.versions: list[int] = []  # of the parameters when slot and tier were last equal
         # The position of the next use in the order; without a known order, later the longer its
-        # last use is ago.
+        # last use is ago. Of the buckets in slots, the one with the largest *leaves* leaves first.
         self.next_use = 0.0
+        self.leaves = 0.0, 0.0
         self._offsets = [place.offset for place in self.places]
 
     def at(self, offset: int) -> torch.nn.Parameter:

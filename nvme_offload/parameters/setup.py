@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from ..errors import TooLittleMemoryError, UnsupportedError, UsageError
-from ..sizes import IN_MEMORY, STREAMED_SLOTS
+from ..sizes import STREAMED_IN_MEMORY, STREAMED_SLOTS
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import idle
@@ -92,7 +92,7 @@ class _Divided:
 
     def is_comfortable(self, host_memory: int, gpu_memory: int | None) -> bool:
         """Whether most of either memory is left for buckets that stay there, unless all do."""
-        return (self.nbytes <= host_memory or IN_MEMORY * self.largest <= host_memory) and (
+        return (self.nbytes <= host_memory or STREAMED_IN_MEMORY * self.largest <= host_memory) and (
             gpu_memory is None
             or self.stays_bytes + min(2 * STREAMED_SLOTS, len(self.buckets)) * self.largest
             <= gpu_memory

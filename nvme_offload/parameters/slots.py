@@ -109,8 +109,8 @@ class Slots:
         return None if slot is None or slot.bucket is None else slot
 
     def take(self, empty: Callable[[Slot], None], before: float) -> Slot | None:
-        """An empty slot. If there is none, *empty* empties the free slot whose bucket is used last,
-        but only after *before*. None if no slot qualifies. Raises: as *empty*.
+        """An empty slot. If there is none, *empty* empties the free slot whose bucket leaves first, of
+        those that are used after *before*. None if no slot qualifies. Raises: as *empty*.
         """
         while True:
             chosen = next((slot for slot in self._slots if slot.bucket is None), None)
@@ -118,7 +118,7 @@ class Slots:
                 return chosen
             if len(self._slots) < self.count:
                 return self._add()
-            chosen = self._used_last(before)
+            chosen = self._first_to_leave(before)
             if chosen is None:
                 return None
             empty(chosen)
@@ -129,26 +129,28 @@ class Slots:
         """The slot that `take` would empty now; None if it would empty none."""
         if len(self._slots) < self.count or any(slot.bucket is None for slot in self._slots):
             return None
-        return self._used_last()
+        return self._first_to_leave()
 
     def trim(self, empty: Callable[[Slot], None]) -> None:
         """Return to the number of slots that was asked for, as far as no tensor refers to the others.
         Raises: as *empty*.
         """
         while len(self._slots) > self.count:
-            chosen = self._used_last()
+            chosen = self._first_to_leave()
             if chosen is None:
                 return
             empty(chosen)
             self._drop(chosen)
 
-    def _used_last(self, before: float = -math.inf) -> Slot | None:
-        """The free slot whose bucket is used last, after *before*."""
-        chosen, latest = None, before
+    def _first_to_leave(self, before: float = -math.inf) -> Slot | None:
+        """The free slot whose bucket leaves first, of those that are used after *before*."""
+        chosen, first = None, (-math.inf, 0.0)
         for slot in self._slots:
-            when = math.inf if slot.bucket is None else slot.bucket.next_use
-            if when > latest and slot.is_free:
-                chosen, latest = slot, when
+            bucket = slot.bucket
+            leaves = (math.inf, math.inf) if bucket is None else bucket.leaves
+            after = bucket is None or bucket.next_use > before
+            if after and leaves > first and slot.is_free:
+                chosen, first = slot, leaves
         return chosen
 
     def exceed(self) -> Slot:

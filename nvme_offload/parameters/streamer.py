@@ -24,6 +24,8 @@ from .slots import Slot, Slots
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
 # copies of optimizer states, which are needed earlier.
 AHEAD = 3
+# The multiples of it modulo 1 are spread evenly, however many there are.
+_GOLDEN = 0.6180339887498949
 
 # Writes the values of parameters to the memory of each.
 Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]
@@ -62,6 +64,8 @@ class Streamer:
         self._of: dict[torch.Tensor, Bucket] = {
             place.parameter: bucket for bucket in buckets for place in bucket.places
         }
+        # Spread, so that fetches of the others are spread over the order.
+        self._ranks = {name: number * _GOLDEN % 1 for number, name in enumerate(self._buckets)}
         self.slots = slots
         self._room = DeviceRoom(device, slots.each_nbytes) if grows else None
         self._poison = poison
@@ -202,8 +206,8 @@ class Streamer:
         return slot
 
     def _fetch(self, bucket: Bucket) -> Slot:
-        slot = self.slots.take(self._empty, before=-math.inf)
-        slot = slot or self.slots.exceed()
+        slot = self.slots.take(self._empty, before=self._order.now + AHEAD)
+        slot = slot or self.slots.take(self._empty, before=-math.inf) or self.slots.exceed()
         self._ahead = self._order.now
         self._fill(slot, bucket)
         with contextlib.suppress(OffloadError):  # it is stored, or the error raised, as it leaves
@@ -294,11 +298,12 @@ class Streamer:
         self._order.use(bucket.name, bucket.nbytes, created=False)
         if not self._order.followed:
             self._clock += 1
-            bucket.next_use = -self._clock
+            bucket.next_use, bucket.leaves = -self._clock, (-self._clock, 0.0)
             return
         if self._order.now == expected:
             self._find_next_use(bucket)
         else:
+            self._unused.clear()
             self._find_next_uses()
         # A transfer that fails here fails again, and raises, where its bucket is used or leaves.
         with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
@@ -307,6 +312,10 @@ class Streamer:
     def _find_next_use(self, bucket: Bucket) -> None:
         position = self._order.next_use(bucket.name)
         bucket.next_use = math.inf if position is None else position
+        # In a cycle, no choice saves more fetches than another. So always the same buckets stay: the
+        # tier then learns which are fetched.
+        cycles = len(self._order.period.places.get(bucket.name, ())) < 2
+        bucket.leaves = (math.inf, self._ranks[bucket.name]) if cycles else (bucket.next_use, 0.0)
 
     def _find_next_uses(self) -> None:
         if self._order.followed:
@@ -314,9 +323,9 @@ class Streamer:
                 self._find_next_use(bucket)
 
     def _begin_period(self) -> None:
-        self._order.step()
+        if self._order.step():
+            self._unused.clear()
         self._ahead = self._order.now
-        self._unused.clear()
         self._last = None
         self._tier.swapper.step()
         self._find_next_uses()
