@@ -92,7 +92,9 @@ class _Divided:
 
     def is_comfortable(self, host_memory: int, gpu_memory: int | None) -> bool:
         """Whether most of either memory is left for buckets that stay there, unless all do."""
-        return (self.nbytes <= host_memory or STREAMED_IN_MEMORY * self.largest <= host_memory) and (
+        return (
+            self.nbytes <= host_memory or STREAMED_IN_MEMORY * self.largest <= host_memory
+        ) and (
             gpu_memory is None
             or self.stays_bytes + min(2 * STREAMED_SLOTS, len(self.buckets)) * self.largest
             <= gpu_memory
