@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError
+from ..optimizer_states.tree import replaced, tensors
 from .buckets import local
 from .without_memory import WithoutMemory, changes_form, with_values, written
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _ATEN = torch.ops.aten
 _MOVE = _ATEN._to_copy.default
+_SAME_PLACES = _MOVE, _ATEN.detach.default
 _NORM = _ATEN.linalg_vector_norm.default
 _NORMS = _ATEN._foreach_norm.Scalar
 _PRODUCTS = _ATEN.mul_.Tensor, _ATEN._foreach_mul_.Tensor, _ATEN._foreach_mul_.Scalar
@@ -103,6 +105,8 @@ class StateOnDrive(WithoutMemory):
     # `updates` of the weight when this was moved; None for the state itself, which is always
     # current
     updates: int | None
+    # the dtype of the state, if this has all its values, each in its place; otherwise None
+    whole: torch.dtype | None
 
     @staticmethod
     def __new__(
@@ -114,11 +118,13 @@ class StateOnDrive(WithoutMemory):
         device: torch.device,
         ways: tuple[Callable[[torch.Tensor], Any], ...] = (),
         updates: int | None = None,
+        whole: torch.dtype | None = None,
     ) -> Any:
         """Stand for the local shard of the state, with the shape, strides and dtype of *form*."""
         made = cls.make(form.shape, form.stride(), form.dtype, device)
         made.source, made.weight, made.key = source, weight, key
         made.ways, made.updates = ways, updates
+        made.whole = whole if ways else form.dtype
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -212,8 +218,10 @@ class StateOnDrive(WithoutMemory):
                 return result[index] if several else result  # type: ignore[no-any-return]
 
             ways = (*self.ways, way)
+            rounds = self.whole is None or torch.promote_types(self.whole, one.dtype) != one.dtype
+            whole = None if rounds or function not in _SAME_PLACES else self.whole
             made.append(
-                StateOnDrive(self.source, self.weight, self.key, one, device, ways, updates)
+                StateOnDrive(self.source, self.weight, self.key, one, device, ways, updates, whole)
             )
         return made if several else made[0]
 
@@ -221,3 +229,13 @@ class StateOnDrive(WithoutMemory):
 def is_on_drive(value: Any) -> bool:
     """Whether *value* is a `StateOnDrive`, or a DTensor whose local shard is one."""
     return torch.is_tensor(value) and isinstance(local(value), StateOnDrive)
+
+
+def whole_or_copied(state: Any) -> Any:
+    """*state* with copies in place of views and roundings of states on the drive."""
+    copies = {}
+    for leaf in tensors(state).values():
+        placeholder = local(leaf)
+        if isinstance(placeholder, StateOnDrive) and placeholder.whole is None:
+            copies[id(leaf)] = leaf.clone()
+    return replaced(state, copies) if copies else state

@@ -324,8 +324,7 @@ def check(state: Any, weight: Weight) -> None:
     found = tensors(state)
     for value in filter(is_on_drive, found.values()):
         placeholder = _placeholder(value)
-        whole = forms(placeholder.weight.fragments[0]).get(placeholder.key)
-        if not placeholder.is_current or (whole is not None and placeholder.shape != whole.shape):
+        if not placeholder.is_current or placeholder.whole is None:
             raise UsageError(
                 "a state that was moved before an update, or a part of one, cannot be put into state: put in a clone()"
             )

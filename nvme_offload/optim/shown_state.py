@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..optimizer_states.tree import content
-from .placeholders import is_on_drive
+from .placeholders import is_on_drive, whole_or_copied
 
 if TYPE_CHECKING:
     from .buckets import Fragment, Weight
@@ -88,8 +88,9 @@ class ShownState(dict[Any, Any]):
         return not _same(content(dict(dict.items(self))), self._shown)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._check({key: value}, self._weight)
-        super().__setitem__(key, value)
+        own = whole_or_copied({key: value})
+        self._check(own, self._weight)
+        super().__setitem__(key, own[key])
 
     update: Any = MutableMapping.update  # by __setitem__
     setdefault: Any = MutableMapping.setdefault

@@ -15,7 +15,7 @@ from ..optimizer_states.tree import Key, replaced, tensors, top
 from . import saved
 from .binding import Plan
 from .buckets import Bucket, Form, Fragment, Weight, like, local
-from .placeholders import StateOnDrive, is_on_drive
+from .placeholders import StateOnDrive, is_on_drive, whole_or_copied
 from .shown_state import ShownState, ShownStates
 from .values import MASTER
 
@@ -43,12 +43,14 @@ class States:
         return known(self._source())
 
     def _own(self, parameter: Any, state: Any) -> Any:
-        """The *state* that the program gives *parameter*. If it is shown for another one, it is a copy,
-        except the master, which belongs to the weight.
+        """The *state* that the program gives *parameter*, with copies of what is not a whole state. If
+        it is shown for another parameter, it is a copy, except the master, which belongs to the weight.
         """
         weight = self._owner.binding.of(parameter)
-        if weight is None or state is weight.shown or not isinstance(state, ShownState):
+        if weight is None or state is weight.shown:
             return state
+        if not isinstance(state, ShownState):
+            return whole_or_copied(state) if isinstance(state, Mapping) else state
         others = {key: value for key, value in state.items() if key != MASTER}
         leaves = filter(is_on_drive, tensors(others).values())
         own = {key: value for key, value in weight.placeholders.items() if key == MASTER}

@@ -175,6 +175,33 @@ def test_a_clone_is_a_snapshot_and_a_move_is_not(tmp_path):
         assert torch.equal(optimizer.state_dict()["state"][2]["exp_avg"], before)
 
 
+OTHER_VALUES = {
+    "rounded": lambda one: one.bfloat16().to(one.dtype),
+    "turned": lambda one: one.t(),
+    "moved, rounded and turned": lambda one: one.cpu().half().t().to(one.dtype),
+    "the same": lambda one: one.double().detach().to(one.dtype),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_VALUES)
+@pytest.mark.parametrize("how", ["item", "whole"])
+def test_a_rounding_or_a_view_of_a_state_replaces_it(tmp_path, way, how):
+    ours, plain = (parameters(shapes=SHAPES) for _ in range(2))
+    in_memory = torch.optim.AdamW(plain, lr=1e-2)
+    with tight(ours, tmp_path, lr=1e-2) as optimizer:
+        for params, one in ((ours, optimizer), (plain, in_memory)):
+            train(params, one)
+            state = one.state[params[3]]
+            value = OTHER_VALUES[way](state["exp_avg"])
+            if how == "item":
+                state["exp_avg"] = value
+            else:
+                one.state[params[3]] = {**state, "exp_avg": value}
+            train(params, one, first=3)
+        assert differing(ours, plain) == []
+        assert unlike(optimizer.state_dict()["state"], in_memory.state_dict()["state"]) == []
+
+
 MEMORY = {
     "data of another shape": lambda one: setattr(one, "data", torch.zeros(3)),
     "share_memory_": lambda one: one.share_memory_(),
