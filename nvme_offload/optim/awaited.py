@@ -107,6 +107,11 @@ class Waits:
         use(self)
         return self.as_subclass(kind)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait first: torch does not dispatch this method to `__torch_function__`."""
+        use(self)
+        return self.set_(*args, **kwargs)
+
     def __deepcopy__(self, memo: Any) -> Any:
         # torch's method would create another tensor of this class
         use(self)

@@ -689,6 +689,7 @@ CHANGES = {
     "mul_": no_grad(lambda net, _: net[0].weight.mul_(0.5)),
     "data": lambda net, _: net[2].weight.data.add_(0.25),
     "new data": lambda net, _: setattr(net[4].bias, "data", torch.full((3,), 0.125)),
+    "set_": no_grad(lambda net, _: net[4].bias.set_(torch.full((3,), 0.125))),
     "out": no_grad(lambda net, _: torch.add(net[4].bias, 1, out=net[4].bias)),
     "setitem": no_grad(lambda net, _: net[4].weight.__setitem__(0, 0.5)),
     "foreach": no_grad(lambda net, _: torch._foreach_mul_(list(net.parameters()), 0.75)),
@@ -704,6 +705,7 @@ CHANGES = {
         exp_avg=torch.ones(200)
     ),
     "a gradient": lambda net, _: net[0].weight.grad.mul_(100),
+    "memory of a gradient": lambda net, _: net[4].bias.grad.set_(torch.full((3,), 0.125)),
     "gradients": lambda net, optimizer: optimizer.zero_grad(set_to_none=False),
     "clipping": lambda net, _: torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
     "accumulation": lambda net, _: loss_of(net, 88).backward(),
