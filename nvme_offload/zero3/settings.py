@@ -41,6 +41,7 @@ _PARAMETERS_IN_MEMORY = (
     ("zero_optimization", "zero_hpz_partition_size"),
     ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
+_OFFLOADS = ("offload_param", "offload_optimizer")  # sections of "zero_optimization"
 # Keys that need this package's swappers, with the value that DeepSpeed's swappers have.
 _NATIVE = {
     "state_format": "exact",
@@ -194,34 +195,55 @@ def check(ds_config: Mapping[str, Any]) -> None:
 
 
 def _question_names(ds_config: Mapping[str, Any]) -> None:
-    """Refuse keys of the section "nvme_offload" at the top level, and warn, once each, of sections
-    that were probably meant to be that section. Raises: UsageError.
+    """Refuse keys of the section "nvme_offload" at the top level, and offloads to a drive outside of
+    "zero_optimization". Warn, once each, of sections that were probably meant to be "nvme_offload".
+    Raises: UsageError.
     """
     for key in _OWN_KEYS.intersection(ds_config):
         raise UsageError(
             f'"{key}" has no effect at the top level of the DeepSpeed configuration: move it to the section "{SECTION}"'
         )
-    if SECTION not in ds_config:
-        for key in filter(functools.partial(_is_taken_for_ours, ds_config), ds_config):
-            _warn_once(
-                f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
-            )
+    for key in filter(functools.partial(_is_taken_for_ours, ds_config), ds_config):
+        _warn_once(
+            f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
+        )
+    for key, section in (("", ds_config), *ds_config.items()):
+        for name in _OFFLOADS:
+            if key != "zero_optimization" and _value(section, (name, "device")) == "nvme":
+                place = f'in "{key}"' if key else "at the top level of the DeepSpeed configuration"
+                raise UsageError(
+                    f'"{name}" with "device": "nvme" has no effect {place}: move it to the section "zero_optimization"'
+                )
 
 
 def _is_taken_for_ours(ds_config: Mapping[str, Any], key: str) -> bool:
     section = ds_config[key]
-    return (
-        "nvme" in key.lower()
-        or bool(difflib.get_close_matches(SECTION, [key], cutoff=_LIKENESS))
-        or (isinstance(section, Mapping) and not _OWN_KEYS.isdisjoint(section))
+    if key in (SECTION, "aio"):  # `_config_warnings` has a better line about "aio"
+        return False
+    if isinstance(section, Mapping) and not _OWN_KEYS.isdisjoint(section):
+        return True
+    return SECTION not in ds_config and (
+        "nvme" in key.lower() or bool(difflib.get_close_matches(SECTION, [key], cutoff=_LIKENESS))
     )
 
 
-def _refuse_stage(ds_config: Mapping[str, Any]) -> None:
+def zero_stage(ds_config: Mapping[str, Any]) -> int | None:
+    """The stage of ZeRO in *ds_config*, which DeepSpeed accepts as a number or a string. None if
+    there is no section, or DeepSpeed will refuse the stage.
+    """
     zero = ds_config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+    if not isinstance(zero, Mapping):
+        return None
+    try:
+        return int(zero.get("stage", 0))
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_stage(ds_config: Mapping[str, Any]) -> None:
+    stage = zero_stage(ds_config)
     of_deepspeed = _value(ds_config, (SECTION, "swappers")) == "deepspeed"
-    for name in ("offload_param", "offload_optimizer"):
+    for name in _OFFLOADS:
         device = _value(ds_config, ("zero_optimization", name, "device"))
         stages = (3,) if name == "offload_param" or of_deepspeed else (1, 2, 3)
         if device == "nvme" and stage in {0, 1, 2}.difference(stages):
@@ -268,7 +290,7 @@ def _warn_once(message: str) -> None:
         _log.warning("%s", message)
 
 
-def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
+def _value(ds_config: Any, keys: Iterable[str]) -> Any:
     found: Any = ds_config
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -278,7 +300,7 @@ def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
 def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     """The absolute paths of sections with "device": "nvme", each once. Raises: UsageError."""
     paths = []
-    for name in ("offload_param", "offload_optimizer"):
+    for name in _OFFLOADS:
         where = ("zero_optimization", name)
         if _value(ds_config, (*where, "device")) == "nvme":
             if not (path := _value(ds_config, (*where, "nvme_path"))):

@@ -13,7 +13,7 @@ from .inference import Inference
 from .moving import move_partitions
 from .param_swapper import return_to_device
 from .replacing import ENGINE, Replacements, replaces
-from .settings import SECTION, Settings, nvme_paths
+from .settings import SECTION, Settings, nvme_paths, zero_stage
 from .stage3 import Stage3
 from .stage_1_and_2 import Stages1And2
 
@@ -82,9 +82,10 @@ def zero_cpu_offload(original: Callable[[Any], bool], engine: Any) -> bool:
 
 def offloads(ds_config: Mapping[str, Any]) -> bool:
     """Whether stage 1 or 2 of *ds_config* has optimizer states on a drive."""
-    zero = ds_config.get("zero_optimization") or {}
-    section = zero.get("offload_optimizer") or {}
-    return zero.get("stage", 0) in (1, 2) and section.get("device") == "nvme"
+    if zero_stage(ds_config) not in (1, 2):
+        return False
+    section = ds_config["zero_optimization"].get("offload_optimizer") or {}
+    return bool(section.get("device") == "nvme")
 
 
 def _require_supported(engine: Any, optimizer: Any, ds_config: Mapping[str, Any]) -> None:

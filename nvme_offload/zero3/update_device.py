@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..sizes import Footprint
 from .agreement import least
 from .replacing import ENGINE, replaces
-from .settings import Settings
+from .settings import Settings, zero_stage
 
 # If a GPU has less free memory than this, updates run on the CPU. It is enough for several
 # sub-groups and for the temporary tensors of one update.
@@ -160,11 +160,12 @@ def most_elements(footprint: Footprint) -> int:
 
 def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
     """Why an engine of *ds_config* updates on the CPU; "" if it updates on the GPU."""
+    if zero_stage(ds_config) != 3:
+        return NO_STATES
     settings = Settings.of(ds_config)
-    zero = ds_config.get("zero_optimization") or {}
-    section = zero.get("offload_optimizer") or {}
+    section = ds_config["zero_optimization"].get("offload_optimizer") or {}
     kind = str((ds_config.get("optimizer") or {}).get("type", "")).lower()
-    if zero.get("stage") != 3 or section.get("device") != "nvme":
+    if section.get("device") != "nvme":
         return NO_STATES
     if settings.swappers != "native":
         return 'DeepSpeed\'s own swappers are used ("swappers")'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -17,8 +18,10 @@ from nvme_offload.zero3.settings import (
     aio_config,
     check,
     nvme_paths,
+    zero_stage,
 )
 from nvme_offload.zero3.shared_tier import tier_of
+from nvme_offload.zero3.stages import offloads
 
 
 def of(**section: object) -> Settings:
@@ -166,6 +169,14 @@ QUESTIONED = [
         )
     ),
     (
+        {
+            "nvme_offload": {"host_memory": "1GB"},
+            "nvme-offload": {"overlap_step": True},
+            "zero_optimization": ON_NVME,
+        },
+        "nothing reads 'nvme-offload' in the DeepSpeed configuration",
+    ),
+    (
         {"nvme_offload": {"host_memory": "900TB"}, "zero_optimization": ON_NVME},
         '"host_memory" of 819 TiB is more than the ',
     ),
@@ -221,6 +232,8 @@ def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
         ({"stage": 0}, "offload_param", {}, "3"),
         ({"stage": 1}, "offload_param", {}, "3"),
         ({"stage": 2}, "offload_param", {}, "3"),
+        ({"stage": "2"}, "offload_param", {}, "3"),
+        ({"stage": "0"}, "offload_optimizer", {}, "1 or 2 or 3"),
         ({}, "offload_param", {}, "3"),
         ({"stage": 0}, "offload_optimizer", {}, "1 or 2 or 3"),
         ({}, "offload_optimizer", {}, "1 or 2 or 3"),
@@ -236,6 +249,36 @@ def test_a_stage_that_keeps_everything_in_memory_is_refused(zero, name, section,
     expected = f'"{name}" has "device": "nvme", and with "stage": {zero.get("stage", 0)} DeepSpeed .*: set "stage": {stages}, or train'
     with pytest.raises(UnsupportedError, match=expected):
         check(ds_config)
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "place"),
+    [
+        ({}, "at the top level of the DeepSpeed configuration"),
+        ({"zero": {"stage": 3}}, 'in "zero"'),
+    ],
+)
+@pytest.mark.parametrize("name", ["offload_param", "offload_optimizer"])
+def test_an_offload_outside_of_its_section_is_refused(name, ds_config, place):
+    outer = {**copy.deepcopy(ds_config), "zero_optimization": {"stage": 3}}
+    outer.get("zero", outer)[name] = {"device": "nvme", "nvme_path": "/a"}
+    with pytest.raises(
+        UsageError, match=f'"{name}" with "device": "nvme" has no effect {place}: move'
+    ):
+        check(outer)
+
+
+@pytest.mark.parametrize("stage", [1, "2", 3.0, "3"])
+def test_the_stage_may_be_written_as_a_string(stage):
+    section = {"device": "nvme", "nvme_path": "/a"}
+    ds_config = {"zero_optimization": {"stage": stage, "offload_optimizer": section}}
+    assert zero_stage(ds_config) == int(stage)
+    assert offloads(ds_config) == (int(stage) < 3)
+
+
+@pytest.mark.parametrize("zero", [True, False, None, {"stage": "three"}])
+def test_what_is_no_stage_offloads_nothing(zero):
+    assert not offloads({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
