@@ -15,7 +15,7 @@ from ..optimizer_states import BLOCK, block_names
 from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, dense_strides, is_for_each
-from ..parameters.idle import address_of
+from ..parameters.idle import address_of, detached
 from ..update.records import Unit
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class Fragment:
 
     def of_weight(self) -> torch.Tensor:
         """The elements of the parameter; a copy, for `put_weight`, if `is_scattered`."""
-        return self.of(local(self.weight.parameter).detach())
+        return self.of(detached(local(self.weight.parameter)))
 
     def fingerprint(self) -> torch.Tensor:
         """The fingerprint of the elements of the parameter."""
@@ -255,7 +255,7 @@ class Fragment:
 
     def put_weight(self, values: torch.Tensor) -> None:
         """Write *values* to the elements of the parameter."""
-        whole = local(self.weight.parameter).detach()
+        whole = detached(local(self.weight.parameter))
         if not self.is_scattered:
             self.of(whole).copy_(values)
             return

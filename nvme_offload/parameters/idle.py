@@ -143,6 +143,17 @@ def exposure_of(tensor: Any) -> Exposure | None:
     return found
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`detach` of *tensor*, for a caller that changes it only through a tensor that it detaches: for a
+    streamed parameter, this does not count as an exposure.
+    """
+    streamer = streamer_of(tensor)
+    if streamer is None:
+        return tensor.detach()
+    with streamer.using([tensor], exposes=False):
+        return tensor.detach()
+
+
 def _as_edges(value: Any) -> Any:
     """*value* with the edge of the graph in place of each idle parameter: a gradient needs no
     values of its parameter.

@@ -110,8 +110,12 @@ class Streamer:
                 parameter.__class__ = idle.UsedParameter
 
     @contextlib.contextmanager
-    def using(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Context in which *parameters* are in use."""
+    def using(
+        self, parameters: Iterable[torch.nn.Parameter], *, exposes: bool = True
+    ) -> Iterator[None]:
+        """Context in which *parameters* are in use. *exposes*: the caller may keep a view, such as
+        `data`, through which a change does not show.
+        """
         begun: list[Bucket] = []
         hooks = None
         try:
@@ -129,8 +133,9 @@ class Streamer:
                 with self._lock:
                     slot = bucket.slot
                     self.end(bucket)
-                    if not slot.is_free:  # the caller may have a view, such as `data`
-                        self._expose(bucket)
+                    if not slot.is_free:  # the caller has a view
+                        bucket.written = True
+                        bucket.exposed += exposes
 
     def view(
         self,
@@ -170,16 +175,14 @@ class Streamer:
 
     def changes(self, parameter: torch.nn.Parameter) -> None:
         """The program may change *parameter* in a way that its version does not show."""
-        self._expose(self._of[parameter])
+        bucket = self._of[parameter]
+        bucket.written = True
+        bucket.exposed += 1
 
     def exposure_of(self, parameter: torch.nn.Parameter) -> idle.Exposure:
         """The tensors through which *parameter* may change while its version stays."""
         bucket = self._of[parameter]
         return idle.Exposure(bucket.exposed, bucket.exposed > bucket.exposed_until)
-
-    def _expose(self, bucket: Bucket) -> None:
-        bucket.written = True
-        bucket.exposed += 1
 
     def copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values of *parameter*, streamed or not, in host memory. Raises: as

@@ -15,7 +15,7 @@ from covering import covering
 from modules import Blocks
 from torch import nn
 
-from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
+from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError, sizes
 from nvme_offload.optim import provisional
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
@@ -125,9 +125,13 @@ def test_weights_that_stay_on_the_device_are_not_copied_back(
 def provisional_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Blocks, NVMeOptimizer]:
     """A model whose optimizer updates it provisionally, with states in memory, in the next step."""
     monkeypatch.setattr(provisional, "BESIDE_ON", {"cpu"})
+    return _after_some_steps(make, "100KB")
+
+
+def _after_some_steps(make: Make, gpu_memory: str) -> tuple[Blocks, NVMeOptimizer]:
     model = Blocks()
     offload = make("6MB")
-    offload.parameters(model, "cpu", gpu_memory="100KB")
+    offload.parameters(model, "cpu", gpu_memory=gpu_memory)
     optimizer = offload.optimizer(model.parameters(), lr=1e-2, step_in_backward="provisional")
     _train(model, optimizer, clips=False)
     return model, optimizer
@@ -137,17 +141,30 @@ def _backward(model: Blocks) -> None:
     model(_batch(0, torch.float32)).square().mean().backward()
 
 
+@pytest.mark.parametrize("several", [False, True])
 def test_the_end_of_a_provisional_step_brings_no_weights_back(
-    provisional_step: tuple[Blocks, NVMeOptimizer], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:
-    model, optimizer = provisional_step
+    """Also where *several* buckets of the optimizer have the weights of a streamed one."""
+    monkeypatch.setattr(provisional, "BESIDE_ON", {"cpu"})
+    if several:
+        monkeypatch.setattr(sizes, "LARGEST_BUCKET_BYTES", 50 << 10)
+        division = Division(24 << 10, small_bytes=0, trainable_share=0)
+        monkeypatch.setattr(setup, "DIVISION", division)
+    model, optimizer = _after_some_steps(make, "330KB" if several else "100KB")
     _backward(model)
-    filled = []
-    fill = Home.fill
+    filled, compared = [], []
+    fill, compare = Home.fill, provisional._fingerprint_of_weight
     monkeypatch.setattr(Home, "fill", lambda *args: (filled.append(args), fill(*args)))
+    monkeypatch.setattr(
+        provisional, "_fingerprint_of_weight", lambda one: (compared.append(one), compare(one))[1]
+    )
     optimizer.step()
-    assert optimizer.stats().updated_in_backward == len(optimizer._steps.binding.buckets)
-    assert not filled
+    stats = optimizer.stats()
+    assert stats.buckets > 15 * several
+    assert stats.updated_in_backward >= 0.9 * stats.buckets
+    assert not compared
+    assert several or not filled
 
 
 @pytest.mark.parametrize("kept", ["not", "before the step", "in the forward pass"])

@@ -1055,22 +1055,42 @@ def test_this_machine_and_its_drive_are_seen(tmp_path, monkeypatch):
 
 
 # Settled steps on one H200 with batches of 2048 tokens, from 2026-11-27: an optimizer of 4 or 12 bytes of
-# states in backward, weights and states in host memory, copies as those of `Offload.parameters`.
+# states in backward, weights and states in host memory, copies as those of `Offload.parameters`, and a
+# GPU of which the run takes nine tenths.
 @pytest.mark.parametrize(
-    ("parameters", "layers", "hidden", "batch", "name", "seconds"),
+    ("parameters", "layers", "hidden", "batch", "name", "gpu_gb", "seconds"),
     [
-        (6_738_415_616, 32, 4096, 1, "streamed-in-backward-compact", 1.07),
-        (6_738_415_616, 32, 4096, 4, "streamed-in-backward-compact", 1.08),
-        (6_738_415_616, 32, 4096, 16, "streamed-in-backward-compact", 3.67),
-        (6_738_415_616, 32, 4096, 4, "streamed-in-backward", 2.28),
-        (13_015_864_320, 40, 5120, 4, "streamed-in-backward-compact", 2.08),
+        (6_738_415_616, 32, 4096, 1, "streamed-in-backward-compact", 4.3, 1.07),
+        (6_738_415_616, 32, 4096, 4, "streamed-in-backward-compact", 8.5, 1.08),
+        (6_738_415_616, 32, 4096, 16, "streamed-in-backward-compact", 26.3, 3.67),
+        (6_738_415_616, 32, 4096, 4, "streamed-in-backward", 11.7, 2.28),
+        (13_015_864_320, 40, 5120, 4, "streamed-in-backward-compact", 13.3, 2.08),
     ],
 )
 def test_streamed_steps_in_host_memory_take_as_long_as_measured(
-    parameters, layers, hidden, batch, name, seconds
+    parameters, layers, hidden, batch, name, gpu_gb, seconds
 ):
     model = Model(parameters, 32000 * hidden, 32000 * hidden, layers, hidden, 32000)
-    alone = Machine(H200, 512 * 10**9)
+    alone = Machine(H200._replace(memory_bytes=int(gpu_gb * 1e9 / 0.9)), 512 * 10**9)
     work = Work(sequence=2048, micro_batch=batch)
     (found,) = plans(model, alone, World(), work, 256 * 10**9, [BY_NAME[name]])
     assert found.seconds == pytest.approx(seconds, rel=0.12)
+
+
+def test_more_gpu_memory_makes_streamed_steps_shorter():
+    model = Model(6_738_415_616, 131_072_000, 131_072_000, 32, 4096, 32000)
+    work = Work(sequence=2048, micro_batch=1)
+    steps = BY_NAME["streamed-in-backward-compact"]
+    seconds = [
+        plans(
+            model,
+            Machine(H200._replace(memory_bytes=gpu_gb * 10**9), 512 * 10**9),
+            World(),
+            work,
+            256 * 10**9,
+            [steps],
+        )[0].seconds
+        for gpu_gb in (5, 8, 12, 16, 24)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < 0.7 * seconds[0]
