@@ -1,5 +1,5 @@
-"""`nvme-sweep check`: a brief measurement of the settings in a config, interleaved with the setting
-that the sweep chose and the control.
+"""`nvme-sweep check`: a brief measurement of the settings in use, interleaved with the setting that the
+sweep chose and the control.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
     return Setting(**known, thread_count=threads, backend=backend)
 
 
-def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
-    """What to print."""
+def lines(checked: Checked, config: Setting | None, profile: Profile) -> list[str]:
+    """What to print. *config*: the setting of the config, if one is checked."""
     roles = {profile.chosen: "chosen by the sweep", config: "in the config"}
     said = ["           " + "  ".join(f"{phase:>6}" for phase in PHASES) + "  GB/s"]
     for setting, speeds in checked.speeds.items():
@@ -127,7 +127,7 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
     if checked.better is not None:
         said.append(
             f"The settings no longer hold: {takes} {checked.better}. "
-            "Run nvme-sweep again with --config."
+            f"Run nvme-sweep again{'' if config is None else ' with --config'}."
         )
     elif checked.holds:
         said.append(f"The settings hold: {takes} the best alternative.")

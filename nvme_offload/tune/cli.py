@@ -190,7 +190,7 @@ def command(
     \b
     nvme-sweep show [PATH]                 print the last result
     nvme-sweep compare A B                 two profiles or reports side by side
-    nvme-sweep check PATH --config FILE    whether a config's settings still hold
+    nvme-sweep check PATH                  whether the chosen settings still hold
     deepspeed --hostfile=FILE --module nvme_offload.tune PATH    every node's drive
 
     Exit status: 0 tuned; 3 a config was not set because a profile with more evidence is kept; 1
@@ -342,17 +342,16 @@ def compare(first: str, second: str) -> None:
     "--config",
     metavar="FILE",
     type=_named,
-    required=True,
-    help="The DeepSpeed config, or Accelerate's YAML that names one.",
+    help="Check the settings of this DeepSpeed config, or of the one that this YAML of Accelerate names. [default: check those that the sweep chose]",
 )
 @click.option(
     "--seconds", metavar="N", type=float, default=15, show_default=True, help="Time to measure."
 )
 @_ranks_option
 @_force_option
-def check(path: str, config: Path, seconds: float, ranks: int | None, force: bool) -> int:
-    """Measure briefly whether the settings in FILE are still good on the drive of PATH, compared with
-    those that the sweep chose and DeepSpeed's defaults.
+def check(path: str, config: Path | None, seconds: float, ranks: int | None, force: bool) -> int:
+    """Measure briefly whether the settings that the sweep chose for the drive of PATH, or those in FILE,
+    are still good, compared with each other and with DeepSpeed's defaults.
 
     Exit status: 0 they are, or the drive is too unsteady for a result; 3 they are not; 1 failed, 2
     wrong usage.
@@ -364,10 +363,11 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     _require_seconds(seconds)
     found = preflight.require_drive(path, force)
     try:
-        config = ds_config.locate(config)
-        aio = ds_config.read_aio(config)
         profile = profile_shelf.find(path)
-        setting = checking.setting_of(aio, profile.chosen.backend)
+        setting = profile.chosen
+        if config is not None:
+            config = ds_config.locate(config)
+            setting = checking.setting_of(ds_config.read_aio(config), profile.chosen.backend)
         AioConfig.of(setting)
     except UnsupportedError as error:  # there is no profile
         raise UsageError(str(error)) from None
@@ -378,7 +378,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     deepest = max(each.bytes_in_flight for each in settings)
     if deepest * options.ranks > 8 * space.MAX_BYTES_IN_FLIGHT:
         raise UsageError(
-            f"{config} has {format_bytes(deepest)} in flight, more than can be measured: run nvme-sweep with --config"
+            f"{config or 'the profile'} has {format_bytes(deepest)} in flight, more than can be measured: run nvme-sweep with --config"
         )
     with (
         preflight.locked(Path(found.path), found),
@@ -392,7 +392,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
 
         checked = checking.judged(setting, checking.rounds(settings, run, 0.8 * seconds))
     _progress.clear()
-    _print_lines(checking.lines(checked, setting, profile))
+    _print_lines(checking.lines(checked, setting if config else None, profile))
     return EXIT_NEGATIVE if checked.better else 0
 
 

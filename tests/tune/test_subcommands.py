@@ -114,7 +114,6 @@ def test_refusals_are_one_line(disk: Path, tmp_path: Path) -> None:
         (["compare", "", disk], "a path is empty: is a variable of the shell not set?"),
         (["show", ""], "a path is empty"),
         (["check", "", "--config", tmp_path / "ds.json"], "a path is empty"),
-        (["check", disk], "Missing option '--config'"),
         (["check", disk, "--config", tmp_path / "none"], "none does not exist"),
         (
             ["check", disk, "--config", tmp_path / "ds.json"],
@@ -304,6 +303,10 @@ def test_check_measures_and_its_status_is_for_scripts(
     assert held.returncode in (0, 3), held.stderr
     assert ("The settings no longer hold" in held.stdout) == (held.returncode == 3)
     assert "in the config, and chosen by the sweep" in held.stdout or chosen == DEEPSPEED_DEFAULTS
+    alone = run("check", disk, "--seconds", "1")
+    assert alone.returncode in (0, 3), alone.stderr
+    assert f"{chosen}: chosen by the sweep" in alone.stdout
+    assert "config" not in alone.stdout
     lost = run("check", disk, "--config", tmp_path / "accelerate.yaml", "--seconds", "1")
     assert "4 KiB x 1: in the config" in lost.stdout
     # other users of the disk may make the result unclear, but never positive
