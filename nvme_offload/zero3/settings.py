@@ -50,6 +50,11 @@ _NATIVE = {
     "update_device": "auto",
     "step_in_backward": False,
 }
+# Keys that have no effect if states are in memory, with the value that describes states in memory.
+# `overlap` reports "overlap_step" and "step_in_backward".
+_OF_STATES = {key: _NATIVE[key] for key in ("state_format", "missing_gradients", "update_device")}
+# Other keys that DeepSpeed's swappers ignore.
+_NEED_NATIVE = {"host_memory", "backend", "paths", "weights", "checksum"}
 # Keys of the section that DeepSpeed and other tools do not use in any section.
 _OWN_KEYS = {"swappers", "host_memory", *_NATIVE}
 # From this similarity on, an unknown key counts as misspelled.
@@ -274,6 +279,14 @@ def _refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
 def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     if SECTION in ds_config and not nvme_paths(ds_config):
         yield f'"{SECTION}" in the DeepSpeed configuration has no effect: neither "offload_param" nor "offload_optimizer" has "device": "nvme"'
+    section = ds_config.get(SECTION, {})
+    if section.get("swappers") == "deepspeed":
+        if unused := sorted(_NEED_NATIVE.intersection(section)):
+            yield f'{", ".join(map(repr, unused))} in "{SECTION}" has no effect on DeepSpeed\'s own swappers ("swappers"): leave one of the two out'
+    elif _value(ds_config, ("zero_optimization", "offload_optimizer", "device")) != "nvme":
+        for key, without in _OF_STATES.items():
+            if nvme_paths(ds_config) and section.get(key, without) != without:
+                yield f'"{key}" in "{SECTION}" has no effect: "offload_optimizer" does not have "device": "nvme"'
     # DeepSpeed accepts use_gds. ds_nvme_tune prints num_threads, which nothing reads.
     aio = _aio_section(ds_config) or {}
     if unread := [key for key in aio if key not in _AIO_KEYS and key != "use_gds"]:

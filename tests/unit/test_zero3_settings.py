@@ -153,6 +153,7 @@ def test_weights_without_paths_are_refused():
 
 
 ON_NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
+PARAMETERS_ON_NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}
 QUESTIONED = [
     *(
         (
@@ -183,6 +184,24 @@ QUESTIONED = [
     (
         {"nvme_offload": {"host_memory": "1GB"}, "zero_optimization": {"stage": 3}},
         '"nvme_offload" in the DeepSpeed configuration has no effect: neither',
+    ),
+    *(
+        (
+            {"nvme_offload": {key: value}, "zero_optimization": PARAMETERS_ON_NVME},
+            f'"{key}" in "nvme_offload" has no effect: "offload_optimizer" does not have "device"',
+        )
+        for key, value in (
+            ("state_format", "split"),
+            ("missing_gradients", "zero"),
+            ("update_device", "cpu"),
+        )
+    ),
+    (
+        {
+            "nvme_offload": {"swappers": "deepspeed", "host_memory": "1GB", "checksum": True},
+            "zero_optimization": ON_NVME,
+        },
+        "'checksum', 'host_memory' in \"nvme_offload\" has no effect on DeepSpeed's own swappers",
     ),
     (
         {"aio": {"num_threads": 2, "queue_dept": 3}},
@@ -218,6 +237,10 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
             }
         },
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {
+            "nvme_offload": {"missing_gradients": "last", "state_format": "exact"},
+            "zero_optimization": PARAMETERS_ON_NVME,
+        },
     ],
 )
 def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
