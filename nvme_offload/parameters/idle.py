@@ -32,6 +32,15 @@ class _StreamedParameter(torch.nn.Parameter):
         """Make a Parameter: some programs call `type(parameter)`."""
         return torch.nn.Parameter(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As an assignment to `data`: torch does not dispatch this method to `__torch_function__`."""
+        values = args[0] if len(args) == 1 and not kwargs else None
+        if not torch.is_tensor(values):
+            empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
+            values = empty.set_(*args, **kwargs)
+        streamer_of(self).replace_data(self, values)
+        return self
+
 
 class UsedParameter(_StreamedParameter):
     """A streamed parameter with its values on the device. Functions get it as any Parameter."""
@@ -238,7 +247,7 @@ _ADDRESSES = frozenset(
     getattr(torch.Tensor, name)
     for name in (
         *("data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage"),
-        *("_typed_storage", "share_memory_", "is_shared", "__dlpack__", "set_", "is_set_to"),
+        *("_typed_storage", "share_memory_", "is_shared", "__dlpack__", "is_set_to"),
     )
     if hasattr(torch.Tensor, name)
 )

@@ -74,6 +74,10 @@ CHANGES = {
     "by data": lambda one: one.data.add_(1.0),
     "by detach": lambda one: one.detach().neg_(),
     "by an assignment to data": lambda one: setattr(one, "data", one.detach() * 3),
+    "by set_": lambda one: one.set_(one.detach() * 3),
+    "by set_ with a storage": lambda one: one.set_(
+        (one.detach() * 3).untyped_storage(), 0, one.shape
+    ),
     "by nn.init": lambda one: nn.init.constant_(one, 0.25),
     "by NumPy": lambda one: one.detach().numpy().fill(2.0),
     "by copy_": lambda one: one.copy_(torch.full_like(one, 4.0)),
@@ -93,6 +97,7 @@ def test_an_assignment_to_data_in_a_forward_pass_is_kept(offload):
     class Assigns(nn.Linear):
         def forward(self, x):
             self.weight.data = self.weight.detach() + 1
+            self.weight.set_(self.weight.detach() * 0.5)
             self.bias.data.clamp_(-0.1, 0.1)
             return super().forward(x)
 
