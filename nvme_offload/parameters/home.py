@@ -37,6 +37,13 @@ class Home:
         finally:
             self._tier.end_use(bucket.name, changed=True)
 
+    def reset(self) -> None:
+        """Delete all values, also after an exception has interrupted a call of the tier."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._returns = Returns(self._tier)
+        self._tier.reset()
+
     def read(self, bucket: Bucket, use: Callable[[torch.Tensor], Any]) -> None:
         """Call *use* with the bytes of *bucket* in host memory, valid for the time of the call."""
         self._returns.end(bucket.name)

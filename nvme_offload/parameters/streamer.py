@@ -78,6 +78,7 @@ class Streamer:
         self._first_module: weakref.ref[torch.nn.Module] | None = None
         self._assignments: dict[torch.nn.Parameter, int] = {}
         self._placeholders: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
+        self._is_reset = False  # `_begin_load` has reset the tier, and not ended
         self._running = _Running()
         self._model = weakref.ref(model)
         self._admit(buckets, load)
@@ -369,6 +370,7 @@ class Streamer:
             untyped: Any = module
             if any(one in self._of for one in module._parameters.values()):
                 module._parameters = ModuleParameters(self, module._parameters)
+                untyped.register_load_state_dict_pre_hook(_Hook(self._begin_load))
                 untyped.register_state_dict_post_hook(_Hook(self._copy_state))
             module.register_forward_pre_hook(_Hook(self._enter), prepend=True)
             module.register_forward_hook(_Hook(self._leave), always_call=True)
@@ -410,6 +412,22 @@ class Streamer:
             pop(frame.hooks)
             if frame.module is module:
                 break
+
+    def _begin_load(self, *_: Any) -> None:
+        """The program is about to load weights. If an exception has interrupted a call of the tier,
+        its values are lost: they are NaN until the program has loaded them.
+        """
+        with self._lock, torch.inference_mode(False):
+            if not (self._tier.interrupted or self._is_reset):
+                return
+            self._is_reset = True
+            self._home.reset()
+            for bucket in self._buckets.values():
+                if bucket.slot is None:
+                    self._home.admit(bucket, lambda memory: memory.fill_(255))
+                else:
+                    bucket.written = True
+            self._is_reset = False
 
     def _copy_state(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any

@@ -18,7 +18,7 @@ from interrupts import Place, deadline, each_line, places, raising, sample
 from torch import nn
 
 import nvme_offload.store.store
-from nvme_offload import AioConfig, Engine, Offload, OffloadError
+from nvme_offload import AioConfig, Engine, Offload, OffloadError, UsageError
 from nvme_offload._aio import FaultKind
 
 Make = Callable[..., Offload]
@@ -134,3 +134,40 @@ def test_after_an_exception_at_any_line_the_next_step_is_right_or_refused(
         if said != "exact":
             wrong[f"{type(error).__name__} at {place}"] = said
     assert wrong == {}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_loading_weights_restores_what_an_exception_has_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """In the midst of a call of the tier. *again*: another exception ends the first load."""
+    model = _model()
+    in_memory = copy.deepcopy(model)
+    offload = make("64KB")
+    offload.parameters(model, "cpu")
+    _step(model)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def interrupts_next(call: str) -> None:
+        def interrupted(*_: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(call, interrupted)
+
+    interrupts_next("nvme_offload.swap.schedule.Schedule.take")
+    with pytest.raises(KeyboardInterrupt):
+        _step(model)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="load a checkpoint"):
+            _step(model)
+    if again:
+        interrupts_next("nvme_offload.parameters.home.Home.admit")
+        with pytest.raises(KeyboardInterrupt):
+            model.load_state_dict(weights)
+    model.load_state_dict(weights)
+    for one in (model, in_memory):
+        one.load_state_dict(weights)
+    assert all(map(torch.equal, _step(model), _step(in_memory)))
+    assert all(map(torch.equal, model.parameters(), in_memory.parameters()))
+    offload.close()
