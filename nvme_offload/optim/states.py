@@ -64,10 +64,11 @@ class States:
 
     def _show(self, weight: Weight, fragment: Fragment) -> None:
         """Show the present states of *weight*, of which *fragment* is the first."""
+        present = dict.get(self.shown, weight.parameter)
         if weight.shown is None:
             weight.shown = ShownState(weight, saved.check, self._settle)
-        elif weight.shown.shows(fragment) and (
-            dict.get(self.shown, weight.parameter) is weight.shown or not dict.__len__(weight.shown)
+        elif weight.shown.shows(fragment) and present is (
+            weight.shown if dict.__len__(weight.shown) else None
         ):
             return
         weight.placeholders = {
@@ -78,6 +79,8 @@ class States:
         weight.shown.show(whole, fragment)
         if dict.__len__(weight.shown):
             dict.__setitem__(self.shown, weight.parameter, weight.shown)
+        else:
+            dict.pop(self.shown, weight.parameter, None)
 
     def _placeholder(self, fragment: Fragment, key: Key, form: torch.Tensor) -> torch.Tensor:
         """The present placeholder of a state if it has this *form*, or a new one."""
@@ -143,9 +146,10 @@ class States:
         owner.drain()
         with owner.health.out_of_sync("states were being loaded"):
             for weight, state in given.items():
-                dict.pop(self.shown, weight.parameter, None)
-                if state and not weight.fragments:  # until the parameter has a bucket
-                    dict.__setitem__(self.shown, weight.parameter, state)
+                if not weight.fragments:  # until the parameter has a bucket
+                    dict.pop(self.shown, weight.parameter, None)
+                    if state:
+                        dict.__setitem__(self.shown, weight.parameter, state)
                 weight.updates += 1
             for bucket in owner.binding.buckets:
                 if any(fragment.weight in given for fragment in bucket.fragments):

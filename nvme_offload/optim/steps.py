@@ -574,7 +574,7 @@ class Steps:
 
     def load(self, given: Mapping[Weight, dict[str, Any]], count: int, *, wide: bool) -> None:
         """Replace all states, of step *count*, by the states *given*."""
-        if self.health.broken:
+        if self.health.broken or self.tier.interrupted:
             self._reset()
         self.forget_step()
         self.provisional.forget(self.binding.buckets)

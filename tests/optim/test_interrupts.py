@@ -21,6 +21,7 @@ from reference import differing, model, train
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer, provisional
+from nvme_offload.optim.provisional import ProvisionalUpdates
 from nvme_offload.optim.update import Updater
 
 GOOD = {"exact", "refused", "unreached"}
@@ -196,3 +197,49 @@ def test_a_load_restores_what_an_exception_has_ended(tmp_path, monkeypatch, weig
     train(params, optimizer, steps=2, first=2)
     optimizer.close()
     assert differing(params, expected(4)) == []
+
+
+def test_a_load_that_was_interrupted_can_be_repeated(tmp_path, monkeypatch):
+    """It drops values of the last step first."""
+    params, optimizer = begun(tmp_path)
+    saved = optimizer.state_dict()
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    discarded = ProvisionalUpdates.forget
+
+    def forget(updates, buckets):
+        monkeypatch.setattr("nvme_offload.swap.schedule.Schedule.take", interrupted)
+        updates._tier.swapper.swap_in(next(iter(buckets)).name)
+        return discarded(updates, buckets)
+
+    monkeypatch.setattr(ProvisionalUpdates, "forget", forget)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
+    train(params, optimizer, steps=1, first=2)
+    optimizer.close()
+    assert differing(params, expected(3)) == []
+
+
+def test_states_whose_write_was_interrupted_are_refused(tmp_path, monkeypatch):
+    params, optimizer = begun(tmp_path)
+    saved, kept = optimizer.state_dict(), optimizer.state[params[0]]
+
+    def interrupted(*_, **__):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nvme_offload.optim.saved.restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.state[params[0]]["exp_avg"].zero_()
+    for state in (optimizer.state[params[0]], kept):
+        with pytest.raises(UsageError, match="load both from a checkpoint"):
+            state["exp_avg"].sum()
+    optimizer.load_state_dict(saved)
+    assert len(optimizer.state) == len(params)
+    train(params, optimizer, steps=1, first=2)
+    optimizer.close()
+    assert differing(params, expected(3)) == []
