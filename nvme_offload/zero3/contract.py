@@ -66,11 +66,11 @@ CONTRACT: Mapping[str, str] = {
         load_hp_checkpoint_state(folder, key) <0.19 master_weights_and_grads_dtype >=0.18
         param_names >=0.18 params_in_ipg_bucket <0.17.2 refresh_fp32_params()
         sub_group_partition_counts >=0.19 sub_group_process_groups >=0.19
-        torch_autocast_gradscaler >=0.17.6 clip_grad dp_process_group dtype dynamic_loss_scale
-        fp16_groups fp16_partitioned_groups_flat fp16_partitioned_groups_flat_numel
+        torch_autocast_gradscaler >=0.17.6 averaged_gradients clip_grad dp_process_group dtype
+        dynamic_loss_scale fp16_groups fp16_partitioned_groups_flat fp16_partitioned_groups_flat_numel
         fp32_partitioned_groups_flat grad_position gradient_accumulation_dtype inf_or_nan_tracker
         loss_scale micro_step_id module norm_for_param_grads
-        offload_optimizer_fast_init optimizer optimizer_swapper overflow
+        offload_optimizer offload_optimizer_fast_init optimizer optimizer_swapper overflow
         param_groups_fp16_flat_cpu_memory parameter_offload params_already_reduced
         params_in_nvme_and_cpu persistent_parameters state
         sub_group_to_group_id subgroup_to_device swap_optimizer timers trainable_param_groups

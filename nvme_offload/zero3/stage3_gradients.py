@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..device.staging import CPU
 from . import compat
+from .param_swapper import has_value
 from .stage3_sub_groups import SubGroups
 
 if TYPE_CHECKING:
@@ -100,9 +101,24 @@ class Reductions(SubGroups):
         super().independent_gradient_partition_epilogue()
         if self.swaps_natively:
             self.gradient_store.pause()
+        elif not self.offload_optimizer:
+            self._fill_frozen_gradients()
         self._awaits_backward = False
         if not self._within_backward:
             self._partly_reduced = False
+
+    def _fill_frozen_gradients(self) -> None:
+        """Give frozen parameters zeros as gradients. The base class makes them like the partition,
+        which is a scalar while it is offloaded.
+        """
+        for index, params in enumerate(self.fp16_groups):
+            for place, param in enumerate(params):
+                if not param.requires_grad and has_value(param):
+                    self.averaged_gradients[index][place] = torch.zeros(
+                        param.partition_numel(),
+                        dtype=self.gradient_accumulation_dtype,
+                        device=get_accelerator().current_device_name(),
+                    )
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self.finish_updates()

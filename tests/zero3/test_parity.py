@@ -47,6 +47,10 @@ CASES = {
     "parameters-on-the-drive": Case(
         parameters="nvme", states="cpu", model="embedding", section=SMALLEST
     ),
+    # frozen in some steps
+    "parameters-alone-dropped": Case(
+        model="dropped", parameters="nvme", states="none", sub_group_size=5000, steps=5
+    ),
     "parameters-alone-fp16": Case(
         parameters="nvme",
         states="none",
