@@ -309,6 +309,7 @@ def virtual_gpu(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
         patch.setattr(torch.cuda, "stream", gpu.on)
         patch.setattr(torch.cuda, "current_stream", gpu.current_stream)
         patch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+        patch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         patch.setattr(DeviceRoom, "suffices", lambda *_: True)
         patch.setattr(nvme_offload.offload, "_indexed", lambda _: VirtualDevice("cpu"))

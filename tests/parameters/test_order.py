@@ -43,12 +43,13 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, evaluates: bool) 
 
 
 ADAM = {"lr": 0.01, "foreach": False}
-LITTLE = {"of the program": 60 << 10, "in backward": 176 << 10}  # host memory
+LITTLE = {"of the program": 60 << 10, "in backward": 176 << 10, "provisional": 176 << 10}
+# with the host memory that keeps values on the drive
 
 
 @pytest.mark.parametrize("place", ["on the drive", "in memory"])
 @pytest.mark.parametrize("gpu_memory", ["auto", 12 << 10, 30 << 10])
-@pytest.mark.parametrize("updates", ["of the program", "in backward"])
+@pytest.mark.parametrize("updates", list(LITTLE))
 def test_events_order_all_accesses(
     make: Make, monkeypatch: Any, place: str, gpu_memory: Any, updates: str
 ) -> None:
@@ -62,12 +63,15 @@ def test_events_order_all_accesses(
     with virtual_gpu(VirtualGpu(lambda: chance.random() < likely)):
         offload = make(10 << 20 if place == "in memory" else LITTLE[updates])
         offload.parameters(model, device="cuda", gpu_memory=gpu_memory)
-        if updates == "in backward":
+        if updates != "of the program":
+            when: Any = updates if updates == "provisional" else True
             optimizer: Any = offload.optimizer(
-                model.parameters(), torch.optim.Adam, step_in_backward=True, **ADAM
+                model.parameters(), torch.optim.Adam, step_in_backward=when, **ADAM
             )
         else:
             optimizer = torch.optim.Adam(model.parameters(), **ADAM)
         assert _train(model, optimizer, evaluates) == losses
+        if updates == "provisional":
+            assert optimizer.stats().updated_in_backward > 0
         for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
             assert torch.equal(one, other)
