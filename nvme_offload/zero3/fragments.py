@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,10 +48,7 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
         found, key = [], optim_state_key or MASTER
         for index, offset, _, count in self._pieces():
             with self.owner.in_memory(index) as held:
-                if key not in held:
-                    raise UsageError(
-                        f"{type(self.owner.optimizer).__name__} has no state {key!r}, or none yet: it makes them in its first step"
-                    )
+                self._require(key, held)
                 found.append(held[key][offset : offset + count].clone())
         return torch.cat(found)
 
@@ -59,12 +56,12 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
         """Copy this part of *values*, of the whole parameter, to the master weights or a state."""
         self.owner.require_whole()
         self._settle()
-        self.owner.partly_changed = True
+        key = optim_state_key or MASTER
         for index, offset, own, count in self._pieces():
             with self.owner.in_memory(index, changed=True) as held:
-                held[optim_state_key or MASTER][offset : offset + count].copy_(
-                    self._own(values)[own : own + count]
-                )
+                self._require(key, held)
+                self.owner.partly_changed = True
+                held[key][offset : offset + count].copy_(self._own(values)[own : own + count])
         self.owner.partly_changed = False
 
     def get_optim_state_fragment(self, key: str) -> torch.Tensor:
@@ -95,6 +92,12 @@ class Fragment(tensor_fragment):  # type: ignore[misc]  # untyped
                 self._own(values)[own : own + count]
             )
             gradients.replace(index)
+
+    def _require(self, key: str, held: Mapping[str, Any]) -> None:
+        if key not in held:
+            raise UsageError(
+                f"{type(self.owner.optimizer).__name__} has no state {key!r}, or none yet: it makes them in its first step"
+            )
 
     def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
         address = self.hp_fragment_address

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -141,6 +142,8 @@ def fragments(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
         utils.safe_set_full_fp32_param(param, utils.safe_get_full_fp32_param(param) * 1.25)
         moment = utils.safe_get_full_optimizer_state(param, "exp_avg_sq")
         utils.safe_set_full_optimizer_state(param, moment * 0.5, "exp_avg_sq")
+    with contextlib.suppress(ValueError):  # UsageError is one, too; then training goes on
+        utils.safe_set_full_optimizer_state(params[0], params[0].detach().float(), "foreign")
     return seen
 
 
