@@ -37,6 +37,15 @@ unsigned usable_cores() {
   return static_cast<unsigned>(std::max(CPU_COUNT(&allowed), 1));
 }
 
+/// The bytes that can be read beyond the end: kernels that load whole vectors may read there, such
+/// as torch 2.13's fused SGD at the end of a momentum buffer in bfloat16.
+std::size_t readable_beyond() { return mapped_bytes(1); }
+
+/// Makes *nbytes* from *start* on, and those beyond them, readable and writable.
+bool open_range(std::byte* start, std::size_t nbytes) noexcept {
+  return ::mprotect(start, mapped_bytes(nbytes) + readable_beyond(), PROT_READ | PROT_WRITE) == 0;
+}
+
 /// Backs a range of whole pages with memory, without changing its contents.
 void populate_range(std::byte* start, std::size_t length) noexcept {
   if (::madvise(start, length, MADV_POPULATE_WRITE) == 0 || errno != EINVAL) return;
@@ -58,7 +67,7 @@ bool lock_range(std::byte* start, std::size_t length) noexcept {
 Memory::Memory(std::size_t nbytes, InChild in_child, std::size_t reserve) : nbytes_(nbytes) {
   const std::size_t most = std::max(nbytes, reserve);
   if (most == 0) return;
-  const std::size_t length = mapped_bytes(most);
+  const std::size_t length = mapped_bytes(most) + readable_beyond();
   if (length < most || length > SIZE_MAX - kHugePage) throw std::bad_alloc();
   // Huge pages need an aligned start: map more, and unmap the slack.
   const std::size_t slack = length >= kHugePage ? kHugePage : 0;
@@ -78,7 +87,7 @@ Memory::Memory(std::size_t nbytes, InChild in_child, std::size_t reserve) : nbyt
   }
   if (in_child == InChild::absent && ::madvise(start, length, MADV_DONTFORK) == 0)
     absent_elsewhere_than_ = ::getpid();
-  if (access == PROT_NONE && ::mprotect(start, mapped_bytes(nbytes), PROT_READ | PROT_WRITE) != 0) {
+  if (access == PROT_NONE && !open_range(start, nbytes)) {
     ::munmap(start, length);
     throw std::bad_alloc();
   }
@@ -87,8 +96,9 @@ Memory::Memory(std::size_t nbytes, InChild in_child, std::size_t reserve) : nbyt
 }
 
 void Memory::grow(std::size_t nbytes) {
-  if (nbytes < nbytes_ || nbytes > mapped_) throw std::bad_alloc();
-  if (::mprotect(data_, mapped_bytes(nbytes), PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  if (nbytes < nbytes_ || nbytes > mapped_ || mapped_bytes(nbytes) + readable_beyond() > mapped_)
+    throw std::bad_alloc();
+  if (!open_range(data_, nbytes)) throw std::bad_alloc();
   nbytes_ = nbytes;
 }
 

@@ -192,6 +192,23 @@ def test_an_engine_reads_into_the_pool_and_keeps_the_memory_until_it_is_done(
 # Pinning
 
 
+def test_kernels_may_read_a_vector_beyond_the_end():
+    """As torch's fused SGD does, of a momentum buffer in bfloat16."""
+    code = """
+        import ctypes
+        import torch
+        from nvme_offload.io.pool import PinnedPool
+        pool = PinnedPool(4096, False, reserve=1 << 20)
+        for nbytes in (4096, 8192, 1 << 20):
+            pool.grow(nbytes)
+            memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
+            assert memory.numel() == nbytes
+            assert ctypes.string_at(memory.data_ptr() + nbytes, 128) == bytes(128)
+    """
+    result = in_child(code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_what_is_pinned_is_said():
     with PinnedPool(PAGE, pin=False) as pool:
         assert (pool.pinned, pool.pinned_bytes) == ("none", 0)
