@@ -43,8 +43,8 @@ class States:
         return known(self._source())
 
     def _own(self, parameter: Any, state: Any) -> Any:
-        """The *state* that the program gives *parameter*, with copies of what is not a whole state. If
-        it is shown for another parameter, it is a copy, except the master, which belongs to the weight.
+        """The *state* that the program gives *parameter*, with copies of parts of states. If it is shown
+        for another parameter, it is a copy, except the master, which belongs to the weight.
         """
         weight = self._owner.binding.of(parameter)
         if weight is None or state is weight.shown:

@@ -342,7 +342,7 @@ def compare(first: str, second: str) -> None:
     "--config",
     metavar="FILE",
     type=_named,
-    help="Check the settings of this DeepSpeed config, or of the one that this YAML of Accelerate names. [default: check those that the sweep chose]",
+    help="Check the settings of a DeepSpeed config, or of Accelerate's YAML that names one. [default: the settings that the sweep chose]",
 )
 @click.option(
     "--seconds", metavar="N", type=float, default=15, show_default=True, help="Time to measure."
@@ -350,8 +350,8 @@ def compare(first: str, second: str) -> None:
 @_ranks_option
 @_force_option
 def check(path: str, config: Path | None, seconds: float, ranks: int | None, force: bool) -> int:
-    """Measure briefly whether the settings that the sweep chose for the drive of PATH, or those in FILE,
-    are still good, compared with each other and with DeepSpeed's defaults.
+    """Measure briefly whether the settings that the sweep chose for the drive of PATH, or the settings in
+    FILE, are still good, compared with each other and with DeepSpeed's defaults.
 
     Exit status: 0 they are, or the drive is too unsteady for a result; 3 they are not; 1 failed, 2
     wrong usage.

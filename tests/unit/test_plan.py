@@ -1055,7 +1055,7 @@ def test_this_machine_and_its_drive_are_seen(tmp_path, monkeypatch):
 
 
 # Settled steps on one H200 with batches of 2048 tokens, from 2026-11-27: an optimizer of 4 or 12 bytes of
-# states in backward, weights and states in host memory, copies as those of `Offload.parameters`, and a
+# states in backward, weights and states in host memory, copied as by `Offload.parameters`, and a
 # GPU of which the run takes nine tenths.
 @pytest.mark.parametrize(
     ("parameters", "layers", "hidden", "batch", "name", "gpu_gb", "seconds"),
