@@ -242,7 +242,7 @@ class ProvisionalUpdates:
         self.made_count += 1
         if self._forward_hook is None:
             self._forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(
-                self._before_forward
+                _BeforeForward(self)
             )
 
     def check(self) -> None:
@@ -338,11 +338,14 @@ class ProvisionalUpdates:
             self._forward_hook.remove()
             self._forward_hook = None
 
-    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+    def __del__(self) -> None:
+        if self._forward_hook is not None:  # the program has dropped the optimizer before `step`
+            self._forward_hook.remove()
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """A forward pass of *module* is about to begin: see the class."""
         owner = self._owner()
-        if owner is None:
-            self._clear()
-        elif torch._C._current_graph_task_id() == -1:
+        if owner is not None and torch._C._current_graph_task_id() == -1:
             updated = {
                 id(fragment.weight.parameter)
                 for bucket in self._made
@@ -350,6 +353,18 @@ class ProvisionalUpdates:
             }
             if not updated.isdisjoint(map(id, module.parameters())):
                 owner.undo_provisional()
+
+
+class _BeforeForward:
+    """A hook of all modules that does not keep *updates* alive."""
+
+    def __init__(self, updates: ProvisionalUpdates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        updates = self._updates()
+        if updates is not None:
+            updates.before_forward(module)
 
 
 def _fingerprint_of(fragment: Fragment) -> torch.Tensor | None:

@@ -254,6 +254,23 @@ def test_an_optimizer_that_changes_its_groups(tmp_path):
         assert_same(pairs)
 
 
+def test_an_optimizer_that_is_dropped_before_step_leaves_no_hook(tmp_path):
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    gc.collect()
+    before = len(hooks)
+    made = both(tmp_path)
+    net, optimizer = made[1]
+    for step in range(3):
+        if step:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(net, step).backward()
+    assert len(hooks) == before + 1
+    del made, net, optimizer
+    gc.collect()
+    assert len(hooks) == before
+
+
 def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
     """In steps like the one before. An undone step moves its bytes again."""
     with closing(both(tmp_path)) as pairs:

@@ -526,7 +526,7 @@ def test_help_names_what_there_is_and_loads_little() -> None:
     ):
         assert f"  {option} " in result.stdout
     assert "|".join(BACKENDS) in result.stdout
-    for other in ("show [PATH] ", "compare A B ", "check PATH --config FILE "):
+    for other in ("show [PATH] ", "compare A B ", "check PATH "):
         assert f"  nvme-sweep {other} " in result.stdout
     assert "130 after Ctrl-C, 143 after SIGTERM" in " ".join(result.stdout.split())
     heavy = "import sys\nfrom nvme_offload.tune import cli\n"
