@@ -279,13 +279,17 @@ def _refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
 def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     if SECTION in ds_config and not nvme_paths(ds_config):
         yield f'"{SECTION}" in the DeepSpeed configuration has no effect: neither "offload_param" nor "offload_optimizer" has "device": "nvme"'
-    section = ds_config.get(SECTION, {})
+    given = ds_config.get(SECTION)
+    section = given if isinstance(given, Mapping) else {}  # `Settings.of` refuses others
     if section.get("swappers") == "deepspeed":
         if unused := sorted(_NEED_NATIVE.intersection(section)):
             yield f'{", ".join(map(repr, unused))} in "{SECTION}" has no effect on DeepSpeed\'s own swappers ("swappers"): leave one of the two out'
-    elif _value(ds_config, ("zero_optimization", "offload_optimizer", "device")) != "nvme":
+    elif (
+        nvme_paths(ds_config)
+        and _value(ds_config, ("zero_optimization", "offload_optimizer", "device")) != "nvme"
+    ):
         for key, without in _OF_STATES.items():
-            if nvme_paths(ds_config) and section.get(key, without) != without:
+            if section.get(key, without) != without:
                 yield f'"{key}" in "{SECTION}" has no effect: "offload_optimizer" does not have "device": "nvme"'
     # DeepSpeed accepts use_gds. ds_nvme_tune prints num_threads, which nothing reads.
     aio = _aio_section(ds_config) or {}

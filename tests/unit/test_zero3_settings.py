@@ -325,6 +325,14 @@ def test_the_section_is_a_section(section):
         Settings.of({"nvme_offload": section})
 
 
+@pytest.mark.parametrize("section", [True, None, [1], "compact"])
+def test_a_section_that_is_none_is_refused_before_its_keys_are_questioned(section):
+    drive = {"device": "nvme", "nvme_path": "/var/tmp"}
+    zero = {"stage": 3, "offload_param": drive}
+    with pytest.raises(UsageError, match="must be a section"):
+        check({"nvme_offload": section, "zero_optimization": zero})
+
+
 def test_the_engine_is_made_as_the_section_aio_says():
     aio = {
         "block_size": 1 << 16,
