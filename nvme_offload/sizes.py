@@ -52,6 +52,13 @@ LATER_BYTES = 1 << 30
 _HELD_SHARE, _PASSING = 0.95, 6
 
 
+def evenly(number: int) -> float:
+    """The term *number* of a sequence between 0 and 1 whose first terms are spread evenly, however
+    many they are.
+    """
+    return number * 0.6180339887498949 % 1  # the golden ratio, modulo 1
+
+
 def bucket_elements(
     cap_bytes: int, value_bytes: float, scratch_bytes: float, gpu_bytes: int = 0
 ) -> float:

@@ -18,15 +18,13 @@ from ..errors import UsageError, known
 from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
 from ..parameters.idle import exposure_of
-from ..sizes import FORWARD_SHARE
+from ..sizes import FORWARD_SHARE, evenly
 from ..swap.tier import Tier
 from .buckets import Bucket, Form, Fragment, Weight, local
 from .options import StepOptions
 from .update import Options
 
 _log = logging.getLogger(__name__)
-# its multiples modulo 1 are spread evenly, whatever the period of the buckets
-_GOLDEN = 0.6180339887498949
 # Kinds of devices on which values that stay in memory are updated provisionally. Tests set it.
 BESIDE_ON = {"cuda"}
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
@@ -181,7 +179,7 @@ class ProvisionalUpdates:
             not self._draws
             and bucket.traits.undoable
             and bucket.nbytes > 0
-            and self._order.get(bucket, 0) * _GOLDEN % 1 >= self._left_to_step(bucket)
+            and evenly(self._order.get(bucket, 0)) >= self._left_to_step(bucket)
         )
 
     def _left_to_step(self, bucket: Bucket) -> float:
@@ -198,7 +196,7 @@ class ProvisionalUpdates:
         """
         sizes = [one.room_bytes for one in buckets if one.device.type in BESIDE_ON]
         whole, largest = sum(sizes), max(sizes, default=0)
-        # Multiples of a number are spread evenly up to two.
+        # The terms of `evenly` are spread evenly up to two.
         room = min(max(nbytes - 2 * largest, 0), int(whole * (1 - self._forward_share)))
         self._second_share = room / whole if room else 0.0
         return room + 2 * largest if room else 0

@@ -13,6 +13,7 @@ import torch
 
 from ..device.room import DeviceRoom
 from ..errors import OffloadError, UsageError
+from ..sizes import evenly
 from ..swap.access_order import AccessOrder
 from ..swap.tier import Tier
 from . import idle
@@ -24,8 +25,6 @@ from .slots import Slot, Slots
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
 # copies of optimizer states, which are needed earlier.
 AHEAD = 3
-# The multiples of it modulo 1 are spread evenly, however many there are.
-_GOLDEN = 0.6180339887498949
 
 # Writes the values of parameters to the memory of each.
 Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]
@@ -65,7 +64,7 @@ class Streamer:
             place.parameter: bucket for bucket in buckets for place in bucket.places
         }
         # Spread, so that fetches of the others are spread over the order.
-        self._ranks = {name: number * _GOLDEN % 1 for number, name in enumerate(self._buckets)}
+        self._ranks = {name: evenly(number) for number, name in enumerate(self._buckets)}
         self.slots = slots
         self._room = DeviceRoom(device, slots.each_nbytes) if grows else None
         self._poison = poison

@@ -189,8 +189,8 @@ class Step(NamedTuple):
                 link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
             elif plain:  # pinned, and both ways at the same time
                 share = BOTH_WAYS_SHARE
-            inward = (1 - self.resident) * WEIGHT_BYTES * model.parameters
-            inward *= strategy.parameters != "gpu"
+            streamed = 0.0 if strategy.parameters == "gpu" else 1 - self.resident
+            inward = streamed * WEIGHT_BYTES * model.parameters
             offloaded = strategy.optimizer in ("host", "drive") and strategy.gradients == "host"
             offloaded &= not plain or strategy.updates == "host gradients"
             outward = WEIGHT_BYTES * model.trained if offloaded else 0
