@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import pandas as pd
@@ -31,7 +31,6 @@ from .meter import Meter, restart_peak, status
 from .report import Medians, columns, document, escaped, listed, write
 from .systems import example, find_speeds, write_weights
 
-_SETTLING = 2  # tokens: the first is the prompt's, after the second the order is learned
 _PROMPT = 16  # tokens
 
 
@@ -71,9 +70,20 @@ def _accelerate(job: dict[str, Any], device: torch.device) -> tuple[Any, int]:
     return disk_offload(model, job["directory"], execution_device=device).eval(), 0
 
 
-SIDES: dict[str, tuple[str, Callable[[dict[str, Any], torch.device], tuple[Any, int]]]] = {
-    "offload": ("Offload: streamed parameters", _ours),
-    "accelerate": ("accelerate, `disk_offload`", _accelerate),
+class Side(NamedTuple):
+    """A side: its title, the factory of its model and of the bytes of memory that it may use, and how
+    many tokens do not count. The first is the prompt's.
+    """
+
+    title: str
+    make: Callable[[dict[str, Any], torch.device], tuple[Any, int]]
+    settling: int
+
+
+SIDES = {
+    # The tier learns which weights are fetched once the same ones stay on the device.
+    "offload": Side("Offload: streamed parameters", _ours, 5),
+    "accelerate": Side("accelerate, `disk_offload`", _accelerate, 1),
 }
 
 
@@ -92,6 +102,7 @@ def _infer(job: dict[str, Any]) -> None:
     if job["side"] == "weights":
         write_weights(example()["empty_llama"](job["model"]), Path(job["weights"]))
         return
+    side = SIDES[job["side"]]
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     import transformers  # noqa: F401  # its memory is not the model's
@@ -104,13 +115,13 @@ def _infer(job: dict[str, Any]) -> None:
     restart_peak()
     before = status()["VmRSS"]
     with meter.stretch() as taken:
-        model, budget = SIDES[job["side"]][1](job, device)
+        model, budget = side.make(job, device)
     send("made", taken=taken, over_bytes=status()["VmHWM"] - before - budget)
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(0, model.config.vocab_size, (1, _PROMPT), generator=generator).to(device)
     cache = None
     with torch.inference_mode():
-        for number in range(job["tokens"] + _SETTLING):
+        for number in range(side.settling + job["tokens"]):
             _drop_page_cache(job["directory"], job["weights"])
             with meter.stretch() as taken:
                 out = model(words, past_key_values=cache, use_cache=True)
@@ -127,7 +138,7 @@ def _infer(job: dict[str, Any]) -> None:
 @option("--sides", type=Names(SIDES), default=",".join(SIDES), help="With commas between.")
 @option("--host-memory", type=Size("1MB"), default="1GB", help="Of Offload.")
 @option("--gpu-memory", type=Size(), default=None, help="Of Offload; by default the free memory.")
-@option("--tokens", type=COUNT, default=8, help=f"After {_SETTLING} that do not count.")
+@option("--tokens", type=COUNT, default=8, help="That count; a side makes a few before.")
 @option("--timeout", type=float, default=560, help="Of a side, in seconds.")
 @option("--rounds", type=COUNT, default=2, help="Each runs every side once.")
 @command.seconds()
@@ -176,8 +187,8 @@ def main(
 
 def _figures(run: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run, medians over the tokens that count; "count" is 0 if it had none."""
-    tokens = apart.of(run["events"], "token")
-    settled = [token["taken"] for token in tokens if token["number"] >= _SETTLING]
+    tokens, settling = apart.of(run["events"], "token"), SIDES[run["side"]].settling
+    settled = [token["taken"] for token in tokens if token["number"] >= settling]
     figures = {"name": run["side"], "round": run["round"], "count": len(settled)}
     if not settled:
         return figures
@@ -202,7 +213,7 @@ def render(results: Results) -> str:
     ]
     shared = min(map(len, digests), default=0)
     cells: dict[str, Callable[[str], str]] = {
-        "": lambda name: SIDES[name][0],
+        "": lambda name: SIDES[name].title,
         "tokens that count": lambda name: str(medians.count(name)),
         "s a token": known(lambda run: f"{run.seconds:.3f}"),
         "tokens a second": known(lambda run: f"{1 / run.seconds:.2f}"),
@@ -216,14 +227,14 @@ def render(results: Results) -> str:
     }
     same = all(one[:shared] == digests[0][:shared] for one in digests)
     stopped = [
-        f"- {SIDES[run['side']][0]}: {escaped(run['error'])}"
+        f"- {SIDES[run['side']].title}: {escaped(run['error'])}"
         for run in results.runs
         if run["error"]
     ]
     return document(
         f"# {results.options['model']}: inference from the drive",
         listed(results.facts),
-        f"{nbytes:.2f} GB of weights. Each figure is the median over the rounds of the median over a run's tokens past the first {_SETTLING}; "
+        f"{nbytes:.2f} GB of weights. Each figure is the median over the rounds of the median over a run's settled tokens; "
         "each ratio is the median over the rounds of the ratio in one round. Bytes read are of the side's process. "
         "The budget is host_memory, and gpu_memory where the device is the CPU.",
         columns(names, cells),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from sweeps.inference import Results, render
+from sweeps.inference import SIDES, Results, render
 
 
 def run(side, number, seconds, logits="a", error=None):
-    """The events of a run of three tokens, of which one counts."""
+    """The events of a run in which one token counts, or none with an *error*."""
     events = [{"event": "made", "taken": {"seconds": 2.0}, "over_bytes": 3e8}]
-    for token in range(3):
-        taken = {"seconds": seconds if token == 2 else 50.0, "read_bytes": 8e9}
+    last = SIDES[side].settling
+    for token in range(last if error else last + 1):
+        taken = {"seconds": seconds if token == last else 50.0, "read_bytes": 8e9}
         events.append(
             {"event": "token", "number": token, "taken": taken, "logits": logits, "gpu_bytes": 1e9}
         )
-    events = events[: 3 if error else None]
     return {"side": side, "round": number, "error": error, "events": events}
 
 
@@ -43,11 +43,11 @@ def test_a_row_has_the_ratio_within_each_round_and_the_speed_of_loading():
 
 def test_other_logits_and_a_failed_side_are_reported():
     (_, failed), text = report(
-        run("offload", 0, 2.0),
-        run("offload", 1, 2.0, logits="b"),
-        run("accelerate", 0, 1.0, error="out | of memory"),
+        run("accelerate", 0, 2.0),
+        run("accelerate", 1, 2.0, logits="b"),
+        run("offload", 0, 1.0, error="out | of memory"),
     )
     assert "The logits of the first 2 tokens are not equal." in text
     assert failed["tokens that count"] == "0"
     assert not failed.get("s a token")
-    assert "- accelerate, `disk_offload`: out \\| of memory" in text
+    assert "- Offload: streamed parameters: out \\| of memory" in text
