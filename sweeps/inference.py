@@ -52,7 +52,7 @@ def _ours(job: dict[str, Any], device: torch.device) -> tuple[Any, int]:
     """Parameters that stream from files of safetensors, and the bytes of memory that they may use."""
     from nvme_offload import Offload
 
-    model = example()["empty_llama"](job["model"]).eval()
+    model = example()["empty_llama"](job["model"]).eval().requires_grad_(False)
     model.offload = Offload(job["directory"], host_memory=job["host_memory"])
     model.offload.parameters(
         model, device, weights=job["weights"], gpu_memory=job["gpu_memory"] or "auto"
