@@ -488,6 +488,11 @@ class Bucket(Unit):
         """Whether any of its parameters has a gradient."""
         return any(fragment.weight.parameter.grad is not None for fragment in self.fragments)
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the fragments' elements of the parameters."""
+        return sum(one.numel * one.weight.parameter.dtype.itemsize for one in self.fragments)
+
     def weights(self) -> list[torch.Tensor]:
         """The fragments' elements of the parameters."""
         return [fragment.of_weight() for fragment in self.fragments]

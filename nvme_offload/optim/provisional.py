@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..device.room import DeviceRoom
 from ..errors import UsageError, known
 from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
@@ -92,12 +93,32 @@ class Before:
         return {one: was for one, was in self.weights.items() if one.weight not in unchanged}
 
 
+class _OldWeights:
+    """The bytes of old weights on a GPU: now, and the *most* at a time, which the peak of its memory
+    contains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._room = DeviceRoom(device, 0)
+        self.nbytes = self.most = 0
+
+    def has_room(self, more: int) -> bool:
+        """Whether the passes leave memory for *more* bytes."""
+        return self._room.suffices(self.most, self.nbytes + more - self.most)
+
+    def add(self, nbytes: int) -> None:
+        """Count *nbytes* more, or fewer if they are negative."""
+        self.nbytes += nbytes
+        self.most = max(self.most, self.nbytes)
+
+
 class ProvisionalUpdates:
     """The updates of a step before `step` is called. `before` and `made` enclose each update;
     `roll_back_changed` follows when the gradients are final. *owner* is not kept alive.
 
     A value that stays in host memory is updated provisionally on a GPU, whose copies then run during
-    backward(), as far as two versions fit in memory: see `share_room`. If gradients were
+    backward(), as far as two versions fit in memory: see `share_room`. No update is provisional for
+    whose old weights the GPU has no room. If gradients were
     changed after backward(), as by clipping, they are expected to change in the next step, too, and
     no update is provisional then. Before a forward pass of a module whose parameters are updated,
     *owner* undoes the updates, unless backward() itself runs that pass.
@@ -122,6 +143,7 @@ class ProvisionalUpdates:
         # the fingerprint of the first complete gradient of this step
         self._sample: dict[Fragment, torch.Tensor | None] = {}
         self._expects_changes = self._draws = False
+        self._old_weights: dict[torch.device, _OldWeights] = {}
         self.made_count = self.rolled_back_count = 0
 
     def __len__(self) -> int:
@@ -172,7 +194,14 @@ class ProvisionalUpdates:
                 not self._tier.swapper.stays(bucket.name)
                 or self._tier.swapper.has_room(bucket.room_bytes)
             )
+            and self._has_room_for_weights(bucket)
         )
+
+    def _has_room_for_weights(self, bucket: Bucket) -> bool:
+        if bucket.visits_device or bucket.device.type != "cuda":
+            return True
+        old = self._old_weights.setdefault(bucket.device, _OldWeights(bucket.device))
+        return old.has_room(bucket.weight_bytes)
 
     def _is_suitable(self, bucket: Bucket) -> bool:
         return (
@@ -237,6 +266,7 @@ class ProvisionalUpdates:
                 one: known(exposure_of(one.parameter)).times for one in before.unexposed
             }
         self._made[before.bucket] = before
+        self._count_old(before.bucket, before.bucket.weight_bytes)
         self.made_count += 1
         if self._forward_hook is None:
             self._forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(
@@ -255,7 +285,8 @@ class ProvisionalUpdates:
         """Undo an update, complete or partial, whose value is not in use; return its bucket.
         Parameters of *others*, to which the program has written since, keep their values.
         """
-        self._made.pop(before.bucket, None)
+        if self._made.pop(before.bucket, None) is not None:
+            self._count_old(before.bucket, -before.bucket.weight_bytes)
         self._tier.swapper.roll_back(before.bucket.name)
         _restore(before, others)
         before.bucket.is_retained = False
@@ -330,8 +361,14 @@ class ProvisionalUpdates:
             and Form.of(weight.parameter) == weight.form
         }
 
+    def _count_old(self, bucket: Bucket, nbytes: int) -> None:
+        if (old := self._old_weights.get(bucket.device)) is not None and not bucket.visits_device:
+            old.add(nbytes)
+
     def _clear(self) -> None:
         self._made.clear()
+        for old in self._old_weights.values():
+            old.nbytes = 0
         if self._forward_hook is not None:
             self._forward_hook.remove()
             self._forward_hook = None

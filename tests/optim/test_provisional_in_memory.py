@@ -29,6 +29,9 @@ from test_provisional import (  # noqa: F401  # again, with the fixture of this 
     test_with_overlap_step,
 )
 
+from virtual_gpu import VirtualGpu, virtual_gpu
+
+from nvme_offload.device.room import DeviceRoom
 from nvme_offload.optim import NVMeOptimizer, budget, provisional
 
 ROOMY = 700_000  # of host memory: two versions of all states
@@ -48,7 +51,8 @@ def _steps(net, optimizer, count, x=None):
         (loss_of(net, step) if x is None else net(x).square().mean()).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
         optimizer.step()
-        made.append(optimizer.stats().updated_in_backward)
+        if isinstance(optimizer, NVMeOptimizer):
+            made.append(optimizer.stats().updated_in_backward)
     return made
 
 
@@ -81,6 +85,32 @@ def test_as_many_updates_are_made_in_backward_as_memory_has_room_for(tmp_path):
             assert optimizer.stats().bytes_written == 0
             found[host_memory] = made[-1] / len(optimizer._steps.binding.buckets)
     assert 0 < found[400_000] < found[500_000] < found[ROOMY] == 1
+
+
+def test_old_weights_take_no_more_gpu_memory_than_the_passes_leave(tmp_path, monkeypatch):
+    plain = model()
+    weights = sum(one.nbytes for one in plain.parameters())
+    _steps(plain, torch.optim.AdamW(plain.parameters(), foreach=False), 5)
+    found = {}
+    for room in (0, weights // 2, weights):
+        net = model()
+        with (
+            virtual_gpu(VirtualGpu()),
+            NVMeOptimizer(
+                net.parameters(),
+                paths=tmp_path,
+                host_memory=ROOMY,
+                step_in_backward="provisional",
+                foreach=False,
+            ) as optimizer,
+        ):
+            monkeypatch.setattr(
+                DeviceRoom, "suffices", lambda _, held, more, r=room: held + more <= r
+            )
+            made = _steps(net, optimizer, 5)
+            assert all(map(torch.equal, net.parameters(), plain.parameters()))
+            found[room] = made[-1] / len(optimizer._steps.binding.buckets)
+    assert 0 == found[0] < found[weights // 2] < found[weights] == 1
 
 
 def test_a_second_version_never_takes_the_memory_of_another_value(tmp_path, monkeypatch):
