@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from ..sizes import (
@@ -146,11 +146,15 @@ def _ours(state_format: str) -> Iterator[Strategy]:
         key = f"{key.replace(' ', '-')}{name}"
         return Strategy(key, said, 3, "drive", parameters, door, state_format, updates)
 
-    for updates in UPDATES:
-        key, when = ("", "") if updates == "after" else (f"-{updates}", f", {updates}")
-        yield made(f"plain{key}", f"NVMeOptimizer{title}{when}", "gpu", "plain", updates)
-    for updates in ("host gradients", "in backward"):
-        yield made(f"streamed-{updates}", f"Offload{title}, {updates}", "drive", "plain", updates)
+    plain: tuple[tuple[str, str, Place, Sequence[Updates]], ...] = (
+        ("plain", "NVMeOptimizer", "gpu", UPDATES),
+        # without `overlap_step`
+        ("streamed", "Offload", "drive", ("after", "host gradients", "provisional", "in backward")),
+    )
+    for key, said, parameters, ways in plain:
+        for updates in ways:
+            way, when = ("", "") if updates == "after" else (f"-{updates}", f", {updates}")
+            yield made(f"{key}{way}", f"{said}{title}{when}", parameters, "plain", updates)
     yield made("nvme-optimizer", f"ZeRO-3, states on NVMe{title}", "gpu", "zero3", "after")
     yield made("nvme-both", f"ZeRO-3, all on NVMe{title}", "drive", "zero3", "after")
 

@@ -345,18 +345,24 @@ def _plan(
         if machine.gpu and kept >= whole:
             gpu_bytes = needs(*asked, machine.gpu.memory_bytes).gpu_bytes
             if strategy.provisional:
-                states = strategy.state_bytes * model.trained / world.size
-                most = 1 - FORWARD_SHARE * (strategy.updates == "in both")
-                second = min(((share if budget is None else budget) - whole) / states, most)
-                host_bytes += int(second * states)
-                gpu_bytes += int(second * WEIGHT_BYTES * model.trained / world.size)
+                trained = model.trained / world.size
+                room = machine.gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - gpu_bytes - CONTEXT_BYTES
+                more = (share if budget is None else budget) - whole
+                second = min(
+                    more / (strategy.state_bytes * trained),
+                    max(room, 0.0) / (WEIGHT_BYTES * trained),
+                    1 - FORWARD_SHARE * (strategy.updates == "in both"),
+                )
+                host_bytes += int(second * strategy.state_bytes * trained)
+                gpu_bytes += int(second * WEIGHT_BYTES * trained)
     moved = _moved(strategy, model, world, kept)
     spilled = max(saved - work.activation_host_bytes, 0.0)
     drive_bytes = space if kept is None else beside_budget(strategy, model, world, kept)
     drive_bytes += int(spilled)
     if strategy.provisional:  # old states and the new ones, and old weights
         drive_bytes += int(moved.written)
-        replaced = int(WEIGHT_BYTES * moved.written / strategy.state_bytes)
+        replaced = moved.states_written(model.trained / model.parameters)
+        replaced = int(WEIGHT_BYTES * replaced / strategy.state_bytes)
         if machine.gpu is None:
             host_bytes += replaced
         else:

@@ -165,8 +165,9 @@ class Step(NamedTuple):
         """By pass, the shares of the parameters and of the bytes that are updated during it."""
         strategy, on_drive, rest = self.strategy, 1.0, 1 - FORWARD_SHARE
         if strategy.provisional:  # states in host memory without a second version are updated later
-            states = strategy.state_bytes * self.model.trained
-            on_drive = self.moved.written * self.world.size / states
+            model = self.model
+            states = strategy.state_bytes * model.trained / self.world.size
+            on_drive = self.moved.states_written(model.trained / model.parameters) / states
         if strategy.updates != "in both":
             whole = on_drive + self.second
             return {name: (whole, 1.0) for name in strategy.windows if whole}

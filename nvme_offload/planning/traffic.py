@@ -34,6 +34,12 @@ class Streamed(NamedTuple):
         """In both directions."""
         return self.passes_read + self.passes_written + self.read + self.written
 
+    def states_written(self, trained_share: float) -> float:
+        """Of `NVMeOptimizer`'s states, without weights that stream: each pass reads those that an update
+        writes, and the frozen ones.
+        """
+        return self.written - self.passes_read / 2 * trained_share
+
 
 NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)
 STATES = Streamed(0.0, 0.0, STATE_BYTES["exact"], STATE_BYTES["exact"])
