@@ -79,7 +79,7 @@ class IdleParameter(_StreamedParameter):
         if function in _OF_FORM:
             form = torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")
             return function(form, *args[1:], **kwargs)
-        if function in _ADDRESSES:
+        if function in _ADDRESSES or (function == _CUDA_ARRAY and found[0].is_cuda):
             _refuse_address(function)
         if function is torch.autograd.grad and not kwargs.get("materialize_grads"):
             return function(*_as_edges(args), **_as_edges(kwargs))
@@ -177,7 +177,9 @@ def _as_edges(value: Any) -> Any:
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", function))
+    attribute = getattr(function, "__self__", None)  # of a getter
+    named = attribute.fget if isinstance(attribute, property) else function
+    return str(getattr(named, "__name__", named))
 
 
 def _refuse_address(function: Any) -> NoReturn:
@@ -251,5 +253,7 @@ _ADDRESSES = frozenset(
     )
     if hasattr(torch.Tensor, name)
 )
+_untyped: Any = torch.Tensor
+_CUDA_ARRAY = _untyped.__cuda_array_interface__.__get__  # a dictionary with the address
 _data: Any = torch.Tensor.data
 _SET_DATA = _data.__set__

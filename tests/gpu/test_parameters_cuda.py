@@ -16,6 +16,7 @@ from modules import KINDS, WAYS, WIDTH, Stack
 from torch import nn
 
 from nvme_offload import NVMeOptimizer, Offload
+from nvme_offload.errors import UsageError
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
 
@@ -169,6 +170,15 @@ def test_inference_takes_the_memory_that_was_asked_for(make: Make) -> None:
     whole = sum(one.nbytes for one in model.parameters())
     make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
     assert _peak(model, x) <= 10_000_000 + beside < whole / 2 + beside
+
+
+def test_the_address_of_an_idle_parameter_is_refused(make: Make) -> None:
+    model = _blocks()
+    make("200MB").parameters(model, DEVICE, gpu_memory="10MB")
+    idle = next(one for one in model.parameters() if one.ndim > 1)
+    with pytest.raises(UsageError, match="__cuda_array_interface__ needs the address"):
+        _ = idle.__cuda_array_interface__
+    assert idle.detach().clone().__cuda_array_interface__["shape"] == tuple(idle.shape)
 
 
 def test_kernels_that_run_late_read_the_values_of_their_time(make: Make) -> None:
