@@ -121,6 +121,11 @@ def lines(checked: Checked, config: Setting | None, profile: Profile) -> list[st
             "",
             f"The drive itself, compared with the sweep of {profile.created[:10]}, at the setting chosen then: {moved}.",
         ]
+    if len(checked.speeds) == 1:
+        said.append(
+            "The settings hold: the sweep chose DeepSpeed's defaults, and no other setting was measured."
+        )
+        return said
     loss, low, high = (100 * value for value in (checked.loss, checked.loss_low, checked.loss_high))
     sign = "less" if loss < 0 else "more"
     takes = f"a step takes {abs(loss):.1f} % {sign} time ({low:+.1f} to {high:+.1f} %) than with"

@@ -240,6 +240,16 @@ def test_settings_hold_until_a_step_takes_longer(factor: float, holds: bool) -> 
     assert said[-1].startswith("The settings hold" if holds else "The settings no longer hold")
 
 
+def test_a_setting_that_was_measured_alone_is_not_compared() -> None:
+    checked = check.judged(CHOSEN, [{(CHOSEN, phase): 2e9 for phase in PHASES}] * 3)
+    assert checked.holds
+    said = check.lines(checked, CHOSEN, made_up())[-1]
+    assert (
+        said
+        == "The settings hold: the sweep chose DeepSpeed's defaults, and no other setting was measured."
+    )
+
+
 def test_noise_is_seldom_a_reason() -> None:
     found = [
         check.judged(Setting(1 << 20, 2, 1), rounds(1.0, scatter=0.2, count=4, seed=seed)).holds
