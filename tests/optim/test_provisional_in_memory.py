@@ -28,7 +28,6 @@ from test_provisional import (  # noqa: F401  # again, with the fixture of this 
     test_whatever_was_undone_comes_in_the_step,
     test_with_overlap_step,
 )
-
 from virtual_gpu import VirtualGpu, virtual_gpu
 
 from nvme_offload.device.room import DeviceRoom
