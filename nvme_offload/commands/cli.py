@@ -179,7 +179,7 @@ _PLAN_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("--budget", _SIZE, '"host_memory" per rank.  [default: from the available memory]'),
     ("--no-zero-init", _FLAG, "Every rank creates the whole model before it is partitioned."),
-    ("--inference", _FLAG, "Plan forward passes only (ZeRO-Inference)."),
+    ("--inference", _FLAG, "Plan forward passes only."),
     ("--write", _FILE, "Write the DeepSpeed config of the fastest fitting way with DeepSpeed."),
     ("--all every", _FLAG, "Show all ways to train, not only six."),
 )

@@ -73,7 +73,7 @@ def script(plan: Plan, question: Question) -> str:
 
     With DeepSpeed it reads the configuration of `ds_config` from "ds_config.json".
     """
-    return "\n".join(_script(plan, question)) + "\n"
+    return "\n".join(_script(plan, question)).lstrip("\n") + "\n"
 
 
 _LAYERS = """\
@@ -175,6 +175,8 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     to_gpu = '"cuda", ' if machine.gpu and not brought else ""
     yield from lines(plain, f"model.to({to_gpu}torch.bfloat16)")
     yield from lines(trains, "model.train()")
+    # so that no memory is kept for an optimizer
+    yield from lines(streams and not trains, "model.eval().requires_grad_(False)")
     yield from lines(shards or recomputes, _LAYERS)
     yield from lines(recomputes, _CHECKPOINTING)
     yield from lines(shards, _SHARDING)
@@ -188,11 +190,12 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     if streams:
         own = parameters_budget(question.model, budget)
         device = "cuda" if machine.gpu else "cpu"
+        share = f", host_memory={own}" if trains else ""
         files = f", weights={_WEIGHTS}" if too_large else ""
         yield f"memory = Offload({where}, host_memory={budget})"
-        yield f'memory.parameters(model, "{device}", host_memory={own}{files})'
+        yield f'memory.parameters(model, "{device}"{share}{files})'
         budget -= own
-    if plain:
+    if plain and trains:
         arguments = ["model.parameters()", "torch.optim.AdamW"]
         arguments += [f"paths={where}"] * (not streams)
         arguments.append(f"host_memory={budget}")
@@ -205,7 +208,7 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
         yield f"optimizer = {'memory.optimizer' if streams else 'NVMeOptimizer'}("
         yield from (f"    {each}," for each in arguments)
         yield ")"
-    else:
+    elif not plain:
         yield 'engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")'
     saving = f"offload = save_on_nvme({where}, host_memory={work.activation_host_bytes})"
     yield from lines(offloads, saving)
@@ -214,9 +217,12 @@ def _script(plan: Plan, question: Question) -> Iterator[str]:
     # the steps
     moved = 'batch = {key: value.to("cuda") for key, value in batch.items()}'
     if not trains:
-        yield from ("engine.eval()", "with torch.no_grad():", "    for batch in batches:")
+        yield from lines(not plain, "engine.eval()")
+        yield f"with torch.{'inference_mode' if plain else 'no_grad'}():"
+        yield "    for batch in batches:"
         yield from lines(machine.gpu, f"        {moved}")
-        yield "        output = engine(**batch)"
+        yield f"        output = {'model' if plain else 'engine'}(**batch)"
+        yield from lines(plain, "memory.close()")
         return
     several = count > 1
     yield f"for {'number, batch in enumerate(batches, 1)' if several else 'batch in batches'}:"

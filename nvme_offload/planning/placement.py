@@ -173,9 +173,10 @@ STRATEGIES = (
     ),
     Strategy("deepspeed-nvme-both", "DeepSpeed's all on NVMe", 3, "drive", "drive", "deepspeed"),
 )
-# ZeRO-Inference.
+# Forward passes only; the simplest first.
 INFERENCE = (
     Strategy("inference-gpu", "ZeRO-Inference, on GPU", 3, None),
+    Strategy("inference-offload", "Offload", 3, None, "drive", "plain"),
     Strategy("inference-cpu", "ZeRO-Inference, on CPU", 3, None, "host"),
     Strategy("inference-nvme", "ZeRO-Inference, on NVMe", 3, None, "drive", "zero3"),
 )
@@ -263,6 +264,8 @@ def _plain_gpu_bytes(
     # FSDP2 gathers a layer and the next, and holds the layer's gradients before they are reduced
     gathered = 2 * model.block + block if world.size > 1 else 0
     weights = WEIGHT_BYTES * model.parameters / world.size
+    if strategy.optimizer is None:
+        gradients = trained = 0
     if strategy.streams:
         largest = WEIGHT_BYTES * model.largest_parameter
         each = max(STREAMED_BUCKET_BYTES, largest)
@@ -338,7 +341,7 @@ def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The smallest "host_memory" of a rank with which the drive is not used."""
     whole = _kept_bytes(strategy, model, world)
     if strategy.door == "plain":
-        whole *= SCRATCH_PARTS / (SCRATCH_PARTS - 1)
+        whole *= SCRATCH_PARTS / (SCRATCH_PARTS - 1) if strategy.optimizer else 1
     else:
         largest = min(LARGEST_SUB_GROUP, model.trained / world.size) + _largest(model, world)
         whole += strategy.scratch_bytes * largest
@@ -390,6 +393,8 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     trained, weights = model.trained / world.size, WEIGHT_BYTES * model.parameters / world.size
     if budget >= whole_bytes(strategy, model, world):
         return NOTHING
+    if strategy.optimizer is None:
+        return Streamed(max(weights - budget, 0.0), 0.0, 0.0, 0.0)
     if strategy.streams:  # read twice, written if trained
         own = parameters_budget(model, budget)
         lacking = max(1 - own / weights, 0.0)
@@ -397,8 +402,6 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
         written = others.written + lacking * WEIGHT_BYTES * trained
         return others._replace(passes_read=2 * lacking * weights, written=written)
     states, beside = strategy.state_bytes, strategy.scratch_bytes
-    if strategy.optimizer is None:
-        return Streamed(weights * max(1 - budget / weights, 0.0), 0.0, 0.0, 0.0)
     if strategy.door == "plain":
         stays = _values_budget(strategy, budget)
         stays -= PLACES * states * _bucket_elements(strategy, budget)

@@ -376,6 +376,9 @@ def _plan(
     if machine.gpu and strategy.streams:
         room = machine.gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - gpu_bytes - CONTEXT_BYTES
         resident = min(max(room / (WEIGHT_BYTES * model.parameters), 0.0), 1.0)
+        if not trains:
+            read = max(moved.passes_read - resident * WEIGHT_BYTES * model.parameters, 0.0)
+            moved = moved._replace(passes_read=read)
     needed = host_bytes * world.ranks
     require(needed, machine.host_bytes, "{} of host memory, and {} are available")
     if drive_bytes and not machine.drives:

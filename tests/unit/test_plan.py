@@ -773,13 +773,24 @@ def test_formats_move_what_the_table_of_bytes_says():
 
 def test_forward_passes_alone_stream_parameters():
     found = by_name(plans(SEVEN, machine(), World(), Work(2048), 4_000_000_000, INFERENCE))
-    assert [each.fits for each in found.values()] == [True, True, True]
+    assert all(each.fits for each in found.values())
     drive = found["inference-nvme"]
     assert drive.drive_bytes == 14_000_000_000
     assert drive.written_bytes == 0
-    assert drive.seconds == pytest.approx(10e9 / (2.8e9 * 0.96), rel=0.01)
+    assert drive.seconds == pytest.approx(10e9 / (3.0e9 * 0.96), rel=0.01)
     assert found["inference-cpu"].host_bytes > 14e9 > found["inference-gpu"].host_bytes
     assert drive.gpu_bytes < 1e9 < found["inference-gpu"].gpu_bytes
+
+
+def test_weights_that_stay_on_the_gpu_are_not_read_in_forward_passes():
+    seconds = {}
+    for gpu_memory in (6, 10, 24):
+        here = machine(gpu=Gpu("NVIDIA H100", gpu_memory * 10**9, 50e9))
+        found = by_name(plans(SEVEN, here, World(), Work(1), 4_000_000_000, INFERENCE))
+        seconds[gpu_memory] = found["inference-offload"].seconds
+    # a tenth stays free
+    assert seconds[6] - seconds[10] == pytest.approx(0.9 * 4e9 / (3.0e9 * 0.96), rel=0.01)
+    assert seconds[24] < 0.1
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
