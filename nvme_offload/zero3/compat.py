@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contract import mentions, numbers, parameters
+from .contract import numbers, parameters, sets
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def stage3() -> Any:
     missing = {
         name: value
         for name, value in substitutes.items()
-        if not hasattr(base, name) and not mentions(base, name)
+        if not hasattr(base, name) and not sets(base, name)
     }
     if "param" not in parameters(base.load_hp_checkpoint_state):
         missing["load_hp_checkpoint_state"] = lambda self, folder, key, param=None: (

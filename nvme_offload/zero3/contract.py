@@ -354,6 +354,11 @@ def _source(owner: Any) -> str:
     )
 
 
+def sets(owner: Any, name: str) -> bool:
+    """Whether *owner*'s source sets an attribute *name* of the object."""
+    return re.search(rf"\bself\.{name}(: [^=]+)? = ", _source(owner)) is not None
+
+
 def mentions(owner: Any, name: str) -> bool:
     """Whether *owner*'s source reads or sets an attribute *name*."""
     private = f"_{getattr(owner, '__name__', '')}__"

@@ -305,3 +305,14 @@ def test_deepspeed_is_imported_by_names_of_the_contract_alone():
                 if name == "as":
                     break
                 assert (module, name) in known, (path.name, module, name)
+
+
+def test_what_a_class_only_reads_is_not_taken_for_what_it_sets():
+    """Older releases of `stage3` lack the names of parameters, which a base class reads."""
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    assert contract.mentions(ZeROOptimizer, "param_names")
+    assert not contract.sets(ZeROOptimizer, "param_names")
+    assert contract.sets(
+        contract.owner_at("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"), "module"
+    )
