@@ -10,7 +10,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +308,23 @@ def test_deepspeed_is_imported_by_names_of_the_contract_alone():
                 if name == "as":
                     break
                 assert (module, name) in known, (path.name, module, name)
+
+
+@pytest.mark.slow
+def test_what_may_differ_by_release_passes_on_the_oldest():
+    """By `make test-deepspeed`, which runs all releases that were tried."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
+    done = subprocess.run(
+        [ROOT / "tools" / "test-deepspeed", sys.executable, contract.OLDEST],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    if not (ROOT / "build" / "deepspeed" / contract.OLDEST / "deepspeed").is_dir():
+        pytest.skip(f"DeepSpeed {contract.OLDEST} cannot be installed here")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 def test_what_a_class_only_reads_is_not_taken_for_what_it_sets():
