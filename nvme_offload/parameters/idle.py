@@ -91,7 +91,12 @@ class IdleParameter(_StreamedParameter):
         with contextlib.ExitStack() as uses:
             for streamer, parameters in by_streamer.items():
                 uses.enter_context(streamer.using(parameters))
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if result is None:
+                # It may have changed them: torch._fused_adamw_ and its like leave the versions alone.
+                for one in found:
+                    streamer_of(one).changes(one)
+            return result
 
     def as_subclass(self, kind: Any) -> Any:
         """Refused: torch does not dispatch this method to `__torch_function__`, though it returns a

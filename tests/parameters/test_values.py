@@ -127,10 +127,11 @@ def test_a_change_to_a_parameter_whose_neighbour_is_in_use_is_kept(offload):
     assert torch.equal(changed[0], torch.full((8, 8), 0.5))
 
 
-def test_an_optimizer_of_torch_trains_streamed_parameters(pair):
+@pytest.mark.parametrize("fused", [False, True])  # which leaves the versions alone
+def test_an_optimizer_of_torch_trains_streamed_parameters(pair, fused):
     model, in_memory = pair
     for one in (model, in_memory):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused)
         for step in range(3):
             torch.manual_seed(step)
             one(torch.randn(4, 24)).square().mean().backward()
