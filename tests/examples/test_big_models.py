@@ -1,5 +1,5 @@
 """`examples/big_models/train.py` on its smallest model: every way to update, compared with states
-in memory.
+in memory. One process for each rank makes all runs, since its imports take longer than a run.
 """
 
 from __future__ import annotations
@@ -13,98 +13,116 @@ from pathlib import Path
 import pytest
 from doors import needs
 from patience import PATIENCE
+from ports import free_port
 
 pytestmark = needs("transformers")
 
-GLOO_RANK = str(Path(__file__).parents[1] / "gloo_rank.py")
 SCRIPT = Path(__file__).parents[2] / "examples" / "big_models" / "train.py"
-SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic"
+SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic --host-memory 1MB"
+# The script's `main` by itself, with other options and another port for each run.
+SEVERAL = f"""
+import json, os, runpy, sys
+
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+main = runpy.run_path({str(SCRIPT)!r})["main"]
+for port, options in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = str(port)
+    sys.argv = ["train.py", *options]
+    main()
+sys.stdout.flush()
+os._exit(0)  # as gloo_rank.py
+"""
+UPDATES = ("after", "in-backward", "under-forward", "both")
+EXACT = [(update, clip) for update in UPDATES for clip in ("0", "0.5")] + [("in-backward", "1000")]
+PACKED = ("split", "compact", "compact24")
 
 
-def trained(directory, *options, ranks=1, left=()):
-    """The results that a run of the script prints at its end."""
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={ranks}",
-        GLOO_RANK,
-    ]
-    command = [
-        *(sys.executable, "-W", "ignore", *(launcher if ranks > 1 else ())),
-        *(str(SCRIPT), *SMALL.split()),
-        *("--drive", str(directory), "--host-memory", "1MB", *options),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+def trained(place, runs, ranks=1):
+    """The results that the script prints at the end of each of *runs*, which are options by name."""
+    whole = []
+    for name, options in runs.items():
+        drives = [place / name / f"drive{rank}" for rank in range(ranks)]
+        for drive in drives:
+            drive.mkdir(parents=True)
+        options = [*SMALL.split(), "--drive", *map(str, drives), *options.split()]
+        whole.append([free_port(), [one.replace("SAVED", str(place / "saved")) for one in options]])
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    script = place / "several.py"
+    script.write_text(SEVERAL)
+    command = [sys.executable, "-W", "ignore", *launcher * (ranks > 1), str(script)]
+    ran = subprocess.run(
+        [*command, json.dumps(whole)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert ran.returncode == 0, ran.stderr
-    assert sorted(directory.iterdir()) == sorted(left)
-    assert not any(list(drive.iterdir()) for drive in left)
-    return json.loads(ran.stdout.splitlines()[-1])
+    assert not [*place.glob("*/drive*/*")]
+    results = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(runs, results, strict=True))
+
+
+RESUMED = {
+    "straight": "--format {}",
+    "half": "--format {} --steps 4 --save SAVED",
+    "resumed": "--format {} --steps 2 --resume SAVED",
+}
 
 
 @pytest.fixture(scope="module")
-def in_memory(tmp_path_factory):
-    found = {}
-    for clip in ("0", "0.5", "1000"):
-        found[clip] = trained(
-            tmp_path_factory.mktemp("memory"), "--reference", "--update", "after", "--clip", clip
-        )
-    assert found["0"]["losses"] != found["0.5"]["losses"]
-    return found
+def alone(tmp_path_factory):
+    """Runs of one rank."""
+    runs = {
+        f"memory {clip}": f"--reference --update after --clip {clip}"
+        for clip in ("0", "0.5", "1000")
+    }
+    runs |= {
+        f"{update} {clip}": f"--format exact --update {update} --clip {clip}"
+        for update, clip in EXACT
+    }
+    runs |= {name: f"--format {name}" for name in PACKED}
+    runs |= {name: options.format("exact") for name, options in RESUMED.items()}
+    return trained(tmp_path_factory.mktemp("one"), runs)
 
 
-@pytest.mark.parametrize(
-    ("update", "clip"),
-    [
-        ("after", "0"),
-        ("after", "0.5"),
-        ("in-backward", "0"),
-        ("under-forward", "0"),
-        ("under-forward", "0.5"),
-        ("both", "0"),
-        ("in-backward", "0.5"),
-        ("in-backward", "1000"),
-        ("both", "0.5"),
-    ],
-)
-def test_exact_has_the_losses_of_states_in_memory(tmp_path, in_memory, update, clip):
-    found = trained(tmp_path, "--format", "exact", "--update", update, "--clip", clip)
-    assert found["losses"] == in_memory[clip]["losses"]
-    assert found["steps_clipped"] == in_memory[clip]["steps_clipped"]
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory):
+    """Runs of two ranks with a directory each."""
+    clipped = "--clip 0.5 --format exact --update"
+    runs = {update: f"{clipped} {update}" for update in UPDATES[1:]}
+    runs |= {"memory": f"{clipped} after --reference"}
+    runs |= {name: options.format("compact24") for name, options in RESUMED.items()}
+    return trained(tmp_path_factory.mktemp("two"), runs, ranks=2)
+
+
+@pytest.mark.parametrize(("update", "clip"), EXACT)
+def test_exact_has_the_losses_of_states_in_memory(alone, update, clip):
+    found, reference = alone[f"{update} {clip}"], alone[f"memory {clip}"]
+    assert found["losses"] == reference["losses"]
+    assert found["steps_clipped"] == reference["steps_clipped"]
     assert (found["steps_clipped"] > 0) == (clip == "0.5")
+    assert (reference["losses"] == alone["memory 0"]["losses"]) == (clip != "0.5")
 
 
-def test_two_ranks_with_a_directory_each_have_the_losses_of_states_in_memory(tmp_path):
-    drives = [tmp_path / "one", tmp_path / "other"]
-    for drive in drives:
-        drive.mkdir()
-    both = {"ranks": 2, "left": drives}
-    clip = ("--clip", "0.5")
-    off = trained(tmp_path, "--reference", "--update", "after", *clip, **both)
-    for update in ("in-backward", "under-forward", "both"):
-        how = ("--drive", *map(str, drives), "--format", "exact", "--update", update)
-        on = trained(tmp_path, *how, *clip, **both)
-        assert on["losses"] == off["losses"]
-        assert on["steps_clipped"] == off["steps_clipped"] > 0
-        assert on["gpus"] == 2
+@pytest.mark.parametrize("update", UPDATES[1:])
+def test_two_ranks_with_a_directory_each_have_the_losses_of_states_in_memory(by_two, update):
+    on, off = by_two[update], by_two["memory"]
+    assert on["losses"] == off["losses"]
+    assert on["steps_clipped"] == off["steps_clipped"] > 0
+    assert on["gpus"] == 2
 
 
-@pytest.mark.parametrize(("state_format", "ranks"), [("exact", 1), ("compact24", 2)])
-def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path, state_format, ranks):
-    drive, saved = tmp_path / "drive", tmp_path / "saved"
-    drive.mkdir()
-    how = ("--drive", str(drive), "--format", state_format)
-    straight = trained(drive, *how, ranks=ranks)
-    trained(drive, *how, "--steps", "4", "--save", str(saved), ranks=ranks)
-    resumed = trained(drive, *how, "--steps", "2", "--resume", str(saved), ranks=ranks)
-    assert resumed["losses"] == straight["losses"][4:]
+@pytest.mark.parametrize("ranks", ["alone", "by_two"])
+def test_a_resumed_run_has_the_losses_of_one_that_went_on(ranks, request):
+    runs = request.getfixturevalue(ranks)
+    assert runs["resumed"]["losses"] == runs["straight"]["losses"][4:]
 
 
-@pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
-def test_other_formats_train_alike(tmp_path, in_memory, state_format):
-    found = trained(tmp_path, "--format", state_format)
+@pytest.mark.parametrize("state_format", PACKED)
+def test_other_formats_train_alike(alone, state_format):
     losses, reference = (
-        [float.fromhex(loss) for loss in one["losses"]] for one in (found, in_memory["0"])
+        [float.fromhex(loss) for loss in alone[name]["losses"]]
+        for name in (state_format, "memory 0")
     )
     assert losses == pytest.approx(reference, abs=0.05)
