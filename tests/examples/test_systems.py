@@ -21,18 +21,13 @@ from nvme_offload.hardware.profile import Profile
 pytestmark = needs("transformers", "deepspeed")
 
 ROOT = Path(__file__).parents[2]
-FSDP2 = ("cpu-offload-policy", "cpu-offload-policy-compact")
+# each way to make a model and its optimizer once
 TRAINED = {
     1: (
-        "compact",
-        "offload-compact",
-        "zero3",
-        "zero3-overlap",
-        "zero3-both",
-        "zero-infinity",
-        *FSDP2,
+        *("offload-compact", "zero3-both", "zero-infinity"),
+        *("cpu-offload-policy", "cpu-offload-policy-compact"),
     ),
-    2: ("compact", "zero3", "zero3-overlap", *FSDP2),
+    2: ("compact", "zero3", "cpu-offload-policy"),
 }
 
 
@@ -79,7 +74,6 @@ def test_every_system_trains_the_same_model(tmp_path, gpus, profile, request):
     assert all(len(found) == 3 for found in losses.values())
     for name in trained[gpus - 1 :]:  # with several FSDP2 makes the weights of the first, in parts
         assert losses[name] == pytest.approx(losses["cpu-offload-policy"], abs=1e-3)
-    assert losses["zero3-overlap"] == losses["zero3"]
     assert runs["megatrain"]["error"]
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert text == ran.stdout.removesuffix("\n")
