@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doors import configuration, needs, place_with_drives, run_well
+from doors import EXAMPLES, configuration, needs, place_with_drives, run_well
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "lightning")]
 
@@ -84,26 +84,23 @@ def test_by_arguments_of_the_strategy(place):
     assert_weights_predict(out)
 
 
-def test_by_the_environment(place):
-    config = configuration("ds_config.json", place / "drive", place, host_memory=SMALL)
-    out = place / "environment"
-    (ended,) = run_well([*SCRIPT, "--out", out], PL_DEEPSPEED_CONFIG_PATH=str(config))
-    assert_trained(out, ended.said)
-    assert_weights_predict(out)
-
-
-BY_A_PATH_AND_BY_A_DICT = """
-import json, sys
-from lightning.pytorch.strategies import DeepSpeedStrategy
+IN_THE_OTHER_WAYS = """
+import argparse, json, os, sys
+sys.path += sys.argv[2:]
+import train_lightning
 path = sys.argv[1]
-by_path, by_dict = DeepSpeedStrategy(config=path), DeepSpeedStrategy(config=json.load(open(path)))
-print("configs", json.dumps([by_path.config, by_dict.config]))
+by_path, by_dict = (
+    train_lightning.strategy(argparse.Namespace(nvme_path=None, config=config))
+    for config in (path, json.load(open(path)))
+)
+os.environ["PL_DEEPSPEED_CONFIG_PATH"] = path
+by_variable = train_lightning.strategy(argparse.Namespace(nvme_path=None, config=None))
+print("configs", json.dumps([one.config for one in (by_path, by_dict, by_variable)]))
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from nvme_offload import zero3
 from nvme_offload.zero3.lightning import LightningProgress
-sys.path.append(sys.argv[2])
 from lightning_on_cpu import CpuInTheNameOfCuda
 
 class MadeInTheConstructor(LightningModule):
@@ -114,19 +111,18 @@ class MadeInTheConstructor(LightningModule):
         return self.layers(batch)
 
 zero3.enable()
-trainer = Trainer(strategy=by_path, accelerator=CpuInTheNameOfCuda(), devices=1, precision="bf16-true", logger=False, callbacks=[LightningProgress()])
+trainer = Trainer(strategy=by_variable, accelerator=CpuInTheNameOfCuda(), devices=1, precision="bf16-true", logger=False, callbacks=[LightningProgress()])
 (predicted,) = trainer.predict(MadeInTheConstructor(), torch.utils.data.DataLoader(torch.ones(4, 512), batch_size=4))
 print("predicted", predicted.shape, zero3.stats(trainer.model))
 """
 
 
-def test_by_a_path_and_by_a_dict_and_layers_that_are_made_in_the_constructor(place):
+def test_by_a_path_a_dict_and_the_environment_and_layers_that_are_made_in_the_constructor(place):
     config = configuration("ds_config.json", place / "drive", place, host_memory=SMALL)
-    (ended,) = run_well(
-        [sys.executable, "-c", BY_A_PATH_AND_BY_A_DICT, config, Path(__file__).parent]
-    )
+    folders = (Path(__file__).parent, EXAMPLES)
+    (ended,) = run_well([sys.executable, "-c", IN_THE_OTHER_WAYS, config, *folders])
     (reported,) = re.findall(r"^configs (.*)$", ended.said, re.MULTILINE)
-    assert json.loads(reported) == [json.loads(config.read_text())] * 2
+    assert json.loads(reported) == [json.loads(config.read_text())] * 3
     assert "predicted torch.Size([4, 512]) step 1:" in ended.said
     # which the strategy does not hand on
     assert set(re.findall(r"host memory for offload: .* of at most (\S+ \S+);", ended.said)) == {
