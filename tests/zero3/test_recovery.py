@@ -65,10 +65,10 @@ def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_a_step_is_undone_by_a_load(name, tmp_path):
-    result = run(tmp_path, CASES[name], "calls", each=6)
+    result = run(tmp_path, CASES[name], "calls", each=3)
     assert result["wrong"] == []
     seen = result["seen"]
-    assert seen["torch"] > 4, seen
+    assert seen["torch"] == 3, seen
     assert seen["partly"] > 5, seen
     assert len([place for place in seen if place.startswith("Tensor")]) > 2, seen
 
@@ -82,7 +82,7 @@ def test_an_exception_at_some_calls_of_forward_and_backward_is_undone_by_a_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_forward_and_backward_is_undone_by_a_load(name, tmp_path):
-    result = run(tmp_path, CASES[name], "passes", each=6)
+    result = run(tmp_path, CASES[name], "passes", each=3)
     assert result["wrong"] == []
     seen = result["seen"]
     assert seen["forward"] > 0, seen
@@ -129,10 +129,10 @@ def test_an_exception_at_any_line_of_a_step_is_reported_and_undone_by_a_load(nam
     case, warm = LINES[name]
     # of the lines that cases share, each case tries others
     first = 11 * [*LINES].index(name)
-    result = run(tmp_path, case, "lines", most=60, first=first, warm=warm)
+    result = run(tmp_path, case, "lines", most=30, first=first, warm=warm)
     assert result["wrong"] == []
     assert result["seen"]["exact"] > 0, result
-    assert result["seen"]["refused and restored"] > 15, result
+    assert result["seen"]["refused and restored"] > 7, result
 
 
 STREAMED = Case(model="blocks", parameters="nvme", sub_group_size=9000, section=SMALLEST)
