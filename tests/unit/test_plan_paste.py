@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ import torch
 from pasted import make_batches, make_model, trained, weights_of
 from patience import PATIENCE
 from ports import free_port
+
+sys.path.append(str(Path(__file__).parents[1] / "zero3"))
+import forked
 
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.planning.advice import Question
@@ -316,15 +320,25 @@ def test_the_code_and_the_config_train(strategy, tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    reported = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRAIN, "pasted_code.py"],
-        env={**os.environ, **ranks, **address, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert reported.returncode == 0, reported.stderr[-2000:]
-    loss, steps = json.loads(reported.stdout.rpartition("trained:")[2])
+    (tmp_path / "train.py").write_text(TRAIN)
+    with (tmp_path / "said").open("w+") as said:
+        status = forked.start(
+            [str(tmp_path / "train.py"), "pasted_code.py"],
+            env={
+                **os.environ,
+                **ranks,
+                **address,
+                "DS_ACCELERATOR": "cpu",
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+            },
+            cwd=tmp_path,
+            stdout=said,
+            stderr=said,
+        ).wait(PATIENCE)
+    text = (tmp_path / "said").read_text()
+    assert status == 0, text[-2000:]
+    loss, steps = json.loads(re.findall(r"^trained:(.*)$", text, re.MULTILINE)[0])
     with torch.no_grad():
         before = [make_model()(**batch).loss.item() for batch in make_batches()]
     start = sum(before) / len(before)
