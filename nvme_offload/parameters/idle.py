@@ -92,9 +92,13 @@ class IdleParameter(_StreamedParameter):
             for streamer, parameters in by_streamer.items():
                 uses.enter_context(streamer.using(parameters))
             result = function(*args, **kwargs)
-            if result is None:
-                # It may have changed them: torch._fused_adamw_ and its like leave the versions alone.
-                for one in found:
+            # These may have changed them and left the versions alone: torch._fused_adamw_, operators of
+            # extensions, and torch._foreach_mul_ in a TorchDispatchMode.
+            is_foreach = _name(function).startswith("_foreach_")
+            if result is None or is_foreach:
+                for one in instances(
+                    _StreamedParameter, args[:1] if is_foreach else (args, kwargs)
+                ):
                     streamer_of(one).changes(one)
             return result
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from nvme_offload import Offload, UnsupportedError, UsageError
 from nvme_offload.parameters import setup
@@ -69,7 +70,13 @@ def test_torch_saves_the_values_of_the_state_dict(pair):
         assert torch.equal(values, in_memory.state_dict()[key])
 
 
+def _in_a_dispatch_mode(parameter):
+    with FlopCounterMode(display=False):  # in which foreach functions leave the version alone
+        torch._foreach_mul_([parameter], 0.5)
+
+
 CHANGES = {
+    "in a dispatch mode": _in_a_dispatch_mode,
     "in place": lambda one: one.mul_(0.5),
     "by data": lambda one: one.data.add_(1.0),
     "by detach": lambda one: one.detach().neg_(),
