@@ -18,6 +18,12 @@ _FRAMES = 12  # of a caller in torch
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
 
+class _NoAddressError(UsageError, NotImplementedError):
+    """A streamed parameter has no lasting address. After a NotImplementedError, the `merge_and_unload`
+    of peft, which compares the addresses of tied weights, goes on.
+    """
+
+
 class Exposure(NamedTuple):
     """Tensors through which a streamed parameter may change while its version stays: *times*, how
     often a caller got one; *lasts*, whether a caller may still have one.
@@ -200,7 +206,7 @@ def _refuse_address(function: Any) -> NoReturn:
                 "torch.compile cannot trace modules whose parameters stream: call the model without torch.compile"
             )
         caller = caller.f_back if caller is not None else None
-    raise UsageError(
+    raise _NoAddressError(
         f"{_name(function)} needs the address of a streamed parameter, which changes from use to use: call it in the forward() of the module "
         "that has the parameter, or on a clone() of the parameter"
     )

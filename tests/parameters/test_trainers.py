@@ -44,6 +44,25 @@ def test_adapters_of_peft_train_over_a_base_that_streams(
         assert torch.equal(one, other)
 
 
+def test_adapters_of_peft_are_merged_into_a_model_with_tied_weights(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(setup, "DIVISION", Division(16 << 10, small_bytes=200))
+    base, tokens = _llama()
+    base.lm_head.weight = base.model.embed_tokens.weight
+    base.config.tie_word_embeddings = True
+    adapters = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, adapters)
+    in_memory = copy.deepcopy(model)
+    make().parameters(model, "cpu")
+    merged, expected = (one.merge_and_unload() for one in (model, in_memory))
+    with torch.no_grad():
+        assert torch.equal(merged(tokens).logits, expected(tokens).logits)
+    for one, other in zip(merged.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_adapters_of_peft_train_over_a_base_from_files(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
