@@ -72,8 +72,9 @@ BELOW = ("swap/", "store/", "io/", "errors.py", "units.py")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_pass_works_after_an_exception_at_any_line(late: bool, every: bool, make: Make) -> None:
-    """At some lines, or at each line of the package's contexts and at some of those below."""
-
+    """At some lines; or, with and without late copies by turns, at each line of the package's contexts,
+    and at some of those below.
+    """
     offload = make(host_memory=(32 if late else 64) << 10)
     if late:
         offload._cache._copier = LateCopier(seed=1)
@@ -83,7 +84,7 @@ def test_a_pass_works_after_an_exception_at_any_line(late: bool, every: bool, ma
     assert len(found) > 500
     below = [place for place in found if place.file.startswith(BELOW)]
     own = each_line([place for place in found if not place.file.startswith(BELOW)])
-    chosen = [*own, *sample(below, 120)] if every else sample(found, 25)
+    chosen = [*own[late::2], *sample(below, 60, first=late)] if every else sample(found, 25)
     wrong = {}
     for number, place in enumerate(chosen):
         error = (KeyboardInterrupt(), MemoryError())[number % 2]

@@ -126,7 +126,9 @@ def outcome(at: Place, error: BaseException, place: Path) -> str:
 def test_an_exception_at_any_line_leaves_right_values_or_is_known(tmp_path, every):
     all_places = found(tmp_path)
     outcomes: Counter[str] = Counter()
-    for index, at in enumerate(each_line(all_places) if every else sample(all_places, 160)):
+    # of neighbouring lines one
+    chosen = each_line(all_places)[::2] if every else sample(all_places, 160)
+    for index, at in enumerate(chosen):
         error = (KeyboardInterrupt, MemoryError)[index % 2]("made up")
         outcomes[outcome(at, error, tmp_path)] += 1
     assert outcomes.keys() <= {"exact", "refused", "unreached"}, outcomes
