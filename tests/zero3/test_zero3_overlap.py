@@ -119,9 +119,7 @@ ON_TWO_RANKS = (
     "all-persistent",
     "persistent-fp16",
     "sometimes-clipped",
-    "fp16-overflow",
     "gathered",
-    "evaluation",
 )
 
 
@@ -349,7 +347,8 @@ def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, repor
 @pytest.mark.parametrize("count", [1, 6])  # values prefetched in vain are read again
 def test_whichever_transfer_fails_a_load_goes_on_with_the_same_bits(tmp_path, count):
     case = STREAMED.but(parameters="nvme", clipping=0.3)
-    transfers = list(range(350, 700, 17))  # of those from the first checkpoint to the end
+    # of those from the first checkpoint to the end; few are reported where one fails alone
+    transfers = list(range(350, 700, 17 if count == 1 else 34))
     result = run(tmp_path, "broken", case, transfers=transfers, count=count)
     assert result["differing"] == []
     reported = result["reported"]
