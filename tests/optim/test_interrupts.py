@@ -71,7 +71,7 @@ def test_modes_and_waits_are_as_before_an_exception(tmp_path, mode, files):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_goes_on_or_is_refused_wherever_it_is_interrupted(tmp_path, mode):
     """Of the lines that modes share, each mode tries others."""
-    places = sample(found(mode, tmp_path), 60, first=7 * [*MODES].index(mode))
+    places = sample(found(mode, tmp_path), 30, first=7 * [*MODES].index(mode))
     seen = tried(mode, places, tmp_path)
     assert seen["exact"] > 0
     assert seen["refused"] > 0
