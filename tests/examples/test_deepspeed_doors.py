@@ -5,6 +5,7 @@ two, by one drive or two, whole or resumed.
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from doors import (
@@ -125,9 +126,9 @@ def test_a_hostfile_of_two_and_no_interruption(place, config, half, resumed):
 
 def test_too_little_host_memory_is_refused_with_the_numbers(place):
     config = configuration("ds_config_host_memory.json", place / "drive", place)
-    (ended,) = run(
-        [*DEEPSPEED, "--num_gpus=1", "--master_port", str(free_port()), *script(config, 4)]
-    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    (ended,) = run([sys.executable, *script(config, 4)], **address, **rank)
     assert ended.status != 0
     assert ended.losses == []
     (refusal,) = re.findall(r"UsageError: (.*)", ended.said)
