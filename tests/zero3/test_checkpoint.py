@@ -288,8 +288,9 @@ def test_deepspeeds_adam_goes_on_as_if_it_had_not_ended(cpu_adam: None, place: P
         lives += [
             Life(f"{name}, whole", case, last=11, saves=[[5, first]]),
             Life(f"{name}, resumed", case, first=5, last=11, load=first, saves=[[8, second]]),
-            Life(f"{name}, again", case, first=8, last=11, load=second),
         ]
+        if name in ("one", "overlap"):  # no step is made otherwise after a second load
+            lives.append(Life(f"{name}, again", case, first=8, last=11, load=second))
     universal = ADAM.but(top={"checkpoint": {"load_universal": True}})
     target = str(place / "adam one 1")
     lives.append(Life("one, universal", universal, first=5, last=11, load=target, universal=target))
