@@ -263,7 +263,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     again = {
         ranks: run(
             [
-                Life(f"{case.name} of {by}", case, first=2, load=f"{place}/{case.name}-{by}")
+                Life(
+                    f"{case.name} of {by}",
+                    case,
+                    first=2,
+                    last=4 if by == ranks else 2,  # of other numbers the values that are loaded
+                    load=f"{place}/{case.name}-{by}",
+                )
                 for case in RESUMED
                 for by in NUMBERS
             ],
