@@ -118,7 +118,7 @@ def growth(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
 
     engine = trained(training, made, 1)
     counts = []
-    for step in range(1, 5):
+    for step in range(1, 4):
         lines.clear()
         threading.settrace(trace)
         sys.settrace(trace)
