@@ -5,12 +5,14 @@ distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 from ports import free_port
+
+sys.path.append(str(Path(__file__).parents[1] / "zero3"))
+import forked
 
 
 def cases_of(script: str) -> list[str]:
@@ -47,42 +52,40 @@ SHORTER = {
 }
 
 
+def anew(arguments, **options):
+    """A new interpreter, as CUDA does not work after a fork."""
+    return subprocess.Popen([sys.executable, "-W", "ignore", *arguments], **options)
+
+
 def results_of_ranks(script, device, directory, ranks=2):
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
         "OMP_NUM_THREADS": "1",
     }
-    processes = []
-    for rank in range(ranks):
-        processes.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-W",
-                    "ignore",
-                    str(Path(__file__).with_name(script)),
-                    device,
-                    str(directory),
-                ],
+    begin = anew
+    if device == "cpu" and "LD_PRELOAD" not in os.environ:
+        begin, environment["DS_ACCELERATOR"] = forked.start, "cpu"
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(ranks):
+            files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+            process = begin(
+                [str(Path(__file__).with_name(script)), device, str(directory)],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=Path(__file__).parents[2],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=files[0],
+                stderr=files[1],
             )
-        )
-    try:
-        reported = [process.communicate(timeout=PATIENCE) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    complaints = "".join(complaints for _, complaints in reported)
-    assert [process.returncode for process in processes] == ranks * [0], complaints
-    return json.loads(reported[0][0].splitlines()[-1])
+            stack.callback(process.kill)
+            started.append((process, files))
+        statuses = [process.wait(PATIENCE) for process, _ in started]
+        for file in (file for _, files in started for file in files):
+            file.seek(0)
+        assert statuses == ranks * [0], "".join(files[1].read() for _, files in started)
+        return json.loads(started[0][1][0].read().splitlines()[-1])
 
 
 SCRIPTS = (
