@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The functions through which torch.func and torch.distributed's collectives receive tensors.
+# The functions through which torch.func and torch.distributed's collectives receive tensors, and the
+# function that gives one the memory of another.
 _PLACES = (
+    ("torch.utils", "swap_tensors"),
     ("torch._functorch.eager_transforms", "_wrap_for_grad"),
     ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
     ("torch._functorch.vmap", "_add_batch_dim"),

@@ -87,6 +87,8 @@ class IdleParameter(_StreamedParameter):
             return function(form, *args[1:], **kwargs)
         if function in _ADDRESSES or (function == _CUDA_ARRAY and found[0].is_cuda):
             _refuse_address(function)
+        if function in _CHANGES_OF_FORM:
+            refuse_form()
         if function is torch.autograd.grad and not kwargs.get("materialize_grads"):
             return function(*_as_edges(args), **_as_edges(kwargs))
         if function == _SET_DATA and isinstance(args[0], IdleParameter):
@@ -101,7 +103,7 @@ class IdleParameter(_StreamedParameter):
             # These may have changed them and left the versions alone: torch._fused_adamw_, operators of
             # extensions, and torch._foreach_mul_ in a TorchDispatchMode.
             is_foreach = _name(function).startswith("_foreach_")
-            if result is None or is_foreach:
+            if result is None or is_foreach or isinstance(function, _OPERATORS):
                 for one in instances(
                     _StreamedParameter, args[:1] if is_foreach else (args, kwargs)
                 ):
@@ -197,6 +199,13 @@ def _name(function: Any) -> str:
     return str(getattr(named, "__name__", named))
 
 
+def refuse_form() -> NoReturn:
+    """Refuse a change of shape, dtype or device. Raises: UsageError."""
+    raise UsageError(
+        "a streamed parameter keeps its shape, dtype and device: convert or move the model before offload.parameters"
+    )
+
+
 def _refuse_address(function: Any) -> NoReturn:
     # torch.compile compares the addresses of all tensors that it finds.
     caller: Any = sys._getframe(2)
@@ -216,7 +225,7 @@ def _refusing(function: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if any(True for _ in instances(IdleParameter, (args, kwargs))):
             raise UnsupportedError(
-                "torch.func and collectives cannot use a streamed parameter: pass a clone() of the parameter"
+                "torch.func, collectives and torch.utils.swap_tensors cannot use a streamed parameter: pass a clone() of the parameter, or change it by copy_()"
             )
         return function(*args, **kwargs)
 
@@ -229,6 +238,10 @@ _ENTRANCES = Entrances(_refusing)
 def refuse_in_transforms() -> None:
     """Make the functions of `Entrances` refuse idle parameters."""
     _ENTRANCES.wrap_loaded()
+
+
+# Their schemas may be wrong about changes, if an extension has them.
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def _without_values() -> Iterator[Any]:
@@ -267,6 +280,13 @@ _ADDRESSES = frozenset(
         *("_typed_storage", "share_memory_", "is_shared", "__dlpack__", "is_set_to"),
     )
     if hasattr(torch.Tensor, name)
+)
+_CHANGES_OF_FORM = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
+        *("resize_", "resize_as_", "as_strided_"),
+    )
 )
 _untyped: Any = torch.Tensor
 _CUDA_ARRAY = _untyped.__cuda_array_interface__.__get__  # a dictionary with the address

@@ -162,9 +162,7 @@ class Streamer:
             parameter.dtype,
             parameter.device,
         ):
-            raise UsageError(
-                "a streamed parameter keeps its shape, dtype and device: convert or move the model before offload.parameters"
-            )
+            idle.refuse_form()
         with self.using([parameter]):
             parameter.data.copy_(values)
         self._assignments[parameter] = self.assignments_to(parameter) + 1

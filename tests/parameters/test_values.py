@@ -75,7 +75,13 @@ def _in_a_dispatch_mode(parameter):
         torch._foreach_mul_([parameter], 0.5)
 
 
+_LIBRARY = torch.library.Library("nvme_offload_tests", "DEF")
+_LIBRARY.define("halve(Tensor(a!) values) -> Tensor")
+_LIBRARY.impl("halve", lambda values: torch.from_numpy(values.numpy().__imul__(0.5)) + 1, "CPU")
+
+
 CHANGES = {
+    "by an operator of a library": lambda one: torch.ops.nvme_offload_tests.halve(one),
     "in a dispatch mode": _in_a_dispatch_mode,
     "in place": lambda one: one.mul_(0.5),
     "by data": lambda one: one.data.add_(1.0),
@@ -221,8 +227,24 @@ def test_compilation_is_refused(pair):
 
 def test_transforms_of_functions_are_refused(pair):
     model, _ = pair
-    with pytest.raises(UnsupportedError, match=r"torch\.func and collectives"):
+    with pytest.raises(UnsupportedError, match=r"torch\.func, collectives and"):
         torch.func.grad(lambda weight: weight.sum())(model[0].weight)
+
+
+def test_a_swap_of_tensors_is_refused(pair):
+    model, in_memory = pair
+    with pytest.raises(UnsupportedError, match=r"torch\.utils\.swap_tensors cannot use"):
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(24, 24)))
+    _assert_equal(model, in_memory)
+
+
+@torch.no_grad()
+def test_another_form_in_place_is_refused(pair):
+    model, in_memory = pair
+    for change in (torch.Tensor.t_, torch.Tensor.squeeze_, lambda one: one.unsqueeze_(0)):
+        with pytest.raises(UsageError, match="keeps its shape, dtype and device"):
+            change(model[0].weight)
+    _assert_equal(model, in_memory)
 
 
 def test_another_dtype_is_refused_after_streaming_and_the_same_is_not(pair):
