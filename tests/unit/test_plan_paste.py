@@ -318,20 +318,14 @@ def test_the_code_and_the_config_train(strategy, tmp_path):
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "pasted_code.py").write_text(script(found, asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    device = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "train.py").write_text(TRAIN)
     with (tmp_path / "said").open("w+") as said:
         status = forked.start(
             [str(tmp_path / "train.py"), "pasted_code.py"],
-            env={
-                **os.environ,
-                **ranks,
-                **address,
-                "DS_ACCELERATOR": "cpu",
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-            },
+            env={**os.environ, **ranks, **address, **device, "PYTHONPATH": path},
             cwd=tmp_path,
             stdout=said,
             stderr=said,
