@@ -98,9 +98,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 # The files that take longest, the slow tests of most of them minutes.
 LONGEST = (
-    *("test_recovery.py", "test_packaging.py", "test_zero3_overlap.py", "test_stage_1_and_2.py"),
-    *("test_transformers_doors.py", "test_parity.py", "test_systems.py", "test_big_models.py"),
-    *("test_interrupts.py", "test_weights_alone.py", "test_ranks.py"),
+    *("test_zero3_overlap.py", "test_packaging.py", "test_systems.py", "test_checkpoint.py"),
+    *("test_transformers_doors.py", "test_deepspeed_doors.py", "test_recovery.py"),
+    *("test_stage_1_and_2.py", "test_parity.py", "test_interrupts.py", "test_weights_alone.py"),
+    "test_ranks.py",
 )
 
 
