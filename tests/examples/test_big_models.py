@@ -35,6 +35,11 @@ os._exit(0)  # as gloo_rank.py
 UPDATES = ("after", "in-backward", "under-forward", "both")
 EXACT = [(update, clip) for update in UPDATES for clip in ("0", "0.5")] + [("in-backward", "1000")]
 PACKED = ("split", "compact", "compact24")
+RESUMED = {
+    "straight": "--format {}",
+    "half": "--format {} --steps 4 --save SAVED",
+    "resumed": "--format {} --steps 2 --resume SAVED",
+}
 
 
 def trained(place, runs, ranks=1):
@@ -44,12 +49,11 @@ def trained(place, runs, ranks=1):
         drives = [place / name / f"drive{rank}" for rank in range(ranks)]
         for drive in drives:
             drive.mkdir(parents=True)
-        options = [*SMALL.split(), "--drive", *map(str, drives), *options.split()]
-        whole.append([free_port(), [one.replace("SAVED", str(place / "saved")) for one in options]])
+        options = options.replace("SAVED", str(place / "saved")).split()
+        whole.append([free_port(), [*SMALL.split(), "--drive", *map(str, drives), *options]])
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    script = place / "several.py"
-    script.write_text(SEVERAL)
-    command = [sys.executable, "-W", "ignore", *launcher * (ranks > 1), str(script)]
+    (place / "several.py").write_text(SEVERAL)
+    command = [sys.executable, "-W", "ignore", *launcher * (ranks > 1), place / "several.py"]
     ran = subprocess.run(
         [*command, json.dumps(whole)],
         capture_output=True,
@@ -63,24 +67,12 @@ def trained(place, runs, ranks=1):
     return dict(zip(runs, results, strict=True))
 
 
-RESUMED = {
-    "straight": "--format {}",
-    "half": "--format {} --steps 4 --save SAVED",
-    "resumed": "--format {} --steps 2 --resume SAVED",
-}
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Runs of one rank."""
-    runs = {
-        f"memory {clip}": f"--reference --update after --clip {clip}"
-        for clip in ("0", "0.5", "1000")
-    }
-    runs |= {
-        f"{update} {clip}": f"--format exact --update {update} --clip {clip}"
-        for update, clip in EXACT
-    }
+    how = "--format exact --update {} --clip {}"
+    runs = {f"memory {clip}": f"--reference {how.format('after', clip)}" for _, clip in EXACT}
+    runs |= {f"{update} {clip}": how.format(update, clip) for update, clip in EXACT}
     runs |= {name: f"--format {name}" for name in PACKED}
     runs |= {name: options.format("exact") for name, options in RESUMED.items()}
     return trained(tmp_path_factory.mktemp("one"), runs)

@@ -8,16 +8,7 @@ import re
 import sys
 
 import pytest
-from doors import (
-    DEEPSPEED,
-    TORCHRUN,
-    configuration,
-    moved,
-    needs,
-    place_with_drives,
-    run,
-    run_well,
-)
+from doors import DEEPSPEED, TORCHRUN, configuration, moved, needs, place_with_drives, run, run_well
 from ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed")]
@@ -55,15 +46,8 @@ def config(place):
 @pytest.fixture(scope="module")
 def half(place, config):
     """Two steps on one machine under the deepspeed launcher, then saved."""
-    (ended,) = run_well(
-        [
-            *DEEPSPEED,
-            "--num_gpus=2",
-            "--master_port",
-            str(free_port()),
-            *script(config, 2, "--checkpoint", place / "saved"),
-        ]
-    )
+    command = [*DEEPSPEED, "--num_gpus=2", "--master_port", str(free_port())]
+    (ended,) = run_well([*command, *script(config, 2, "--checkpoint", place / "saved")])
     return ended
 
 
@@ -79,24 +63,10 @@ def resumed(place, half):
     several = configuration(
         "ds_config_several_drives.json", place / "drive", place, host_memory=SMALL
     )
-    machine = [
-        *TORCHRUN,
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--master-addr=127.0.0.1",
-        "--master-port",
-        str(free_port()),
-    ]
-    first, _ = run_well(
-        *(
-            [
-                *machine,
-                f"--node-rank={number}",
-                *script(several, 4, "--checkpoint", place / "saved"),
-            ]
-            for number in (0, 1)
-        )
-    )
+    machine = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    machine += ["--master-port", str(free_port())]
+    training = script(several, 4, "--checkpoint", place / "saved")
+    first, _ = run_well(*([*machine, f"--node-rank={number}", *training] for number in (0, 1)))
     return first
 
 
@@ -109,15 +79,8 @@ def test_torchrun_on_two_machines_with_two_drives(place, resumed):
 
 def test_a_hostfile_of_two_and_no_interruption(place, config, half, resumed):
     (place / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
-    machine = [
-        *DEEPSPEED,
-        "--hostfile",
-        place / "hostfile",
-        "--no_ssh",
-        "--master_addr=127.0.0.1",
-        "--master_port",
-        str(free_port()),
-    ]
+    machine = [*DEEPSPEED, "--hostfile", place / "hostfile", "--no_ssh"]
+    machine += ["--master_addr=127.0.0.1", "--master_port", str(free_port())]
     first, _ = run_well(
         *([*machine, f"--node_rank={number}", *script(config, 4)] for number in (0, 1))
     )
