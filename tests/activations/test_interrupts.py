@@ -65,7 +65,7 @@ def outcome(offload: save_on_nvme, place: Place, error: BaseException) -> str:
     return "exact" if left(offload) == (0, 0, []) else f"left {left(offload)}"
 
 
-# What a pass calls below this package's contexts; tests/faults/test_interrupts.py has each of its lines.
+# What a pass calls below this package's contexts; tests/faults/test_interrupts.py has half of its lines.
 BELOW = ("swap/", "store/", "io/", "errors.py", "units.py")
 
 
