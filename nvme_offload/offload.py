@@ -111,7 +111,8 @@ class Offload:
         UsageError
             An argument is wrong, or *gpu_memory* or *host_memory* is too small.
         UnsupportedError
-            A parameter is of a kind that cannot stream; the message says which.
+            A parameter is of a kind that cannot stream; the message says which. Or torch is older
+            than 2.8.
         NoSpaceError
             The drives have no room for the parameters that do not fit in host memory.
         IOFailure

@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ..device.stayed import innermost_hooks
 from . import storages
 from .cache import ActivationCache
 
@@ -64,7 +65,7 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generator)
     def checkpointed(*given: Any, **keywords: Any) -> Any:
         cache = _innermost_cache()
-        around = _forward.cache if _innermost_hooks() else None
+        around = _forward.cache if innermost_hooks(ignores_tracing=False) else None
         if not torch.is_grad_enabled() or len(given) < len(settings):
             return generator(*given, **keywords)
         if cache is None:
@@ -121,13 +122,9 @@ def _within(generator: Iterator[None], cache: ActivationCache) -> Iterator[None]
         _forward.cache = None
 
 
-def _innermost_hooks() -> Any:
-    return _untyped_torch._autograd._top_saved_tensors_default_hooks(False)
-
-
 def _innermost_cache() -> ActivationCache | None:
     """The cache that the innermost hooks on saved tensors belong to."""
-    hooks = _innermost_hooks()
+    hooks = innermost_hooks(ignores_tracing=False)
     owner: Any = getattr(hooks[0], "__self__", None) if hooks else None
     # The hooks of streamed parameters pass all other tensors to the hooks outside of them.
     while getattr(owner, "outer", None):

@@ -8,6 +8,7 @@ from typing import Literal, NoReturn
 
 import torch
 
+from ..device.stayed import require_hooks
 from ..errors import UsageError
 from ..hardware.config import AioConfig
 from ..io.engine import StrPath
@@ -49,7 +50,7 @@ class save_on_nvme:
     UsageError
         An argument is wrong.
     IOFailure, UnsupportedError
-        A path cannot be used.
+        A path cannot be used, or torch is older than 2.8.
 
     Notes
     -----
@@ -96,6 +97,7 @@ class save_on_nvme:
             least = parse_bytes(min_bytes)
         except ValueError as error:
             raise UsageError(f"min_bytes is not a number of bytes: {error}") from None
+        require_hooks("save_on_nvme")
         tier = open_tier(paths, host_memory, aio, "save_on_nvme")
         self._cache = ActivationCache(tier, least)
         checkpointing.install()

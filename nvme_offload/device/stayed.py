@@ -1,8 +1,27 @@
-"""`Stayed`: a saved tensor that stays on its device."""
+"""`Stayed`: a saved tensor that stays on its device. `innermost_hooks`: on the tensors that are saved."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from ..errors import UnsupportedError
+
+_autograd: Any = torch._C._autograd
+
+
+def require_hooks(what: str) -> None:
+    """Raises: UnsupportedError if this torch has no `innermost_hooks`, which *what* needs."""
+    if not hasattr(_autograd, "_top_saved_tensors_default_hooks"):
+        raise UnsupportedError(
+            f"{what} needs torch 2.8 or newer, and this is {torch.__version__}: update torch"
+        )
+
+
+def innermost_hooks(*, ignores_tracing: bool) -> Any:
+    """The innermost hooks of this thread on saved tensors, as a pair; None without any."""
+    return _autograd._top_saved_tensors_default_hooks(ignores_tracing)
 
 
 def check_version(version: int, saved_version: int, what: str) -> None:

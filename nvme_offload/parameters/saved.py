@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..device.stayed import Stayed, check_version
+from ..device.stayed import Stayed, check_version, innermost_hooks
 from .idle import UsedParameter
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def push(streamer: Streamer) -> SavedTensors | None:
     """
     if not torch.is_grad_enabled():
         return None
-    outer = _innermost()
+    outer = innermost_hooks(ignores_tracing=True)
     if (owner := _owner(outer)) is not None and owner.is_for(streamer):
         return None
     own = SavedTensors(streamer, outer)
@@ -107,15 +107,11 @@ def pop(own: SavedTensors | None) -> None:
     if own is None:
         return
     own.has_ended = True
-    innermost = _innermost()
+    innermost = innermost_hooks(ignores_tracing=True)
     if innermost is not None and _owner(innermost) is not own:
         with contextlib.suppress(TypeError):  # it has no weak references
             weakref.finalize(innermost[0], _pop_ended).atexit = False
     _pop_ended()
-
-
-def _innermost() -> Any:
-    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 def _owner(hooks: Any) -> SavedTensors | None:
@@ -124,7 +120,7 @@ def _owner(hooks: Any) -> SavedTensors | None:
 
 
 def _pop_ended() -> None:
-    while (owner := _owner(_innermost())) is not None and owner.has_ended:
+    while (owner := _owner(innermost_hooks(ignores_tracing=True))) is not None and owner.has_ended:
         _autograd._pop_saved_tensors_default_hooks()
 
 

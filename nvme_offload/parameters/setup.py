@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..device.stayed import require_hooks
 from ..errors import TooLittleMemoryError, UnsupportedError, UsageError
 from ..sizes import STREAMED_IN_MEMORY, STREAMED_SLOTS
 from ..swap.tier import Tier
@@ -139,6 +140,7 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
     """Check that *model* can stream; return whether it has trainable parameters. *has_values*: it
     must have values. Raises: UsageError, UnsupportedError.
     """
+    require_hooks("offload.parameters")
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedError(

@@ -17,7 +17,16 @@ from activation_models import gradients, made, same
 from offloading import Make, left
 
 import nvme_offload.store.store
-from nvme_offload import Engine, IOFailure, NoSpaceError, OffloadError, UsageError, save_on_nvme
+from nvme_offload import (
+    Engine,
+    IOFailure,
+    NoSpaceError,
+    Offload,
+    OffloadError,
+    UnsupportedError,
+    UsageError,
+    save_on_nvme,
+)
 from nvme_offload._aio import FaultKind
 
 Inject = Callable[..., None]
@@ -126,3 +135,15 @@ def test_settings_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         save_on_nvme(**{"paths": tmp_path, **settings})
+
+
+def test_a_torch_that_cannot_tell_the_innermost_hooks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    with pytest.raises(UnsupportedError, match=r"^save_on_nvme needs torch 2\.8 or newer"):
+        save_on_nvme(tmp_path)
+    offload = Offload(tmp_path, host_memory="64MiB")
+    with pytest.raises(UnsupportedError, match=r"^offload\.parameters needs torch 2\.8 or newer"):
+        offload.parameters(torch.nn.Linear(8, 8), "cpu")
+    offload.close()
