@@ -23,7 +23,8 @@ class Modes(NamedTuple):
     @classmethod
     def now(cls) -> Modes:
         """The modes of this thread."""
-        device = torch.get_default_device()
+        # In torch 2.8 get_default_device() fails after set_default_device(None).
+        device = torch.empty(0).device
         return cls(
             None if device.type == "cpu" else device,
             tuple(
