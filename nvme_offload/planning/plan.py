@@ -346,11 +346,11 @@ def _plan(
             gpu_bytes = needs(*asked, machine.gpu.memory_bytes).gpu_bytes
             if strategy.provisional:
                 trained = model.trained / world.size
-                room = machine.gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - gpu_bytes - CONTEXT_BYTES
+                room = _left_on(machine.gpu, gpu_bytes)
                 more = (share if budget is None else budget) - whole
                 second = min(
                     more / (strategy.state_bytes * trained),
-                    max(room, 0.0) / (WEIGHT_BYTES * trained),
+                    room / (WEIGHT_BYTES * trained),
                     1 - FORWARD_SHARE * (strategy.updates == "in both"),
                 )
                 host_bytes += int(second * strategy.state_bytes * trained)
@@ -374,8 +374,8 @@ def _plan(
         require(needed, machine.gpu.memory_bytes, said)
     resident = 0.0  # the share of streamed weights that stays on the GPU
     if machine.gpu and strategy.streams:
-        room = machine.gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - gpu_bytes - CONTEXT_BYTES
-        resident = min(max(room / (WEIGHT_BYTES * model.parameters), 0.0), 1.0)
+        room = _left_on(machine.gpu, gpu_bytes)
+        resident = min(room / (WEIGHT_BYTES * model.parameters), 1.0)
         if not trains:
             read = max(moved.passes_read - resident * WEIGHT_BYTES * model.parameters, 0.0)
             moved = moved._replace(passes_read=read)
@@ -417,6 +417,11 @@ def _plan(
         tokens / seconds if tokens and step.flops and seconds else None,
         step.free_tokens(),
     )
+
+
+def _left_on(gpu: Gpu, needed: int) -> float:
+    """The bytes of *gpu* beside *needed* ones that values may take which host memory could hold."""
+    return max(gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - needed - CONTEXT_BYTES, 0.0)
 
 
 def _placed(
