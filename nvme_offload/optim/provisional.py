@@ -117,10 +117,9 @@ class ProvisionalUpdates:
     `roll_back_changed` follows when the gradients are final. *owner* is not kept alive.
 
     A value that stays in host memory is updated provisionally on a GPU, whose copies then run during
-    backward(), as far as two versions fit in memory: see `share_room`. No update is provisional for
-    whose old weights the GPU has no room. If gradients were
-    changed after backward(), as by clipping, they are expected to change in the next step, too, and
-    no update is provisional then. Before a forward pass of a module whose parameters are updated,
+    backward(), as far as two versions fit in memory (see `share_room`), and old weights on the GPU.
+    If gradients were changed after backward(), as by clipping, they are expected to change in the
+    next step, too, and no update is provisional then. Before a forward pass of a module whose parameters are updated,
     *owner* undoes the updates, unless backward() itself runs that pass.
 
     If `step` queues its updates for the next forward pass (*overlap*), `FORWARD_SHARE` of the

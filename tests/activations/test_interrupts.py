@@ -72,7 +72,7 @@ BELOW = ("swap/", "store/", "io/", "errors.py", "units.py")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_pass_works_after_an_exception_at_any_line(late: bool, every: bool, make: Make) -> None:
-    """At some lines; or, with and without late copies by turns, at each line of the package's contexts,
+    """At some lines; or, with and without late copies alternately, at each line of the package's contexts,
     and at some of those below.
     """
     offload = make(host_memory=(32 if late else 64) << 10)

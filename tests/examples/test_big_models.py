@@ -19,7 +19,7 @@ pytestmark = needs("transformers")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "big_models" / "train.py"
 SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic --host-memory 1MB"
-# The script's `main` by itself, with other options and another port for each run.
+# The script's `main` alone, with other options and another port for each run.
 SEVERAL = f"""
 import json, os, runpy, sys
 
