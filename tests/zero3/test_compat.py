@@ -311,11 +311,14 @@ def test_deepspeed_is_imported_by_names_of_the_contract_alone():
 
 
 @pytest.mark.slow
-def test_what_may_differ_by_release_passes_on_the_oldest():
-    """By `make test-deepspeed`, which runs all releases that were tried."""
+def test_checkpoints_pass_on_the_oldest_release():
+    """By `make test-deepspeed`, which runs everything that may differ, on all releases."""
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        **os.environ,
+        "PATIENCE": "600",  # a training that hangs fails its test within the limit of this one
+        "ARGS": "-k checkpoint",
     }
+    environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(
         [ROOT / "tools" / "test-deepspeed", sys.executable, contract.OLDEST],
         capture_output=True,
