@@ -132,6 +132,22 @@ def imported_is_set_aside() -> None:
         _modules_set_aside = len(sys.modules)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_hook_of_all_modules_stays() -> Iterator[None]:
+    """Hooks of every module go with their optimizer, which may be garbage that is not collected yet:
+    torch.compile warns of them in whichever file comes next.
+    """
+    yield
+    hooks: Any = getattr(
+        sys.modules.get("torch.nn.modules.module"), "_global_forward_pre_hooks", ()
+    )
+    if hooks:
+        gc.unfreeze()  # an optimizer may have been set aside while it was in use
+        gc.collect()
+        gc.freeze()
+    assert not hooks
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Compute with one thread: tensors are small in tests, and threads on busy cores wait for each
