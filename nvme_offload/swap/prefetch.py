@@ -57,15 +57,18 @@ class Prefetcher:
     def on_use(self, value: Value, expected: int) -> None:
         """Follow a use of *value*; *expected* is the position after it in the learned order."""
         now = self._order.now
-        if self.cursor < now:
-            self.cursor = now
-        elif (
-            self.cursor > now == expected
-            and value.state == State.OFFLOADED
-            and not self._need.creates
+        if self.cursor < now or (
+            # it was evicted since, and later values may be evicted, too
+            now == expected and value.state == State.OFFLOADED and not self._need.creates
         ):
-            self.restart()  # the value was evicted since, and later values may be evicted, too
+            self.cursor = now
         self._drop_missed()
+
+    def on_discard(self, value: Value) -> None:
+        """Return to the next use of *value*: memory that was reserved for it is free."""
+        position = self._order.next_use(value.name)
+        if position is not None:
+            self.cursor = min(self.cursor, position)
 
     def restart(self) -> None:
         """Begin at the next use, and stop counting values as prefetched."""

@@ -231,6 +231,7 @@ class Schedule:
         self.blocks.free(value)
         del self._values[name]
         self.order.dropped(name)
+        self._prefetcher.on_discard(value)
 
     def replace(self, name: str, by: str) -> bool:
         """Make the value *by* the value *name*, whose contents are dropped, with no transfer of either

@@ -508,6 +508,33 @@ def test_there_and_back_again_reads_less_than_round_and_round():
     assert max(reads for reads, _ in there_and_back[3:]) <= 2 * (12 - 6 + 1)
 
 
+def test_what_is_discarded_and_created_again_wastes_no_reads():
+    """Like ZeRO-3's gradients: all are discarded when the first of a step is created."""
+    schedule = Schedule(175 * PAGE, granule=PAGE)
+    machine = Machine(schedule, random.Random(0))
+    sizes = [size for _ in range(8) for size in (8 * PAGE, PAGE)]
+    numbers = range(len(sizes))
+    for number in numbers:
+        machine.create(f"states{number}", 6 * sizes[number])
+        machine.release(f"states{number}", changed=True)
+    reads = []
+    for period in range(10):
+        before = machine.reads
+        for number in numbers if period else ():
+            machine.discard(f"gradient{number}")
+        for number in reversed(numbers):
+            machine.create(f"gradient{number}", sizes[number])
+            machine.release(f"gradient{number}", changed=True)
+        for number in numbers:
+            for name in (f"gradient{number}", f"states{number}"):
+                machine.need(name)
+                machine.release(name, changed=name.startswith("s"))
+        schedule.step()
+        reads.append(machine.reads - before)
+    assert max(reads[4:]) <= 12, reads
+    assert schedule.blocks.unused_prefetches <= 4
+
+
 def test_unchanged_values_are_written_once():
     counts = cycle([f"n{number}" for number in range(9)], memory=4, lookahead=1, changed=False)
     assert sum(writes for _, writes in counts) <= 9
