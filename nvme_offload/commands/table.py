@@ -16,6 +16,8 @@ from nvme_offload.planning.paste import weights
 from nvme_offload.planning.plan import DESCRIBED_PATH, UNLIMITED_BYTES, Drive, Machine, Plan
 from nvme_offload.units import format_gb
 
+from .script import script
+
 SCHEMA = 2  # of the JSON; docs/planning.md describes it
 _HEAD = ("", "way to train", "GPU GB", "host GB", "drive GB", "s/step", "tokens/s")
 _TITLES = 1  # the column of titles, which is to the left
@@ -91,7 +93,7 @@ def as_json(
         "plans": [_plain(plan) for plan in found],
         "fastest": chosen.strategy.name if chosen else None,
         "change": {"words": change.words, "plan": _plain(change.plan)} if change else None,
-        "script": paste.script(chosen, question) if chosen else None,
+        "script": script(chosen, question) if chosen else None,
         "ds_config": paste.ds_config(chosen, question) if chosen and has_config else None,
         "not_modelled": list(_not_modelled(question)),
     }
@@ -200,7 +202,7 @@ def _to_paste(question: Question, chosen: Plan) -> Iterator[str]:
         yield ""
     yield "The training script, for your `model` and `batches`, where model(**batch).loss is the loss:"
     yield ""
-    yield from textwrap.indent(paste.script(chosen, question), "    ").splitlines()
+    yield from textwrap.indent(script(chosen, question), "    ").splitlines()
 
 
 def _price_and_faster(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:

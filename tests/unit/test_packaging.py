@@ -270,6 +270,7 @@ def test_a_portable_wheel_needs_no_library_and_carries_licences(distributions):
     assert {
         "nvme_offload/_aio.pyi",
         "nvme_offload/commands/startup/sitecustomize.py",
+        "nvme_offload/commands/templates/script.py.j2",
         "nvme_offload/py.typed",
         "nvme_offload/report/templates/report.html.j2",
     } <= set(names)

@@ -24,11 +24,12 @@ from ports import free_port
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 import forked
 
+from nvme_offload.commands.script import script
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.planning.advice import Question
 from nvme_offload.planning.model import of_count
 from nvme_offload.planning.passes import Work
-from nvme_offload.planning.paste import ds_config, script
+from nvme_offload.planning.paste import ds_config
 from nvme_offload.planning.placement import INFERENCE, STRATEGIES, Strategy, World
 from nvme_offload.planning.plan import Drive, Machine, plans
 
