@@ -14,17 +14,8 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGTP]i?|)B?\s*"
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse a size.
-
-    Parameters
-    ----------
-    text : str or int
-        "1GiB" is 2**30, "8GB" and "8G" are 8 * 10**9, "4096" is 4096 bytes. Case does not matter.
-
-    Raises
-    ------
-    ValueError
-        *text* is not a size, or not a whole number of bytes.
+    """Parse a size: "1GiB" is 2**30, "8GB" and "8G" are 8 * 10**9, "4096" is 4096 bytes. Case does
+    not matter. Raises: ValueError if *text* is not a size, or not a whole number of bytes.
     """
     match = _SIZE.fullmatch(str(text))
     if match is None:
@@ -41,13 +32,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Format a size in binary units, to three digits: "4 MiB", "1.5 GiB", "1000 bytes".
-
-    Parameters
-    ----------
-    count : int
-        Bytes.
-    """
+    """Format *count* bytes in binary units, to three digits: "4 MiB", "1.5 GiB", "1000 bytes"."""
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(count) >= 1 << (10 * power):
             scaled = count / (1 << (10 * power))
@@ -58,46 +43,24 @@ def format_bytes(count: int) -> str:
 
 
 def format_gb(count: float) -> str:
-    """Format a size in decimal units, to three digits: "14.9 GB", "0.00312 GB", "1,120 GB".
-
-    Parameters
-    ----------
-    count : float
-        Bytes.
-    """
+    """Format *count* bytes in decimal units, to three digits: "14.9 GB", "0.00312 GB", "1,120 GB"."""
     scaled = count / 1e9
     # by way of Decimal, which is never scientific
     return f"{scaled:,.0f} GB" if scaled >= 999.5 else f"{Decimal(f'{scaled:.3g}'):f} GB"
 
 
 def format_speed(value: float) -> str:
-    """Format a speed or a time to three digits, zeros included: "2.20", "15.1", "104".
-
-    Parameters
-    ----------
-    value : float
-        GB/s or ms.
+    """Format *value*, a speed in GB/s or a time, to three digits, zeros included: "2.20", "15.1",
+    "104".
     """
     return f"{value:#.3g}".rstrip(".")
 
 
 def format_ratio(ratio: float) -> str:
-    """Format a ratio: "1.17".
-
-    Parameters
-    ----------
-    ratio : float
-        The ratio.
-    """
+    """Format *ratio*: "1.17"."""
     return f"{ratio:.2f}"
 
 
 def format_change(ratio: float) -> str:
-    """Format a ratio as the change that `format_ratio` shows: "+17 %" for 1.17.
-
-    Parameters
-    ----------
-    ratio : float
-        The ratio.
-    """
+    """Format *ratio* as the change that `format_ratio` shows: "+17 %" for 1.17."""
     return f"{round(100 * float(format_ratio(ratio))) - 100:+d} %"

@@ -194,28 +194,13 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
 
 
 def read_aio(path: str | Path) -> dict[str, Any]:
-    """Read the `aio` section of a config; empty without one. Raises: as `read`.
-
-    Parameters
-    ----------
-    path : str or Path
-        The config.
-    """
+    """Read the `aio` section of the config *path*; empty without one. Raises: as `read`."""
     return _section_of(read(path))
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read a config.
-
-    Parameters
-    ----------
-    path : str or Path
-        The config.
-
-    Raises
-    ------
-    UsageError, OSError
-        The file is not JSON with comments and trailing commas, or cannot be read.
+    """Read the config *path*. Raises: UsageError if it is not JSON with comments and trailing
+    commas; OSError.
     """
     path = Path(path)
     text = _read_text(path)
@@ -224,13 +209,9 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def locate(path: str | Path) -> Path:
-    """Find the DeepSpeed config that a path leads to. Raises: UsageError.
-
-    Parameters
-    ----------
-    path : str or Path
-        A DeepSpeed config, or a YAML file of `accelerate config` that names one, relative to the
-        working directory. Source: accelerate/utils/dataclasses.py (`deepspeed_config_file`).
+    """Find the DeepSpeed config that *path* leads to: it is one, or a YAML file of `accelerate
+    config` that names one, relative to the working directory. Raises: UsageError. Source:
+    accelerate/utils/dataclasses.py (`deepspeed_config_file`).
     """
     path = Path(path)
     if path.suffix.lower() not in (".yaml", ".yml"):
@@ -251,13 +232,7 @@ def locate(path: str | Path) -> Path:
 
 
 def is_writable(path: str | Path) -> bool:
-    """Whether `apply` may replace the file: it and its directory are not read-only.
-
-    Parameters
-    ----------
-    path : str or Path
-        An existing file.
-    """
+    """Whether `apply` may replace the existing file *path*: it and its directory are not read-only."""
     target = Path(path).resolve()
     if not target.stat().st_mode & 0o222:
         return False
@@ -265,12 +240,8 @@ def is_writable(path: str | Path) -> bool:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse a config. Raises: UsageError, also if a key is there twice, which DeepSpeed refuses.
-
-    Parameters
-    ----------
-    text : str
-        JSON, possibly with comments (`//`, `#`, `/* */`) and trailing commas.
+    """Parse *text*, JSON that may have comments (`//`, `#`, `/* */`) and trailing commas. Raises:
+    UsageError, also if a key is there twice, which DeepSpeed refuses.
     """
     try:
         config = json.loads(
@@ -292,21 +263,12 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def edit(text: str, aio: Mapping[str, Any]) -> str:
-    """Set keys in the `aio` section of a config, and return the new text. Raises: as `parse` and
-    `aio_section`.
+    """Set keys in the `aio` section of the config *text* to the values *aio*, by DeepSpeed's keys,
+    and return the new text. Raises: as `parse` and `aio_section`.
 
-    Parameters
-    ----------
-    text : str
-        The config.
-    aio : Mapping
-        Values by DeepSpeed's keys.
-
-    Notes
-    -----
-    A value is replaced unless it is written as JSON would: `"8"` and `8.0` become `8`, because readers
-    such as Hugging Face's expect an integer. Missing keys, or a missing section, are appended, with the
-    indentation of the file.
+    A value is replaced unless it is written as JSON would: `"8"` and `8.0` become `8`, because
+    readers such as Hugging Face's expect an integer. Missing keys, or a missing section, are
+    appended, with the indentation of the file.
     """
     aio = aio_section(aio)
     config = parse(text)

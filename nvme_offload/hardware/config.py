@@ -72,14 +72,8 @@ class AioConfig:
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> AioConfig:
-        """Make the configuration with a setting of a profile. Raises: UsageError.
-
-        Parameters
-        ----------
-        setting : Setting
-            Such as `Profile.chosen`.
-        **others
-            The remaining fields.
+        """Make the configuration with *setting*, such as `Profile.chosen`, and *others* as the
+        remaining fields. Raises: UsageError.
         """
         return cls(**{**dataclasses.asdict(setting), **others})
 

@@ -115,26 +115,16 @@ class Drive:
 
 
 def short_name(model: str, device: str) -> str:
-    """Make a name for directories: lower-case letters, digits and hyphens, at most 48 characters;
-    "drive" where nothing is left.
-
-    Parameters
-    ----------
-    model, device : str
-        The disk's model, or else its device.
+    """Make a name for directories from a disk's *model*, or else from its *device*: lower-case
+    letters, digits and hyphens, at most 48 characters; "drive" where nothing is left.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", (model or device.removeprefix("/dev/")).lower()).strip("-")
     return slug[:48].strip("-") or "drive"
 
 
 def filesystem_space(path: str | Path) -> os.statvfs_result:
-    """Size and free space of a filesystem; as much as a filesystem can have where a container refuses
-    the call. Raises: OSError. Source: statvfs(3).
-
-    Parameters
-    ----------
-    path : str or Path
-        On the filesystem.
+    """Size and free space of the filesystem of *path*; as much as a filesystem can have where a
+    container refuses the call. Raises: OSError. Source: statvfs(3).
     """
     try:
         return os.statvfs(path)
@@ -147,15 +137,9 @@ def filesystem_space(path: str | Path) -> os.statvfs_result:
 
 
 def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:
-    """Examine what an existing path is on, now. Raises: OSError. Source: proc_pid_mountinfo(5); the
-    kernel's Documentation/ABI, stable/sysfs-block.
-
-    Parameters
-    ----------
-    path : str or Path
-        An existing path.
-    proc, sys : Path
-        Mount points of procfs and sysfs.
+    """Examine what *path*, which exists, is on, now. *proc* and *sys* are the mount points of
+    procfs and sysfs. Raises: OSError. Source: proc_pid_mountinfo(5); the kernel's
+    Documentation/ABI, stable/sysfs-block.
     """
     absolute = _without_dots(Path(path))
     status = filesystem_space(absolute)

@@ -312,13 +312,9 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Parse the text of a `profile.json`, of this schema or an older one. Raises: UsageError when it is
-        not a profile, was altered, or is of an unknown schema.
-
-        Parameters
-        ----------
-        text, source : str
-            The JSON, and its name in messages.
+        """Parse *text*, of a `profile.json` of this schema or an older one, which is called
+        *source* in messages. Raises: UsageError when it is not a profile, was altered, or is of an
+        unknown schema.
         """
         try:
             data = sealed.loads(text)
@@ -340,13 +336,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile file. Raises: OSError; UsageError as `from_json`.
-
-        Parameters
-        ----------
-        path : str or Path
-            The file.
-        """
+        """Read the profile file *path*. Raises: OSError; UsageError as `from_json`."""
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 

@@ -44,33 +44,20 @@ _DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _ai
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Allocate memory that suits direct I/O: zeroed, page-aligned, on huge pages where the kernel
-    grants them. Raises: MemoryError. Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size in bytes.
-
-    Returns
-    -------
-    memoryview
-        Unsigned bytes, of which `numpy.frombuffer` and `torch.frombuffer` make arrays. The memory is
-        freed with the last view, array or request on it.
+    """Allocate *nbytes* of memory that suits direct I/O: zeroed, page-aligned, on huge pages where
+    the kernel grants them. It is freed with the last view, array or request on it.
+    `numpy.frombuffer` and `torch.frombuffer` make arrays of it. Raises: MemoryError. Source:
+    mmap(2), madvise(2) for MADV_HUGEPAGE.
     """
     return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
 
 class File(Closing):
-    """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`.
+    """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`, of
+    *opened*, the open file of the C++ core.
 
     After `close` further requests are refused; requests in flight finish, and the last of them
     closes the descriptor. Usable as a context manager.
-
-    Parameters
-    ----------
-    opened : _aio.File
-        The open file of the C++ core.
 
     Attributes
     ----------
@@ -126,13 +113,8 @@ class File(Closing):
 
 
 class Ticket:
-    """A handle on one read or write; made by `Engine.read` and `Engine.write`. Dropping it neither
-    cancels the transfer nor releases its buffer.
-
-    Parameters
-    ----------
-    request : _aio.Request
-        The request of the C++ core.
+    """A handle on one read or write, *request* of the C++ core; made by `Engine.read` and
+    `Engine.write`. Dropping it neither cancels the transfer nor releases its buffer.
     """
 
     __slots__ = ("_request",)
@@ -193,13 +175,8 @@ class Ticket:
 
 
 def cancel_all(tickets: Sequence[Ticket]) -> bool:
-    """Cancel several requests before they start: all, or none where one has finished or started.
-    See `Ticket.cancel`.
-
-    Parameters
-    ----------
-    tickets : sequence of Ticket
-        Of one engine. The result is False where there is none.
+    """Cancel several requests of one engine before they start: all of *tickets*, or none where one
+    has finished or started, or there is none. See `Ticket.cancel`.
     """
     return _aio.cancel([ticket._request for ticket in tickets])
 

@@ -58,12 +58,8 @@ class Model:
 
 
 def of_count(text: str | int) -> Model:
-    """Size a decoder of the usual shape by its number of parameters. Raises: UsageError.
-
-    Parameters
-    ----------
-    text : str or int
-        "7B", "1.5B", "350M" or a number. K, M, B and T are powers of 1000; case does not matter.
+    """Size a decoder of the usual shape by its number of parameters, *text*: "7B", "1.5B", "350M"
+    or a number. K, M, B and T are powers of 1000; case does not matter. Raises: UsageError.
     """
     match = _COUNT.fullmatch(str(text).strip())
     count = round(float(match[1]) * _FACTORS[match[2].upper()]) if match else 0
@@ -79,13 +75,9 @@ def of_count(text: str | int) -> Model:
 
 
 def of_module(module: Any) -> Model:
-    """Size a live module. Raises: UsageError if it has no parameters.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Its parameters may be anywhere: on the meta device, or partitioned by ZeRO-3. The shape is
-        known if it has a Hugging Face config.
+    """Size *module*, a live torch.nn.Module whose parameters may be anywhere: on the meta device,
+    or partitioned by ZeRO-3. The shape is known if it has a Hugging Face config. Raises: UsageError
+    if it has no parameters.
     """
     sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
     if not sizes:

@@ -134,12 +134,8 @@ class Machine:
 
 
 def measured_together(drives: Sequence[Drive]) -> Profile | None:
-    """Find the profile of a sweep of several paths.
-
-    Parameters
-    ----------
-    drives : sequence of Drive
-        The paths. The profile is None unless exactly these were swept together.
+    """The profile of a sweep of exactly the paths of *drives*; None if they were not swept
+    together.
     """
     paths = {drive.path for drive in drives}
     for drive in drives:
@@ -221,26 +217,17 @@ def plans(
     budget: int | None = None,
     strategies: Sequence[Strategy] = STRATEGIES,
 ) -> list[Plan]:
-    """Predict every strategy for a model.
-
-    Parameters
-    ----------
-    model, machine, world, work, strategies
-        The machine is one of ``world.nodes`` alike; the work is the work of a rank in a step.
-    budget : int, optional
-        "host_memory" of this package's swappers in bytes, instead of the machine's available memory.
+    """Predict each of *strategies* for *model* on *machine*, one of ``world.nodes`` alike in
+    *world*, with *work* as the work of a rank in a step. *budget*: "host_memory" of this package's
+    swappers in bytes, instead of the machine's available memory.
     """
     return [_plan(strategy, model, machine, world, work, budget) for strategy in strategies]
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """Choose the plan to recommend: of those that fit with the least concession, the first within a
-    tenth of the fastest, or the first of all if no drive has a known speed.
-
-    Parameters
-    ----------
-    found : sequence of Plan
-        The simplest first.
+    """Choose the plan to recommend of *found*, the simplest first: of those that fit with the least
+    concession, the first within a tenth of the fastest, or the first of all if no drive has a known
+    speed.
     """
     every = [plan for plan in found if plan.fits]
     least = min((plan.concession for plan in every), default=(0, 0))
@@ -253,14 +240,9 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
-    """Describe this machine, with its smallest GPU, and its number of ranks: one for each GPU, or one.
-
-    Parameters
-    ----------
-    paths : sequence of str
-        Directories to offload to.
-    probe_seconds : float
-        For a measurement of the memory bandwidth; 0 assumes `DEFAULT_HOST_BYTES_PER_SECOND`.
+    """Describe this machine, with its smallest GPU and the drives of *paths*, and its number of
+    ranks: one for each GPU, or one. The memory bandwidth is measured for *probe_seconds*; 0 assumes
+    `DEFAULT_HOST_BYTES_PER_SECOND`.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -270,12 +252,8 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
 
 
 def drive_at(path: str) -> Drive:
-    """Describe the drive of a directory, with its profile.
-
-    Parameters
-    ----------
-    path : str
-        An existing directory. Without a readable profile, speeds are unknown.
+    """Describe the drive of *path*, an existing directory, with its profile; without a readable
+    profile, speeds are unknown.
     """
     from ..hardware import profile_shelf
 
@@ -291,15 +269,10 @@ def drive_at(path: str) -> Drive:
 def drive_described(
     read: float, write: float, mixed: float | None = None, free_bytes: int | None = None
 ) -> Drive:
-    """Describe a drive, on the path `DESCRIBED_PATH`, by its speeds.
-
-    Parameters
-    ----------
-    read, write, mixed : float
-        GB/s; *mixed* of concurrent reads and writes of as many bytes, by default the harmonic mean of
-        *read* and *write*, which agrees with the drives of reports/ within a tenth.
-    free_bytes : int, optional
-        Unlimited unless given.
+    """Describe a drive, on the path `DESCRIBED_PATH`, by its speeds in GB/s and *free_bytes*,
+    unlimited unless given. *mixed* is the speed of concurrent reads and writes of as many bytes, by
+    default the harmonic mean of *read* and *write*, which agrees with the drives of reports/ within
+    a tenth.
     """
     both = mixed or 2 / (1 / read + 1 / write)
     speeds = {"read": read, "write": write, "mixed": both}

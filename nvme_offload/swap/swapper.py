@@ -191,7 +191,7 @@ class TensorSwapper(Versions, Closing):
             return tensor
 
     def release(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
-        """End the use of a value. Never waits.
+        """End the use of the value *name*. Never waits.
 
         Parameters
         ----------
@@ -208,13 +208,8 @@ class TensorSwapper(Versions, Closing):
             self._pump()
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> None:
-        """Store a copy of a tensor as a value, replacing an existing one. Raises: as `create`.
-
-        Parameters
-        ----------
-        name : str
-        tensor : torch.Tensor
-            The tensor to copy, on any device.
+        """Store a copy of *tensor*, on any device, as the value *name*, replacing an existing one.
+        Raises: as `create`.
         """
         import torch
 
@@ -229,13 +224,8 @@ class TensorSwapper(Versions, Closing):
         self.release(name, changed=True)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Hint which values are used next. Never waits.
-
-        Parameters
-        ----------
-        names : iterable of str
-            Names in order of use. They follow earlier hints; a repeated name moves to its new
-            place. Unknown names are ignored.
+        """Hint that *names* are used next, in this order, after the names of earlier hints; a
+        repeated name moves to its new place. Unknown names are ignored. Never waits.
         """
         names = list(names)  # before the section: an error in the caller's iterable is not ours
         with self._lock:
@@ -244,12 +234,8 @@ class TensorSwapper(Versions, Closing):
             self._pump()
 
     def discard(self, name: str) -> None:
-        """Delete a value, in use or not. Its tensor must not be used afterwards. Waits for a
-        transfer of the value in flight.
-
-        Parameters
-        ----------
-        name : str
+        """Delete the value *name*, in use or not. Its tensor must not be used afterwards. Waits for
+        a transfer of the value in flight.
         """
         with self._lock:
             with self._changing:
@@ -259,13 +245,8 @@ class TensorSwapper(Versions, Closing):
             self._pump()
 
     def stays(self, name: str) -> bool:
-        """Whether the plan is to keep a value in memory from one use to the next. False until an order
-        of use has been learned.
-
-        Parameters
-        ----------
-        name : str
-            The name of a value, which need not exist yet.
+        """Whether the plan is to keep the value *name*, which need not exist yet, in memory from
+        one use to the next. False until an order of use has been learned.
         """
         with self._lock:
             return self._schedule.stays(name)
@@ -277,29 +258,16 @@ class TensorSwapper(Versions, Closing):
             return self._schedule.everything_stays
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a new value of *nbytes* fits into memory in addition to the values that stay there.
-
-        Parameters
-        ----------
-        nbytes : int
+        """Whether a new value of *nbytes* fits into memory in addition to the values that stay
+        there.
         """
         with self._lock:
             return self._schedule.blocks.has_room(nbytes)
 
     def upcoming(self, count: int) -> list[tuple[Glimpse, torch.Tensor]]:
-        """The next values of the learned order, for copies of their contents before their use. None
-        unless all values stay in memory.
-
-        Parameters
-        ----------
-        count : int
-            The most values.
-
-        Returns
-        -------
-        list
-            For each value, in order, what `is_as_glimpsed` takes, and its memory, which another
-            value may get at any time.
+        """The next values of the learned order, at most *count*, for copies of their contents
+        before their use. None unless all values stay in memory. Returns for each value, in order,
+        what `is_as_glimpsed` takes, and its memory, which another value may get at any time.
         """
         with self._lock:
             return [
@@ -308,24 +276,15 @@ class TensorSwapper(Versions, Closing):
             ]
 
     def is_as_glimpsed(self, glimpse: Glimpse) -> bool:
-        """Whether the present use of a value found the contents that `upcoming` showed, in the same
-        memory.
-
-        Parameters
-        ----------
-        glimpse : Glimpse
-            From `upcoming`.
+        """Whether the present use of a value found the contents that `upcoming` showed with
+        *glimpse*, in the same memory.
         """
         with self._lock:
             return self._schedule.is_as_glimpsed(glimpse)
 
     def changes(self, name: str) -> None:
-        """Make the planner learn now that this use of a value changes it, because `release` comes
-        after the end of the period.
-
-        Parameters
-        ----------
-        name : str
+        """Make the planner learn now that this use of *name* changes the value, because `release`
+        comes after the end of the period.
         """
         with self._lock:
             self._schedule.order.changed(name)
@@ -375,12 +334,8 @@ class TensorSwapper(Versions, Closing):
             self._runner.flush()
 
     def write_back(self, name: str) -> None:
-        """Write back a value that is not in use, if it has changed, and wait. The value stays where
-        it is, even if the write fails. Raises: OffloadError.
-
-        Parameters
-        ----------
-        name : str
+        """Write back the value *name*, which is not in use, if it has changed, and wait. The value
+        stays where it is, even if the write fails. Raises: OffloadError.
         """
         with self._lock, self._changing:
             self._runner.write_back(name)
@@ -444,15 +399,8 @@ class TensorSwapper(Versions, Closing):
             self._lock.release()
 
     def grow(self, nbytes: int, *, pin: bool = True) -> None:
-        """Grow the pool and the budget. All values stay where they are, even values in use. Raises: as
-        `PinnedPool.grow`.
-
-        Parameters
-        ----------
-        nbytes : int
-            The total budget in bytes.
-        pin : bool
-            See `PinnedPool.grow`.
+        """Grow the pool and the budget to *nbytes* in total. All values stay where they are, even
+        values in use. *pin*, and errors: as of `PinnedPool.grow`.
         """
         import torch
 
@@ -467,12 +415,7 @@ class TensorSwapper(Versions, Closing):
             self._pump()
 
     def nbytes(self, name: str) -> int:
-        """Size of a value as created, in bytes.
-
-        Parameters
-        ----------
-        name : str
-        """
+        """Size of the value *name* as created, in bytes."""
         with self._lock:
             return self._schedule.size(name)
 

@@ -37,14 +37,9 @@ class Versions:
     _pump: Callable[[], None]
 
     def retain(self, name: str) -> None:
-        """Keep the on-drive version of a value in use, until `commit` or `roll_back`. Later writes
-        of the value go to separate space.
-
-        Parameters
-        ----------
-        name : str
-            The name of a value whose contents have not changed since `swap_in`. The drive must have
-            them: call `write_back` before `swap_in`.
+        """Keep the on-drive version of the value *name*, in use, until `commit` or `roll_back`.
+        Later writes of the value go to separate space. Its contents have not changed since
+        `swap_in`, and the drive must have them: call `write_back` before `swap_in`.
         """
         with self._lock, self._changing:
             if name not in self._runner.retained:
@@ -53,28 +48,16 @@ class Versions:
                 self._runner.retained.add(name)
 
     def renew_beside(self, name: str) -> torch.Tensor:
-        """Create a newer version of a value in other memory, until `commit` or `roll_back`. The value
-        keeps its contents, and both may be in use. Raises: as `create`.
-
-        Parameters
-        ----------
-        name : str
-
-        Returns
-        -------
-        torch.Tensor
-            The memory of the newer version, valid until its `release` by `newer_name`. Its contents are
-            undefined.
+        """Create a newer version of the value *name* in other memory, until `commit` or
+        `roll_back`. The value keeps its contents, and both may be in use. Returns the memory of the
+        newer version, valid until its `release` by `newer_name`; its contents are undefined.
+        Raises: as `create`.
         """
         return self.create(newer_name(name), self.nbytes(name))
 
     def commit(self, name: str) -> None:
-        """Release the older version that `retain` or `renew_beside` has kept, if there is one. Neither
-        version of `renew_beside` may be in use. Raises: as `swap_in`.
-
-        Parameters
-        ----------
-        name : str
+        """Release the older version of *name* that `retain` or `renew_beside` has kept, if there is
+        one. Neither version of `renew_beside` may be in use. Raises: as `swap_in`.
         """
         newer = newer_name(name)
         with self._lock:
@@ -98,25 +81,17 @@ class Versions:
                 self.discard(newer)
 
     def keep(self, name: str) -> None:
-        """After an update that was interrupted: as `commit` after `retain`; after `renew_beside`, drop
-        the newer version.
-
-        Parameters
-        ----------
-        name : str
+        """After an update of *name* that was interrupted: as `commit` after `retain`; after
+        `renew_beside`, drop the newer version.
         """
         with self._lock, self._changing:
             if not self._drop_newer(name):
                 self._runner.commit(name)
 
     def roll_back(self, name: str) -> None:
-        """Return to the version that `retain` or `renew_beside` kept of a value; the newer version is
-        not in use. Waits for a transfer of the value in flight. The next use in this period is not
-        learned, because it repeats an earlier use.
-
-        Parameters
-        ----------
-        name : str
+        """Return to the version of *name* that `retain` or `renew_beside` kept; the newer version
+        is not in use. Waits for a transfer of the value in flight. The next use in this period is
+        not learned, because it repeats an earlier use.
         """
         with self._lock:
             with self._changing:
@@ -142,10 +117,5 @@ class Versions:
 
 
 def newer_name(name: str) -> str:
-    """Name the newer version of a value: see `TensorSwapper.renew_beside`.
-
-    Parameters
-    ----------
-    name : str
-    """
+    """The name of the newer version of *name*: see `TensorSwapper.renew_beside`."""
     return f"{name}+"

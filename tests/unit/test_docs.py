@@ -608,9 +608,10 @@ def bases_of(found: Callable[..., object]) -> Sequence[object]:
     return found.__mro__[:-1] if inspect.isclass(found) else [found]
 
 
-def attributes_in(found: object) -> set[str]:
-    """The names that the docstring of *found* itself has under Attributes."""
-    return named_in("Attributes", inspect.cleandoc(found.__doc__ or ""))
+def mentioned_in(found: object) -> set[str]:
+    """The names that the docstring of *found* itself has under Attributes, or in its sentences."""
+    docstring = inspect.cleandoc(found.__doc__ or "")
+    return named_in("Attributes", docstring) | set(re.findall(r"\*(\w+)\*", docstring))
 
 
 @pytest.mark.parametrize("module", BUILD_DOCS["documented_modules"]())
@@ -619,7 +620,7 @@ def test_a_docstring_describes_every_parameter_by_its_name(module):
     for name, found in callables_of(module):
         docstring, parameters = inspect.getdoc(found) or "", parameters_of(found)
         described = named_in("Parameters", docstring)
-        missing[name] = parameters - described - set().union(*map(attributes_in, bases_of(found)))
+        missing[name] = parameters - described - set().union(*map(mentioned_in, bases_of(found)))
         unknown[name] = described - parameters
     assert {name: each for name, each in missing.items() if each} == {}
     assert {name: each for name, each in unknown.items() if each} == {}
