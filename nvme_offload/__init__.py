@@ -32,29 +32,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name is defined. All are imported on first use: the commands need
-# few of them.
+# Where each public name is defined, unless in `errors`. All are imported on first use: the commands
+# need few of them.
 _MODULES = {
     "AioConfig": "hardware.config",
-    "BufferChangedError": "errors",
-    "CancelledError": "errors",
-    "CorruptionError": "errors",
     "Engine": "io.engine",
     "File": "io.engine",
-    "IOFailure": "errors",
     "NVMeOptimizer": "optim",
-    "NoSpaceError": "errors",
     "Offload": "offload",
-    "OffloadError": "errors",
-    "OutOfHostMemoryError": "errors",
     "PinnedPool": "io.pool",
     "TensorStore": "store.store",
     "TensorSwapper": "swap.swapper",
     "Ticket": "io.engine",
-    "TruncatedError": "errors",
-    "UnsupportedError": "errors",
-    "UsageError": "errors",
-    "WaitTimeout": "errors",
     "save_on_nvme": "activations",
 }
 
@@ -86,9 +75,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("errors", "hardware", "io", "units"):
         return importlib.import_module(f".{name}", __name__)
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
     globals()[name] = value
     return value
 

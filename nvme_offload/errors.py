@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from errno import EDQUOT, EIO, ENOSPC
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .units import format_bytes
 
@@ -73,7 +73,14 @@ class _TransferError(OffloadError):
     """
 
     def __init__(
-        self, reason: str, *, operation: str, path: str, offset: int, nbytes: int, done: int
+        self,
+        reason: str,
+        *,
+        operation: str,
+        path: str,
+        offset: int = 0,
+        nbytes: int = 0,
+        done: int = 0,
     ) -> None:
         self.reason = reason
         self.operation = operation
@@ -164,28 +171,11 @@ class IOFailure(_TransferError, OSError):
         return super().__new__(kind, errno, reason)
 
     @classmethod
-    def of(
-        cls,
-        error: OSError,
-        *,
-        operation: str,
-        path: str,
-        offset: int = 0,
-        nbytes: int = 0,
-        done: int = 0,
-    ) -> IOFailure:
-        """Convert *error*, an `OSError` of Python's: to a `NoSpaceError` where the drive or a quota
-        is full. *operation*, *path*, *offset*, *nbytes* and *done*: see the attributes.
+    def of(cls, error: OSError, **fields: Any) -> IOFailure:
+        """Convert *error*, an `OSError` of Python's: to a `NoSpaceError` where the drive or a quota is
+        full. *fields*: the other attributes.
         """
-        return cls(
-            error.errno or EIO,
-            error.strerror or str(error),
-            operation=operation,
-            path=path,
-            offset=offset,
-            nbytes=nbytes,
-            done=done,
-        )
+        return cls(error.errno or EIO, error.strerror or str(error), **fields)
 
     def __init__(
         self,
@@ -194,9 +184,9 @@ class IOFailure(_TransferError, OSError):
         *,
         operation: str,
         path: str,
-        offset: int,
-        nbytes: int,
-        done: int,
+        offset: int = 0,
+        nbytes: int = 0,
+        done: int = 0,
     ) -> None:
         _TransferError.__init__(
             self, reason, operation=operation, path=path, offset=offset, nbytes=nbytes, done=done

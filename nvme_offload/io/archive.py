@@ -311,7 +311,7 @@ def as_failure(error: Exception, path: Path) -> Exception:
     if code is None:
         return error
     reason = f"{os.strerror(code)}; the previous checkpoint is unchanged"
-    return IOFailure(code, reason, operation="write", path=str(path), offset=0, nbytes=0, done=0)
+    return IOFailure(code, reason, operation="write", path=str(path))
 
 
 def _opened(path: str, engine: Engine) -> File:

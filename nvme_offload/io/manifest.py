@@ -205,4 +205,4 @@ def _reader(engine: Engine, path: Path) -> Iterator[tuple[Engine, File]]:
 
 def corrupt(path: Path, reason: str) -> CorruptionError:
     """The error of a checkpoint's file *path*."""
-    return CorruptionError(reason, operation="load", path=str(path), offset=0, nbytes=0, done=0)
+    return CorruptionError(reason, operation="load", path=str(path))

@@ -253,9 +253,7 @@ class Stripes:
         )
         reason = f"{os.strerror(errno.ENOSPC)} for {format_bytes(nbytes)}: {room}; {missing} bytes are missing"
         path = ", ".join(drive.path for drive in self.drives)
-        return NoSpaceError(
-            errno.ENOSPC, reason, operation=operation, path=path, offset=0, nbytes=0, done=0
-        )
+        return NoSpaceError(errno.ENOSPC, reason, operation=operation, path=path)
 
 
 def _whole_granules(nbytes: int) -> int:

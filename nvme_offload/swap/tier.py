@@ -396,9 +396,6 @@ class Tier:
             f'and {format_bytes(free)} are free; free some, or name more drives in "paths"{cure}',
             operation="reservation",
             path=", ".join(self.paths),
-            offset=0,
-            nbytes=0,
-            done=0,
         )
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int) -> None:
