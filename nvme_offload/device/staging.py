@@ -12,9 +12,9 @@ import torch
 from ..errors import OutOfHostMemoryError, known
 from ..optimizer_states.tree import dense_strides
 from ..sizes import PLACES
+from ..swap.swapper import newer_name
 from ..swap.tier import Tier
 from ..swap.values import Glimpse
-from ..swap.versions import newer_name
 from .copies import CopyStreams
 from .room import DeviceRoom
 

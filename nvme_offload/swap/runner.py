@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import NoSpaceError, OffloadError, WaitTimeout
 from ..io.section import Section
@@ -26,20 +25,10 @@ _FIRST_WARNING_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(slots=True)
-class Counters:
-    """As `SwapperStats`."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_wait_seconds: float = 0.0
-    room_wait_seconds: float = 0.0
-    hits: int = 0
-    misses: int = 0
-
-
 class Runner:
     """Starts the transfers that *schedule* plans, waits for them, and records how they ended.
+
+    *counts*: of `SwapperStats`, by field.
 
     The caller must hold the swapper's lock and be in its section *changing*: an exception other
     than an `OffloadError` leaves the tables in an unknown state, unless it interrupted a wait.
@@ -51,7 +40,7 @@ class Runner:
         schedule: Schedule,
         pool: PinnedPool,
         changing: Section,
-        counters: Counters,
+        counts: dict[str, Any],
     ) -> None:
         import torch
 
@@ -63,7 +52,7 @@ class Runner:
         self._store = store
         self._schedule = schedule
         self._changing = changing
-        self._counters = counters
+        self._counts = counts
         # Reads and writes, in order of start.
         self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
         self._to_start: deque[Transfer] = deque()  # planned and not started
@@ -87,9 +76,9 @@ class Runner:
                 self.finish(awaited[0])
                 seconds = time.perf_counter() - started
                 if awaited[-1].name == name and not awaited[-1].writes:
-                    self._counters.read_wait_seconds += seconds
+                    self._counts["read_wait_seconds"] += seconds
                 else:
-                    self._counters.room_wait_seconds += seconds
+                    self._counts["room_wait_seconds"] += seconds
                 self.advance()
         except BaseException as error:
             if self._changing.allows(error):
@@ -204,9 +193,9 @@ class Runner:
             return
         if error is None:
             if transfer.writes:
-                self._counters.bytes_written += transfer.nbytes
+                self._counts["bytes_written"] += transfer.nbytes
             else:
-                self._counters.bytes_read += transfer.nbytes
+                self._counts["bytes_read"] += transfer.nbytes
             self.write_errors.pop(transfer.name, None)
             return
         # A call raises it later: drop its traceback and context, whose frames reference objects.
@@ -251,7 +240,7 @@ class Runner:
                 started = time.perf_counter()
                 self.finish(blocking)
                 if not blocking.writes:
-                    self._counters.read_wait_seconds += time.perf_counter() - started
+                    self._counts["read_wait_seconds"] += time.perf_counter() - started
             if name in self.write_errors:
                 raise self.write_errors.pop(name)
             if blocking is None:

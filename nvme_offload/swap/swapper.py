@@ -7,15 +7,14 @@ import dataclasses
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..io.closing import Closing
 from ..io.section import Section
 from ..units import format_bytes
-from .runner import Counters, Runner
+from .runner import Runner
 from .schedule import Schedule
-from .versions import Versions
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +22,11 @@ if TYPE_CHECKING:
     from ..io.pool import PinnedPool
     from ..store.store import TensorStore
     from .values import Glimpse
+
+_COUNTED = (
+    *("bytes_read", "bytes_written", "read_wait_seconds", "room_wait_seconds"),
+    *("hits", "misses"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,7 @@ class SwapperStats:
         return self.read_wait_seconds + self.room_wait_seconds
 
 
-class TensorSwapper(Versions, Closing):
+class TensorSwapper(Closing):
     """Named byte arrays in the memory of a pool, swapped to a store if they do not fit.
 
     A value is in use from `create` or `swap_in` to `release`: its tensor is the memory of the pool
@@ -112,15 +116,13 @@ class TensorSwapper(Versions, Closing):
         self._lock = threading.RLock()
         self._changing = Section("swapper")
         self._lookahead_bytes = lookahead_bytes
-        self._counters = Counters()  # `reset` does not change them
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)  # `reset` does not change them
         self._begin()
 
     def _begin(self) -> None:
         """Begin without values, in unused memory."""
         self._schedule = Schedule(self._pool.nbytes, self._lookahead_bytes)
-        self._runner = Runner(
-            self._store, self._schedule, self._pool, self._changing, self._counters
-        )
+        self._runner = Runner(self._store, self._schedule, self._pool, self._changing, self._counts)
 
     def create(
         self, name: str, nbytes: int, *, lowest: bool = False, once: bool = False
@@ -186,8 +188,8 @@ class TensorSwapper(Versions, Closing):
             self._schedule.need(name, in_order)
             self._runner.read_errors.pop(name, None)
             tensor, was_read = self._obtain(name)
-            self._counters.misses += was_read
-            self._counters.hits += not was_read
+            self._counts["misses"] += was_read
+            self._counts["hits"] += not was_read
             return tensor
 
     def release(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
@@ -340,6 +342,77 @@ class TensorSwapper(Versions, Closing):
         with self._lock, self._changing:
             self._runner.write_back(name)
 
+    def retain(self, name: str) -> None:
+        """Keep the on-drive version of the value *name*, in use, until `commit` or `roll_back`.
+        Later writes of the value go to separate space. Its contents have not changed since
+        `swap_in`, and the drive must have them: call `write_back` before `swap_in`.
+        """
+        with self._lock, self._changing:
+            if name not in self._runner.retained:
+                self._schedule.retain(name)
+                self._store.retain(name)
+                self._runner.retained.add(name)
+
+    def renew_beside(self, name: str) -> torch.Tensor:
+        """Create a newer version of the value *name* in other memory, until `commit` or
+        `roll_back`. The value keeps its contents, and both may be in use. Returns the memory of the
+        newer version, valid until its `release` by `newer_name`; its contents are undefined.
+        Raises: as `create`.
+        """
+        return self.create(newer_name(name), self.nbytes(name))
+
+    def commit(self, name: str) -> None:
+        """Release the older version of *name* that `retain` or `renew_beside` has kept, if there is
+        one. Neither version of `renew_beside` may be in use. Raises: as `swap_in`.
+        """
+        newer = newer_name(name)
+        with self._lock:
+            with self._changing:
+                if newer not in self._schedule:
+                    self._runner.commit(name)
+                    return
+                for one in (name, newer):
+                    self._runner.settle(one)
+                replaced = self._schedule.replace(name, newer)
+                if replaced:
+                    for one in (name, newer):
+                        self._runner.forget_errors(one)
+                        self._runner.delete(one)
+            if not replaced:  # memory was short, and the newer version is on the drive
+                source = self.swap_in(newer)
+                with self._changing:
+                    memory = self._create(name, source.numel(), lowest=False, once=True)
+                memory.copy_(source)
+                self.release(name, changed=True)
+                self.discard(newer)
+
+    def keep(self, name: str) -> None:
+        """After an update of *name* that was interrupted: as `commit` after `retain`; after
+        `renew_beside`, drop the newer version.
+        """
+        with self._lock, self._changing:
+            if not self._drop_newer(name):
+                self._runner.commit(name)
+
+    def roll_back(self, name: str) -> None:
+        """Return to the version of *name* that `retain` or `renew_beside` kept; the newer version
+        is not in use. Waits for a transfer of the value in flight. The next use in this period is
+        not learned, because it repeats an earlier use.
+        """
+        with self._lock:
+            with self._changing:
+                if self._drop_newer(name):
+                    self._schedule.order.repeat(name)
+                    return
+                if name not in self._runner.retained:
+                    raise UsageError(f"nothing is retained of {name!r}")
+                self._runner.settle(name)
+                self._schedule.roll_back(name)
+                self._runner.forget_errors(name)
+                self._store.roll_back(name)
+                self._runner.retained.remove(name)
+            self._pump()
+
     def lacks_writes(self) -> bool:
         """Wait for writes in flight. Returns: whether a write has failed whose error no call has
         raised. Its value is in memory, and `flush` writes it again.
@@ -433,7 +506,7 @@ class TensorSwapper(Versions, Closing):
         # Do not take the lock: a call holds it while it waits for the drive.
         blocks = self._schedule.blocks
         return SwapperStats(
-            **dataclasses.asdict(self._counters),
+            **self._counts,
             resident_bytes=blocks.used_bytes,
             peak_bytes=blocks.peak_bytes,
             unused_prefetches=blocks.unused_prefetches,
@@ -499,7 +572,20 @@ class TensorSwapper(Versions, Closing):
         self._runner.forget_errors(name)
         self._runner.delete(name)
 
+    def _drop_newer(self, name: str) -> bool:
+        """Delete the version that `renew_beside` has made, if there is one. Returns: whether."""
+        newer = newer_name(name)
+        if newer not in self._schedule:
+            return False
+        self._drop(newer)
+        return True
+
     def _pump(self) -> None:
         """Start the transfers that can start now, in a separate section: the call itself has ended."""
         with self._changing:
             self._runner.advance()
+
+
+def newer_name(name: str) -> str:
+    """The name of the newer version of *name*: see `TensorSwapper.renew_beside`."""
+    return f"{name}+"

@@ -17,8 +17,7 @@ from nvme_offload.io.pool import PinnedPool
 from nvme_offload.sizes import AHEAD_PARTS
 from nvme_offload.store.store import TensorStore
 from nvme_offload.store.transfer import Transfer
-from nvme_offload.swap.swapper import SwapperStats, TensorSwapper
-from nvme_offload.swap.versions import newer_name
+from nvme_offload.swap.swapper import SwapperStats, TensorSwapper, newer_name
 
 SIZE = 16 << 10
 MakeSwapper = Callable[..., TensorSwapper]
