@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import TooLittleMemoryError, UsageError
 from .sizes import enough_with_later, kept_for_later
+from .store.store import paths_of
 from .swap.tier import (
     Share,
     SharedMemory,
@@ -18,7 +19,6 @@ from .swap.tier import (
     automatic_bytes,
     engine_config,
     memory_size,
-    paths_of,
 )
 from .units import format_bytes
 

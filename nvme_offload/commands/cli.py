@@ -317,7 +317,3 @@ def _say(text: str) -> None:
 
 def _one_line(message: str) -> str:
     return " ".join(message.split())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -33,14 +33,6 @@ _OUR_NAMES = {
     "overlap_events": "overlap_events",
 }
 _FLAGS = ("single_submit", "overlap_events")
-# DeepSpeed's defaults (deepspeed/runtime/swap_tensor/constants.py).
-DEEPSPEED_AIO: dict[str, int | bool] = {
-    "block_size": 1 << 20,
-    "queue_depth": 8,
-    "intra_op_parallelism": 1,
-    "single_submit": False,
-    "overlap_events": True,
-}
 _READ_BY_DEEPSPEED = (*_OUR_NAMES, "use_gds")
 # A plain, 'single' or "double" quoted scalar. `accelerate config` writes the first.
 _YAML_FILE = re.compile(

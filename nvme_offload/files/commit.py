@@ -197,52 +197,42 @@ def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
     # without the right to list the directory there is nothing to find
     with contextlib.suppress(OSError):
         remove_abandoned(path.parent, re.escape(path.name))
-    while True:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        _partials.add(partial)  # before it exists: a signal may arrive at any point
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    _partials.add(partial)  # before it exists: a signal may arrive at any point
+    try:
+        descriptor = claim(partial, mode)
         try:
-            descriptor = _claimed(partial, mode)
-            if descriptor is None:
-                continue
-            try:
-                yield partial, descriptor
-            finally:
-                os.close(descriptor)
-                with contextlib.suppress(OSError):
-                    remove(partial)
-            return
+            yield partial, descriptor
         finally:
-            _partials.discard(partial)
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                remove(partial)
+    finally:
+        _partials.discard(partial)
 
 
-def _claimed(partial: Path, mode: int | None) -> int | None:
-    """Create and lock *partial*; its descriptor, or None where another writer removed it as abandoned."""
+def claim(path: Path, mode: int | None = None) -> int:
+    """Create the file *path* with *mode*, or a directory, and lock it, so that `abandoned` skips it,
+    until the returned descriptor is closed.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if mode is None:
-        partial.mkdir()
         flags = os.O_RDONLY | os.O_DIRECTORY
-    try:
-        descriptor = os.open(partial, flags | os.O_CLOEXEC, mode or 0)
-    except FileNotFoundError:
-        if mode is None:
-            return None
-        raise
-    # A network filesystem may lack locks: `abandoned` does not remove anything there either.
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    if os.fstat(descriptor).st_nlink > 0:
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def claim_directory(path: Path) -> int:
-    """Create the directory *path* and lock it, so that `abandoned` skips it, until the returned
-    descriptor is closed.
-    """
-    while (descriptor := _claimed(path, None)) is None:
-        pass  # another process took it for abandoned before it was locked
-    return descriptor
+    while True:  # another process may take it for abandoned, and remove it, before it is locked
+        try:
+            if mode is None:
+                path.mkdir()
+            descriptor = os.open(path, flags | os.O_CLOEXEC, mode or 0)
+        except FileNotFoundError:
+            if mode is None and path.parent.is_dir():
+                continue
+            raise
+        # A network filesystem may lack locks: `abandoned` does not remove anything there either.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink > 0:
+            return descriptor
+        os.close(descriptor)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

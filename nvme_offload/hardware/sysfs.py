@@ -67,19 +67,12 @@ def serial(lineage: list[Path]) -> str | None:
     return first(lineage[:3], "wwid", "serial")  # of the disk, its controller or its target
 
 
-def temperature(lineage: list[Path]) -> float | None:
-    """The temperature in degrees Celsius."""
-    return _of_sensor(lineage, "temp1_input")
-
-
-def temperature_limit(lineage: list[Path]) -> float | None:
-    """The temperature in degrees Celsius above which the disk warns, and may throttle."""
-    return _of_sensor(lineage, "temp1_max")
-
-
-def _of_sensor(lineage: list[Path], name: str) -> float | None:
+def temperature(lineage: list[Path], name: str = "input") -> float | None:
+    """The temperature in degrees Celsius, or with the *name* "max" the one above which the disk
+    warns, and may throttle.
+    """
     for device in lineage:
-        for pattern in (f"hwmon*/{name}", f"hwmon/hwmon*/{name}"):
+        for pattern in (f"hwmon*/temp1_{name}", f"hwmon/hwmon*/temp1_{name}"):
             for sensor in sorted(device.glob(pattern)):
                 if (millidegrees := number(read(sensor))) is not None:
                     return millidegrees / 1000

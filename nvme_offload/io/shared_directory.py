@@ -141,7 +141,7 @@ class SharedDirectory:
             for left in commit.abandoned(self.place.parent, r"\..+\.partial"):
                 if left.is_dir() and all(self._is_mine(entry.name) for entry in left.iterdir()):
                     commit.remove(left)
-        self._lock = commit.claim_directory(self.partial)
+        self._lock = commit.claim(self.partial)
         self.publishes = True
         self._token.touch()
 

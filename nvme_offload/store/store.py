@@ -113,7 +113,7 @@ class TensorStore(Closing):
         checksum: bool = False,
         engine: Engine | None = None,
     ) -> None:
-        self.paths = _path_list(paths)
+        self.paths = paths_of(paths, "a store")
         self._shares = _weight_list(weights, len(self.paths))
         if engine is not None and config is not None:
             raise UsageError(
@@ -517,11 +517,12 @@ def _memory(buffer: Any) -> tuple[int, object]:
     return flat.ctypes.data, flat
 
 
-def _path_list(paths: StrPath | Sequence[StrPath]) -> list[str]:
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not given:
-        raise UsageError("a store needs at least one path")
-    return [os.fspath(path) for path in given]
+def paths_of(given: StrPath | Sequence[StrPath], owner: str) -> list[str]:
+    """The paths *given* to *owner* by a program, one or several. Raises: UsageError for none."""
+    paths = [given] if isinstance(given, str | os.PathLike) else list(given)
+    if not paths:
+        raise UsageError(f"{owner} needs at least one path")
+    return [os.fspath(path) for path in paths]
 
 
 def _weight_list(weights: Sequence[float] | None, count: int) -> list[float]:

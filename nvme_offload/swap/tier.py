@@ -20,7 +20,7 @@ from ..hardware.drive import describe, filesystem_space
 from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
 from ..sizes import AUTO_SHARE, overflow
-from ..store.store import TensorStore
+from ..store.store import TensorStore, paths_of
 from ..units import format_bytes, parse_bytes
 from .swapper import SwapperStats, TensorSwapper
 
@@ -404,10 +404,8 @@ class Tier:
         self.swapper.foretell(sizes, at_once=at_once, stay=self._reserved_bytes > 0)
 
     def _free_bytes(self) -> int:
-        return sum(
-            status.f_bavail * status.f_frsize
-            for status in map(filesystem_space, _one_of_each_filesystem(self.paths))
-        )
+        spaces = {Path(path).stat().st_dev: filesystem_space(path) for path in self.paths}
+        return sum(space.f_bavail * space.f_frsize for space in spaces.values())
 
 
 def automatic_bytes() -> int:
@@ -456,14 +454,6 @@ def open_tier(
     """The tier of the arguments that a program gives *owner*. Raises: UsageError; as `Tier`."""
     names, cap = paths_of(paths, owner), memory_size(host_memory)
     return Tier(names, engine_config(names[0]) if aio is None else aio, host_memory=cap)
-
-
-def paths_of(given: StrPath | Sequence[StrPath], owner: str) -> list[str]:
-    """The paths that a program gives *owner*, one or several. Raises: UsageError for none."""
-    paths = [given] if isinstance(given, str | os.PathLike) else list(given)
-    if not paths:
-        raise UsageError(f"{owner} needs at least one path")
-    return [os.fspath(path) for path in paths]
 
 
 def memory_size(value: object, name: str = "host_memory") -> int | Literal["auto"]:
@@ -529,7 +519,3 @@ def _close(resources: contextlib.ExitStack) -> None:
         resources.close()
     except OffloadError as error:
         _log.error("closing the offload engine: %s", error)
-
-
-def _one_of_each_filesystem(paths: tuple[str, ...]) -> list[str]:
-    return list({Path(path).stat().st_dev: path for path in paths}.values())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nvme_offload.ds_config import edit as ds_config
-from nvme_offload.hardware.profile import PHASES, Profile, Setting
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
 from nvme_offload.hardware.profile_grade import quantile
 
 from .verdict import ALIKE, STEP_BYTES
@@ -92,7 +92,7 @@ def judged(config: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
 
 def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
     """The setting of an aio section, with DeepSpeed's defaults for missing keys. Raises: UsageError."""
-    defaults = ds_config.DEEPSPEED_AIO
+    defaults = ds_config.aio_section(DEEPSPEED_DEFAULTS)
     given = {key: value for key, value in aio.items() if key in defaults}
     known: dict[str, Any] = ds_config.aio_section({**defaults, **given})
     threads = known.pop("intra_op_parallelism")

@@ -20,6 +20,7 @@ from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
 from nvme_offload.files import commit
 from nvme_offload.hardware.config import BACKENDS, AioConfig
 from nvme_offload.hardware.drive import Drive, short_name
+from nvme_offload.hardware.machine import gpu_count
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
 
@@ -229,7 +230,7 @@ def command(
         raise UsageError(
             f"--sustained must be at least {least}, not {given}: no drive's cache is smaller"
         )
-    ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
+    ranks = ranks or (where.local_ranks if where else min(max(1, gpu_count()), space.MOST_RANKS))
     options = Options(seconds, size, engine, backend, ranks, force, sustained or 0)
     profiles = _sweep(drives, options)
     kept = [results.keep(profile, force) for profile in profiles]
@@ -401,7 +402,3 @@ _SUBCOMMANDS = {"show": show, "compare": compare, "check": check}
 
 def _one_line(message: str) -> str:
     return " ".join(message.split())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,9 +17,8 @@ WORN = 0.8
 def measure(drive: Drive) -> Health | None:
     """The worst values of the drive's disks; None without any source."""
     found = [log for device in drive.physical_devices if (log := nvme_log.read(device)) is not None]
-    warmest, limit = temperature(drive), _limit(drive)
-    if warmest is None:
-        warmest = drive.temperature_celsius
+    warmest = max(temperatures(drive), default=drive.temperature_celsius)
+    limit = min(temperatures(drive, "max"), default=None)
     if not found:
         return None if warmest is None else Health("sysfs", warmest, limit_celsius=limit)
     reported = [each.temperature_celsius for each in found if each.temperature_celsius is not None]
@@ -34,15 +33,11 @@ def measure(drive: Drive) -> Health | None:
     )
 
 
-def temperature(drive: Drive, sys: Path = Path("/sys")) -> float | None:
-    """Of the warmest of the drive's disks now, by sysfs; None where it has no sensor there."""
-    found = map(sysfs.temperature, sysfs.lineages_of(drive.physical_devices, sys))
-    return max((each for each in found if each is not None), default=None)
-
-
-def _limit(drive: Drive, sys: Path = Path("/sys")) -> float | None:
-    found = map(sysfs.temperature_limit, sysfs.lineages_of(drive.physical_devices, sys))
-    return min((each for each in found if each is not None), default=None)
+def temperatures(drive: Drive, name: str = "input", sys: Path = Path("/sys")) -> list[float]:
+    """`sysfs.temperature` of each of the drive's disks that has a sensor."""
+    lineages = sysfs.lineages_of(drive.physical_devices, sys)
+    found = (sysfs.temperature(lineage, name) for lineage in lineages)
+    return [each for each in found if each is not None]
 
 
 class Thermometer:
@@ -51,11 +46,11 @@ class Thermometer:
     def __init__(self, drive: Drive) -> None:
         self._drive = drive
         self.before = measure(drive)
-        self._seen: list[float | None] = []
+        self._seen: list[float] = []
 
     def sample(self) -> None:
-        """Read the temperature now."""
-        self._seen.append(temperature(self._drive))
+        """Read the temperatures now."""
+        self._seen += temperatures(self._drive)
 
     def after(self) -> Health | None:
         """The health now."""

@@ -15,11 +15,8 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
-from nvme_offload.hardware.machine import gpu_count
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS
 from nvme_offload.units import format_bytes
-
-from . import space
 
 MOST_FILE_BYTES = 1 << 30
 
@@ -107,11 +104,6 @@ def check_engine(engine: str, backend: str) -> None:
             load()
     except UnsupportedError as error:
         raise UsageError(str(error)) from None
-
-
-def default_ranks() -> int:
-    """As many as there are GPUs; 1 without any."""
-    return min(max(1, gpu_count()), space.MOST_RANKS)
 
 
 def file_bytes(size: int | None, found: Drive, ranks: int) -> int:

@@ -311,7 +311,7 @@ class Page(HTMLParser):
 @functools.cache
 def page_of(shape: str) -> Page:
     """The page of one of SHAPES, taken apart."""
-    from nvme_offload.report import html
+    from nvme_offload.report.render import html
 
     return Page(html(SHAPES[shape]()))
 

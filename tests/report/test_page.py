@@ -13,7 +13,8 @@ import pytest
 
 from nvme_offload.ds_config.edit import aio_section
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES
-from nvme_offload.report import html, render
+from nvme_offload.report import render
+from nvme_offload.report.render import html
 
 TIMES, DASH = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 BESIDE_THE_PAGE = {"profile.json", "ds_config.json"}

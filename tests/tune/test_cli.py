@@ -31,7 +31,7 @@ from nvme_offload.tune.preflight import file_bytes
 from nvme_offload.units import format_speed
 
 PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
-SWEEP = [sys.executable, "-m", "nvme_offload.tune.cli"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 Swept = tuple[Path, Path, subprocess.CompletedProcess[str]]
 
 

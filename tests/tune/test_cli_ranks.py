@@ -20,7 +20,7 @@ from patience import PATIENCE
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.tune import ranks
 
-SWEEP = [sys.executable, "-m", "nvme_offload.tune.cli"]
+SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 
 # What a rank runs before it starts: its engines with the control's queue depth find a broken drive.
 EIO = """

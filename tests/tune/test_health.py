@@ -115,7 +115,7 @@ def test_temperatures_are_those_of_the_warmest_disk(tmp_path: Path) -> None:
     drive = dataclasses.replace(
         describe(tmp_path), physical_devices=("/dev/nvme0n1", "/dev/nvme1n1")
     )
-    assert health.temperature(drive, tmp_path) == 52.0
-    assert health._limit(drive, tmp_path) == 80.0
+    assert max(health.temperatures(drive, sys=tmp_path)) == 52.0
+    assert min(health.temperatures(drive, "max", tmp_path)) == 80.0
     nobody = dataclasses.replace(drive, physical_devices=("/dev/vda",))
-    assert health.temperature(nobody, tmp_path) is None
+    assert health.temperatures(nobody, sys=tmp_path) == []
