@@ -21,27 +21,37 @@ from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.placeholders import SpentGradient
 
 
+def after_and_in_backward(program, tmp_path, settings=True, **options):
+    """What differs between results of *program*, which receives a function that makes optimizers,
+    with updates after backward() and in it.
+    """
+    results = []
+    for in_backward in (False, settings):
+        with contextlib.ExitStack() as stack:
+            made = functools.partial(
+                NVMeOptimizer, paths=tmp_path, step_in_backward=in_backward, **options
+            )
+            results.append(
+                program(lambda params, **given: stack.enter_context(made(params, **given)))  # noqa: B023
+            )
+    return differing(*results)
+
+
 @pytest.mark.parametrize("host_memory", ["auto", 200_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_bits(tmp_path, dtype, host_memory):
-    results = []
-    for in_backward in (False, True):
+    def program(make):
         net = model(dtype)
-        with NVMeOptimizer(
-            net.parameters(),
-            lr=0.01,
-            paths=tmp_path,
-            host_memory=host_memory,
-            step_in_backward=in_backward,
-        ) as optimizer:
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            for step in range(4):
-                step_of(net, optimizer, step)
-                scheduler.step()
-            assert optimizer.stats().step == 4
-            assert (optimizer.stats().bytes_read > 0) == (host_memory != "auto")
-        results.append(list(net.parameters()))
-    assert differing(*results) == []
+        optimizer = make(net.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(4):
+            step_of(net, optimizer, step)
+            scheduler.step()
+        assert optimizer.stats().step == 4
+        assert (optimizer.stats().bytes_read > 0) == (host_memory != "auto")
+        return list(net.parameters())
+
+    assert after_and_in_backward(program, tmp_path, host_memory=host_memory) == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -132,21 +142,19 @@ def test_what_backward_does_not_reach_is_for_the_step(tmp_path):
 
 
 def test_accumulation_under_no_sync(tmp_path):
-    results = []
-    for in_backward in (False, True):
+    def program(make):
         net = model()
-        with NVMeOptimizer(
-            net.parameters(), lr=0.01, paths=tmp_path, step_in_backward=in_backward
-        ) as optimizer:
-            for step in range(3):
-                with optimizer.no_sync():
-                    loss_of(net, 10 * step).backward()
-                    loss_of(net, 10 * step + 1).backward()
-                loss_of(net, 10 * step + 2).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(list(net.parameters()))
-    assert differing(*results) == []
+        optimizer = make(net.parameters(), lr=0.01)
+        for step in range(3):
+            with optimizer.no_sync():
+                loss_of(net, 10 * step).backward()
+                loss_of(net, 10 * step + 1).backward()
+            loss_of(net, 10 * step + 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(net.parameters())
+
+    assert after_and_in_backward(program, tmp_path) == []
 
 
 def accumulate(net, optimizer):
@@ -344,30 +352,6 @@ def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):
         assert optimizer.stats().step == 5
 
 
-def test_state_may_be_reset(tmp_path):
-    results = []
-    for in_backward in (False, True):
-        net = model()
-        with NVMeOptimizer(
-            net.parameters(),
-            lr=0.01,
-            paths=tmp_path,
-            host_memory=200_000,
-            step_in_backward=in_backward,
-        ) as optimizer:
-            for step in range(4):
-                if step == 2:
-                    optimizer.state.clear()
-                loss_of(net, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert {
-                float(optimizer.state[parameter]["step"]) for parameter in net.parameters()
-            } == {2.0}
-        results.append(list(net.parameters()))
-    assert differing(*results) == []
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 def test_compiled_autograd(tmp_path):
     results = []
@@ -393,19 +377,17 @@ def test_compiled_autograd(tmp_path):
 
 
 def test_a_parameter_that_is_used_twice_is_updated_once(tmp_path):
-    results = []
-    for in_backward in (False, True):
+    def program(make):
         torch.manual_seed(0)
         shared = torch.nn.Linear(30, 30)
-        with NVMeOptimizer(
-            shared.parameters(), lr=0.1, paths=tmp_path, step_in_backward=in_backward
-        ) as optimizer:
-            for step in range(2):
-                shared(shared(torch.ones(2, 30) * step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(list(shared.parameters()))
-    assert differing(*results) == []
+        optimizer = make(shared.parameters(), lr=0.1)
+        for step in range(2):
+            shared(shared(torch.ones(2, 30) * step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(shared.parameters())
+
+    assert after_and_in_backward(program, tmp_path) == []
 
 
 def test_closures(tmp_path):
@@ -423,22 +405,21 @@ def test_closures(tmp_path):
 @pytest.mark.parametrize("settings", [True, "provisional"])
 def test_an_aborted_backward_pass_leaves_nothing_behind(tmp_path, settings):
     """Buckets complete in one backward pass do not count as complete in the next, in another order."""
-    results = []
-    for in_backward in (False, settings):
+
+    def program(make):
         torch.manual_seed(0)
         first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
         net = torch.nn.ModuleList((first, second))
-        with NVMeOptimizer(
-            net.parameters(), lr=0.01, paths=tmp_path, step_in_backward=in_backward
-        ) as optimizer:
-            for _ in range(3):
-                stop = first.weight.register_hook(lambda _: 1 / 0)
-                with pytest.raises(ZeroDivisionError):  # as when memory runs out
-                    second(first(torch.ones(4))).sum().backward()
-                stop.remove()
-                net.zero_grad()
-                first(second(torch.ones(4))).sum().backward()
-                optimizer.step()
-                net.zero_grad()
-        results.append(list(net.parameters()))
-    assert differing(*results) == []
+        optimizer = make(net.parameters(), lr=0.01)
+        for _ in range(3):
+            stop = first.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):  # as when memory runs out
+                second(first(torch.ones(4))).sum().backward()
+            stop.remove()
+            net.zero_grad()
+            first(second(torch.ones(4))).sum().backward()
+            optimizer.step()
+            net.zero_grad()
+        return list(net.parameters())
+
+    assert after_and_in_backward(program, tmp_path, settings) == []
