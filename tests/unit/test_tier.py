@@ -66,32 +66,27 @@ def test_what_the_collector_abandons_goes_at_the_next_use(tier):
     assert tier._needed_bytes == 1 << 20
 
 
-LEFT_OPEN = {
-    "optimizer": """
-from nvme_offload import NVMeOptimizer
+LEFT_OPEN = """
+import sys, torch
+path = sys.argv[1]
+from nvme_offload import NVMeOptimizer, save_on_nvme
 weights = [torch.nn.Parameter(torch.randn(512, 512)) for _ in range(6)]
 optimizer = NVMeOptimizer(weights, paths=path, host_memory="9MB")
 for weight in weights:
     weight.grad = torch.ones_like(weight)
 optimizer.step()
-""",
-    "activations": """
-from nvme_offload import save_on_nvme
 offload = save_on_nvme(paths=path, host_memory="4MB", min_bytes=1 << 16)
 values = torch.randn(512, 512, requires_grad=True)
 with offload:
     for _ in range(16):
         values = values.sin()
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("what", LEFT_OPEN)
-def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(what, tmp_path):
+def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(tmp_path):
     """torch has registered its finalizers by then, so finalizers registered later run earlier."""
-    code = f"import sys, torch\npath = sys.argv[1]\n{LEFT_OPEN[what]}"
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", LEFT_OPEN, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
