@@ -32,6 +32,7 @@ from nvme_offload.units import format_speed
 
 PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
 SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
+Refused = Callable[..., str]
 Swept = tuple[Path, Path, subprocess.CompletedProcess[str]]
 
 
@@ -397,7 +398,9 @@ def test_json_before_the_path_does_not_take_it(disk: Path, tmp_path: Path) -> No
 # Refusals
 
 
-def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) -> None:
+def test_refusals_are_one_line_and_change_nothing(
+    disk: Path, tmp_path: Path, refused: Refused
+) -> None:
     config = tmp_path / "good.json"
     config.write_text(PLAIN_CONFIG)
     broken = tmp_path / "broken.json"
@@ -437,37 +440,29 @@ def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) ->
     for arguments, message in cases:
         if "--report-dir" not in arguments:
             arguments = [*arguments, "--report-dir", tmp_path / "reports" / "deep"]
-        result = run(*arguments)
-        assert (result.returncode, result.stdout) == (2, ""), (arguments, result)
-        assert message in result.stderr, (arguments, result.stderr)
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert result.stderr.startswith("nvme-sweep: ")
+        assert message in refused(*arguments)
         assert sorted(tmp_path.iterdir()) == before
     assert list(disk.iterdir()) == []
     assert config.read_text() == PLAIN_CONFIG
 
 
 def test_a_config_that_cannot_be_written_is_refused_before_the_sweep(
-    disk: Path, tmp_path: Path
+    disk: Path, tmp_path: Path, refused: Refused
 ) -> None:
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
     config.chmod(0o444)
-    result = run(disk, "--config", config, "--report-dir", tmp_path / "reports")
-    assert result.returncode == 2
-    assert "is read-only" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    said = refused(disk, "--config", config, "--report-dir", tmp_path / "reports")
+    assert "is read-only" in said
 
 
 def test_memory_is_refused_unless_forced_and_a_reader_may_go_away(
-    mounted: Callable[[str], Path], tmp_path: Path
+    mounted: Callable[[str], Path], tmp_path: Path, refused: Refused
 ) -> None:
     memory = mounted("tmpfs")
-    refused = run(memory, "--report-dir", tmp_path)
-    assert refused.returncode == 2
-    assert "is held in memory" in refused.stderr
-    assert "--force" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+    said = refused(memory, "--report-dir", tmp_path)
+    assert "is held in memory" in said
+    assert "--force" in said
     assert list(tmp_path.iterdir()) == []
     forced = run(
         *(memory, "--report-dir", tmp_path, "--force", "--seconds", "1"),
@@ -481,12 +476,12 @@ def test_memory_is_refused_unless_forced_and_a_reader_may_go_away(
     assert list(memory.iterdir()) == []
 
 
-def test_a_full_drive_is_refused(mounted: Callable[[str], Path], tmp_path: Path) -> None:
-    result = run(mounted("ext4-full"), "--report-dir", tmp_path)
-    assert result.returncode == 2
-    assert "is too small: the sweep needs 256 MiB" in result.stderr
-    assert "--size" not in result.stderr  # none would fit
-    assert len(result.stderr.splitlines()) == 1
+def test_a_full_drive_is_refused(
+    mounted: Callable[[str], Path], tmp_path: Path, refused: Refused
+) -> None:
+    said = refused(mounted("ext4-full"), "--report-dir", tmp_path)
+    assert "is too small: the sweep needs 256 MiB" in said
+    assert "--size" not in said  # none would fit
 
 
 def test_too_small_offers_the_size_that_fits(disk: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,28 +91,12 @@ def test_their_files_are_all_in_use(two: Ranks) -> None:
     assert two.direct
 
 
-def test_a_signal_to_the_group_does_not_reach_them(two: Ranks) -> None:
-    for process in two._ranks.values():
-        for number in ranks.SIGNALS:
-            process.send_signal(number)
-    assert two.run(SETTING, "read", 0.05).read_bytes > 0
-
-
 def test_what_none_has_room_for_is_an_error_and_leaves_none(disk: Path) -> None:
     before = children_of(os.getpid())
     with pytest.raises(NoSpaceError):
         Ranks(2, disk, 1 << 40)
     assert children_of(os.getpid()) == before
     assert list(disk.iterdir()) == []
-
-
-def test_a_rank_that_dies_is_an_error_and_takes_the_others_along(disk: Path) -> None:
-    with Ranks(2, disk, FILE_BYTES) as made:
-        processes = list(made._ranks.values())
-        processes[1].kill()
-        with pytest.raises(ChildProcessError, match="rank 1 of 2 was ended by SIGKILL"):
-            made.fill(SETTING, None, lambda done: None)
-    assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.parametrize(
