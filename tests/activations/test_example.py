@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-from patience import PATIENCE
+from processes import finished
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "activations.py"
 
 
 def test_the_example(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = finished([sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path)])
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 4

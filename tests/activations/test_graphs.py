@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 import torch
 from activation_models import Attention, Feed, gradients, made, same
 from offloading import Make, left
-from patience import PATIENCE
+from processes import finished
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -339,7 +338,7 @@ def test_a_forked_child_computes_in_its_own_memory(tmp_path: Path) -> None:
     # a process whose autograd has no threads yet, so that it can fork
     here, tests = Path(__file__).parents[:2]
     command = [sys.executable, "-c", IN_A_CHILD, str(here), str(tests), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    ended = finished(command)
     assert ended.returncode == 0, ended.stderr
 
 

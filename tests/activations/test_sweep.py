@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +23,7 @@ SMALL = shlex.split(
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", "sweeps.activations", *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = finished(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

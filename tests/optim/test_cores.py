@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
-from patience import PATIENCE
+from processes import finished
 
 SCRIPT = """
 import json, os, sys, torch
@@ -40,12 +39,6 @@ def test_one_thread_of_a_launcher_becomes_the_share(tmp_path):
         if key not in ("OMP_NUM_THREADS", "WORLD_SIZE", *BY_TORCHRUN, *BY_ACCELERATE)
     }
     variables = json.dumps([changes for changes, _ in scenarios])
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), variables],
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ran = finished([sys.executable, "-c", SCRIPT, str(tmp_path), variables], env=kept)
     assert ran.returncode == 0, ran.stderr
     assert [int(line) for line in ran.stdout.split()] == [threads for _, threads in scenarios]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 from covering import covering
-from patience import PATIENCE
+from processes import finished
 from reference import (
     OPTIMIZERS,
     SHAPES,
@@ -432,12 +431,8 @@ def test_the_process_takes_no_more_than_the_budget(tmp_path, state_format):
     script = tmp_path / "script.py"
     script.write_text(MEMORY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", script, tmp_path, state_format],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environment,
+    ran = finished(
+        [sys.executable, "-W", "ignore", script, tmp_path, state_format], env=environment
     )
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 30e6 * 1.2  # of 96 MB

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -40,14 +39,7 @@ def test_example(tmp_path, name):
         *ARGUMENTS.get(name, []),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=FOLDER.parents[1],
-        env=environment,
-    )
+    ran = finished(command, cwd=FOLDER.parents[1], env=environment)
     assert ran.returncode == 0, ran.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", ran.stdout)]
     assert len(losses) >= 4, ran.stdout

@@ -13,7 +13,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -25,6 +24,7 @@ from covering import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
+from processes import finished
 from reference import (
     Lion,
     Reference,
@@ -1249,12 +1249,7 @@ for _ in range(3):
 
 
 def test_the_process_ends_after_the_updates(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ran = finished([sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)])
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "0.125\n"
     assert os.listdir(tmp_path) == []  # noqa: PTH208

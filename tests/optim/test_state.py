@@ -7,13 +7,12 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
+from processes import finished
 from reference import Reference, differing, parameters, tight, train, unlike
 
 from nvme_offload.errors import UsageError
@@ -269,12 +268,7 @@ def test_a_state_cannot_be_swapped(tmp_path):
 @pytest.mark.parametrize("kind", ["state", "gradient"])
 def test_every_use_has_the_same_effect_or_is_refused(tmp_path, kind):
     """All methods of a tensor, in a process that may end by a signal."""
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).parent / "uses_of_tensors.py", tmp_path, kind],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ran = finished([sys.executable, Path(__file__).parent / "uses_of_tensors.py", tmp_path, kind])
     found = [line.strip() for line in ran.stdout.replace("\r", "\n").splitlines()]
     assert ran.returncode == 0, (found[-1], ran.stderr)
     assert found[-1] == "done"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from processes import finished
 
 pytestmark = pytest.mark.slow
 
@@ -43,13 +42,7 @@ def test_exact_states_on_the_drive_give_the_bits_of_states_in_memory(tmp_path):
         )
     )
     command = [sys.executable, "-m", "sweeps.training", str(drive), "--plan", str(plan)]
-    ran = subprocess.run(
-        [*command, "--ranks", "2", "--output", str(tmp_path / "report")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=ROOT,
-    )
+    ran = finished([*command, "--ranks", "2", "--output", str(tmp_path / "report")], cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     runs = {
         run["variant"]: run for run in json.loads((tmp_path / "report.json").read_text())["runs"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.hardware.profile import Profile
 
@@ -20,9 +21,7 @@ SHORT = ["--seconds", "1", "--size", "128MiB"]
 
 
 def run(*arguments: str | Path, command: list[str] = SWEEP) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE
-    )
+    return finished([*command, *map(str, arguments)])
 
 
 @contextlib.contextmanager
@@ -125,8 +124,6 @@ def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
         key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME")
     }
     for arguments in (["--help"], ["show", "--help"], ["compare", "--help"], ["check", "--help"]):
-        result = subprocess.run(
-            [*SWEEP, *arguments], capture_output=True, text=True, timeout=PATIENCE, env=environment
-        )
+        result = finished([*SWEEP, *arguments], env=environment)
         assert result.returncode == 0
         assert result.stdout.startswith("Usage: nvme-sweep")

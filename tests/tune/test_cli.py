@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from processes import finished
 from profiles import swept as made_up
 
 from nvme_offload.ds_config.edit import read_aio
@@ -45,13 +46,7 @@ def run(
     *arguments: str | Path, command: list[str] = SWEEP, **others: str
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **others}
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=environment,
-    )
+    return finished([*command, *map(str, arguments)], env=environment)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.hardware.profile import Profile
 
@@ -72,7 +73,7 @@ def _in_front() -> None:
 @pytest.mark.slow
 def test_a_sweep_with_ranks_says_so_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
     command = [*SWEEP, *arguments(disk, tmp_path, 1), "--engine", "native"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    result = finished(command)
     assert result.returncode == 0, result.stderr
     assert "screen: read by 2 ranks with 1 MiB x 8" in result.stderr
     assert result.stdout.splitlines()[0].endswith("; 2 ranks at the same time; speeds are sums")

@@ -4,14 +4,13 @@ otherwise with a scripted handle.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.errors import IOFailure
 from nvme_offload.tune.deepspeed_op import DeepSpeedEngine
@@ -116,7 +115,7 @@ def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None
         *(sys.executable, "-c", script, str(disk), "--engine", "deepspeed"),
         *("--report-dir", str(tmp_path)),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    result = finished(command)
     assert (result.returncode, result.stdout) == (2, "")
     *_, last = result.stderr.splitlines()
     assert last.startswith("nvme-sweep: DeepSpeed is not installed here")
@@ -130,12 +129,7 @@ def test_a_sweep_of_the_op_itself(deepspeeds_op: Path, disk: Path, tmp_path: Pat
     ]
     # A process that is killed while torch compiles leaves a lock, at which all others would wait
     # for ever.
-    result = subprocess.run(
-        [*command, "--seconds", "1", "--size", "128MiB"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    result = finished([*command, "--seconds", "1", "--size", "128MiB"])
     assert result.returncode == 0, result.stderr
     assert "DeepSpeed's own op" in result.stdout.splitlines()[0]
     assert list(disk.iterdir()) == []

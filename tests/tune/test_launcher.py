@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 from ports import free_port
+from processes import finished
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.profile import Profile
@@ -77,13 +78,7 @@ def test_torchrun_has_the_ranks_of_a_node_contend(disk: Path, tmp_path: Path) ->
         str(disk),
     ]
     command += ["--report-dir", str(tmp_path), "--seconds", "1", "--size", "256MiB"]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    result = finished(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     (report,) = tmp_path.iterdir()  # one, of one process
     assert Profile.load(report / "profile.json").workload["ranks"] == 2
@@ -148,9 +143,7 @@ def test_a_node_that_cannot_be_found_is_one_line(disk: Path, tmp_path: Path) -> 
         *SWEEP,
         *(str(disk), "--report-dir", str(tmp_path), "--seconds", "1", "--size", "128MiB"),
     ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env=environment
-    )
+    result = finished(command, env=environment)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1].startswith("nvme-sweep: ")
     assert "sweep on each node separately" in result.stderr

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.drive import describe
@@ -38,7 +37,7 @@ def test_two_paths_are_swept_and_used_together(
         *("--report-dir", str(tmp_path / "reports"), "--seconds", "1", "--size", "128MiB"),
         *("--config", str(config)),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    result = finished(command)
     assert result.returncode == 0, result.stderr
     profiles = sorted(
         (Profile.load(report / "profile.json") for report in (tmp_path / "reports").iterdir()),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from processes import finished
 from profiles import CHOSEN
 from profiles import swept as made_up
 
@@ -27,9 +27,7 @@ SWEEP = [sys.executable, "-m", "nvme_offload.tune"]
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SWEEP, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE
-    )
+    return finished([*SWEEP, *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +76,7 @@ def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
     environment = {
         key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME")
     }
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**environment, "MPLCONFIGDIR": str(tmp_path)},
-    )
+    result = finished(command, env={**environment, "MPLCONFIGDIR": str(tmp_path)})
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith(
         "Not kept as the profile of this drive: this user has no home directory; set XDG_CONFIG_HOME"

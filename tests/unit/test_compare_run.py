@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finished
 
 from nvme_offload.errors import UnsupportedError
 from sweeps.compare.team import SideFailed, Team
@@ -27,12 +28,7 @@ PREPARE: dict[str, Any] = {
 
 
 def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sweeps.compare", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    return finished([sys.executable, "-m", "sweeps.compare", *arguments], cwd=ROOT)
 
 
 def test_two_sides_are_interleaved_and_leave_no_files(tmp_path: Path) -> None:
@@ -120,7 +116,7 @@ def test_a_side_that_is_not_installed_says_so(
 
 def test_peers_that_cannot_be_installed_are_reported(tmp_path: Path) -> None:
     command = ["tools/compare-peers", sys.executable, "--no-index", "--find-links", str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = finished(command, cwd=ROOT, check=True)
     lines = ran.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         *("safetensors", "deepspeed", "kvikio", "tensornvme")

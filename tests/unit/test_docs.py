@@ -13,7 +13,6 @@ import re
 import runpy
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from processes import finished
 
 from nvme_offload.commands.cli import command as nvme_offload_command
 from nvme_offload.tune import cli as sweep_cli
@@ -133,9 +133,7 @@ def check_click(command: click.Command, arguments: list[str]) -> None:
 def help_of(module: str) -> str:
     """What a command of sweeps/ or tests/ says of itself."""
     arguments = ["-m", module] if not module.endswith(".py") else [module]
-    return subprocess.run(
-        [sys.executable, *arguments, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
-    ).stdout
+    return finished([sys.executable, *arguments, "--help"], cwd=ROOT, check=True).stdout
 
 
 def check_command(text: str) -> None:
@@ -170,7 +168,7 @@ def check_command(text: str) -> None:
         case [path, *_] if path.startswith(("tools/", "sweeps/")):
             assert (ROOT / path).is_file()
         case _:
-            done = subprocess.run(["bash", "-n", "-c", text], capture_output=True, text=True)
+            done = finished(["bash", "-n", "-c", text])
             assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -336,9 +334,7 @@ REPORTS = ROOT / "reports"
 
 def of_the_repository(directory):
     """The files below *directory*, without the ones that the developer's `make sweep` made."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "."], cwd=directory, capture_output=True, text=True
-    )
+    listed = finished(["git", "ls-files", "-z", "."], cwd=directory)
     if listed.returncode:  # no checkout: a source distribution
         return {path for path in directory.rglob("*") if path.is_file()}
     return {directory / name for name in listed.stdout.split("\0") if name}
@@ -632,9 +628,7 @@ def site(tmp_path_factory):
     for module in ("sphinx", "myst_parser", "furo", "numpydoc"):
         pytest.importorskip(module, reason=f"{module} is not installed here")
     into = tmp_path_factory.mktemp("docs") / "site"
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "build_docs.py", into], capture_output=True, text=True
-    )
+    done = finished([sys.executable, ROOT / "tools" / "build_docs.py", into])
     assert (done.returncode, done.stderr) == (0, "")
     return into
 

@@ -14,7 +14,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from patience import PATIENCE
+from processes import finished
 from profiles import profile
 
 from nvme_offload.commands import checks, cli
@@ -46,9 +46,7 @@ def run(*arguments: object) -> Result:
 
 
 def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE
-    )
+    return finished([*COMMAND, *map(str, arguments)])
 
 
 # nvme-offload plan
@@ -702,12 +700,7 @@ def test_a_doctor_without_the_extension_still_says_what_works(tmp_path):
         "import sys; sys.modules['nvme_offload._aio'] = None; "
         "from nvme_offload.commands.cli import main; sys.exit(main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "doctor", "--path", str(tmp_path), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = finished([sys.executable, "-c", program, "doctor", "--path", str(tmp_path), "--json"])
     assert done.returncode == 3, done.stderr
     said = json.loads(done.stdout)
     by_name = {each["name"]: each for each in said["checks"]}

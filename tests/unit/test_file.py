@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
+from processes import finished
 
 import nvme_offload
 from nvme_offload.errors import IOFailure, OffloadError, UnsupportedError, UsageError
@@ -250,9 +250,7 @@ with Engine(AioConfig(backend=backend, direct="auto")) as engine:
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     arguments = [sys.executable, "-c", script, backend, mode, str(fifo)]
-    result = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    result = finished(arguments, env=environment)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("refused:")
     assert str(fifo) in result.stdout

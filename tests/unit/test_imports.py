@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import graphlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from processes import finished
 
 PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -239,9 +240,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
-    )
+    done = finished([sys.executable, "-W", "error", "-c", code])
     assert done.stdout == (
         "set()\n[] set() True\nmodule 'nvme_offload' has no attribute 'nothing'\n"
     ), done.stderr

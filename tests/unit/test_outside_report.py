@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from processes import finished
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = """
@@ -50,10 +51,8 @@ print(json.dumps([int(status), *outcomes.rows.values()]))
 def test_rows_have_the_results_of_marked_tests(tmp_path: Path) -> None:
     (tmp_path / "test_programs.py").write_text(PROGRAMS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = outside: a program\n")
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-c", RUN, "-m", "outside", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True,
-        text=True,
         check=True,
         cwd=ROOT,
     )

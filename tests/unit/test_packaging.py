@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -22,6 +21,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 import nvme_offload
 
@@ -68,13 +68,7 @@ def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_tha
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))
     }
-    done = subprocess.run(
-        [small_project(f"pwd\n(exit {code})")],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env=environment,
-    )
+    done = finished([small_project(f"pwd\n(exit {code})")], cwd="/", env=environment)
     assert (done.returncode, done.stderr) == (code, "")
     place, *rest = done.stdout.splitlines()
     assert Path(place).samefile(small_project("").parents[1])
@@ -82,12 +76,12 @@ def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_tha
 
 
 def test_ci_stops_at_the_first_failure_of_the_command(small_project):
-    done = subprocess.run([small_project("false\necho went on")], capture_output=True, text=True)
+    done = finished([small_project("false\necho went on")])
     assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_ci_says_when_there_is_no_command(small_project):
-    done = subprocess.run([small_project("")], capture_output=True, text=True)
+    done = finished([small_project("")])
     assert (done.returncode, done.stderr) == (
         1,
         "README.md has no second command under 'Quick start'\n",
@@ -95,14 +89,7 @@ def test_ci_says_when_there_is_no_command(small_project):
 
 
 def test_bare_make_lists_every_target():
-    listing = subprocess.run(
-        ["make"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "MAKEFLAGS": ""},
-    ).stdout
+    listing = finished(["make"], check=True, cwd=ROOT, env={**os.environ, "MAKEFLAGS": ""}).stdout
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert re.findall(r"^  make (\S+) +\S", listing, re.MULTILINE) == phony
 
@@ -123,13 +110,7 @@ def compiler_without(tmp_path):
 def test_a_build_without_a_compiler_ends_in_one_line(compiler_without):
     pytest.importorskip("setuptools", reason="setuptools is not installed in this environment")
     environment = {**os.environ, "CXX": compiler_without("string")}
-    done = subprocess.run(
-        [sys.executable, "setup.py", "build_ext"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
+    done = finished([sys.executable, "setup.py", "build_ext"], cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (
         1,
         "",
@@ -143,9 +124,7 @@ def test_the_extension_needs_no_library_but_libc():
     needed = set(re.findall(rb"\0(lib[\w+-]+)\.so[.\d]*(?=\0)", Path(spec.origin).read_bytes()))
     if needed & {b"libasan", b"libtsan"}:
         pytest.skip("this build has sanitizers, which need the shared libstdc++")
-    archive = subprocess.run(
-        ["c++", "-print-file-name=libstdc++.a"], capture_output=True, text=True
-    ).stdout
+    archive = finished(["c++", "-print-file-name=libstdc++.a"]).stdout
     shared = set() if archive.startswith("/") else {b"libstdc++"}
     assert needed <= {b"libc", b"libm", b"libdl", b"libpthread", b"libgcc_s", b"libc++"} | shared
 
@@ -167,12 +146,8 @@ assert main() == 1
 
 
 def test_an_extension_that_does_not_load_is_one_error_with_a_remedy(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    done = finished(
+        [sys.executable, "-c", BROKEN], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stderr
     lines = (done.stdout + done.stderr).strip().splitlines()
@@ -208,9 +183,7 @@ def test_set_up_leaves_the_users_torch_alone(tmp_path):
         for name, value in environment.items()
         if name not in ("PIP_FIND_LINKS", "TORCH")
     }
-    done = subprocess.run(
-        [project / "tools/setup-env"], capture_output=True, text=True, env=environment
-    )
+    done = finished([project / "tools/setup-env"], env=environment)
 
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("setup: ")]
@@ -218,11 +191,8 @@ def test_set_up_leaves_the_users_torch_alone(tmp_path):
         f"setup: using the torch of {tmp_path}/mine/bin/python",
         "setup: building nvme-offload",
     ]
-    seen = subprocess.run(
-        [project / ".venv/bin/python", "-c", "import torch; print(torch.__file__)"],
-        capture_output=True,
-        text=True,
-        check=True,
+    seen = finished(
+        [project / ".venv/bin/python", "-c", "import torch; print(torch.__file__)"], check=True
     )
     assert seen.stdout == f"{packages}/torch.py\n"
 
@@ -241,7 +211,7 @@ def distributions(tmp_path_factory):
         into,
         sys.executable,
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = finished(command)
     if "not found below" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert (done.returncode, done.stderr) == (0, "")
@@ -279,11 +249,7 @@ def test_a_portable_wheel_needs_no_library_and_carries_licences(distributions):
 @pytest.mark.slow
 def test_the_distributions_are_ready_for_an_index(distributions):
     pytest.importorskip("twine", reason="twine is not installed here")
-    done = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *distributions],
-        capture_output=True,
-        text=True,
-    )
+    done = finished([sys.executable, "-m", "twine", "check", "--strict", *distributions])
     assert (done.returncode, done.stdout.count("PASSED")) == (0, 2), done.stdout
     wheel, _ = distributions
     with zipfile.ZipFile(wheel) as archive:
@@ -321,7 +287,7 @@ def fresh_environment(tmp_path):
                         link.symlink_to(entry)
     python = tmp_path / "fresh" / "bin" / "python"
     command = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = subprocess.run([python, "-c", command], capture_output=True, text=True, check=True)
+    packages = finished([python, "-c", command], check=True)
     (Path(packages.stdout.strip()) / "seen.pth").write_text(f"{seen}\n")
     return python
 
@@ -341,9 +307,7 @@ def test_a_wheel_is_installed_from_an_index_where_there_is_no_compiler(
         assert shutil.which(compiler, path=environment["PATH"]) is None
 
     def run(*command: str | Path) -> str:
-        done = subprocess.run(
-            [*map(str, command)], capture_output=True, text=True, cwd=tmp_path, env=environment
-        )
+        done = finished(command, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -376,13 +340,7 @@ def test_a_portable_wheel_lets_the_interpreter_end(distributions, tmp_path):
         archive.extractall(tmp_path)
     tests = [ROOT / "tests" / "unit" / "test_engine_lifetime.py", "-k", "stalls or ctrl_c_ended"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
+    done = finished(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stdout
 
 
@@ -399,7 +357,7 @@ def test_a_wheel_for_another_machine_wants_its_headers(tmp_path):
         tmp_path / "dist",
         sys.executable,
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = finished(command)
     assert done.returncode == 1
     assert done.stderr.startswith(f"wheels: xxhash.h not found below {tmp_path};")
     assert not (tmp_path / "dist").exists()
@@ -407,7 +365,7 @@ def test_a_wheel_for_another_machine_wants_its_headers(tmp_path):
 
 @pytest.mark.slow
 def test_the_source_distribution_has_what_git_has(distributions):
-    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    tracked = finished(["git", "ls-files"], cwd=ROOT)
     if tracked.returncode:
         pytest.skip("this is no clone")
     _, source = distributions

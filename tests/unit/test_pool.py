@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -38,14 +39,7 @@ def in_child(code: str, *arguments: str, **environment: str) -> subprocess.Compl
         "PYTHONWARNINGS": f"error,{os.environ['PYTHONWARNINGS']}",
         **environment,
     }
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=variables,
-        cwd=Path(__file__).parents[2],
-    )
+    return finished(command, env=variables, cwd=Path(__file__).parents[2])
 
 
 # The arena

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finished
 from profiles import profile
 
 from nvme_offload.errors import UnsupportedError, UsageError
@@ -144,9 +144,7 @@ def test_without_a_home_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     script = "import os; from nvme_offload.files import sealed\nfrom nvme_offload.hardware import profile_shelf\n"
     script += "os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
     script += "except Exception as error: print(type(error).__name__, error)"
-    said = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout
+    said = finished([sys.executable, "-c", script], check=True).stdout
     assert (
         said
         == "UnsupportedError this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to\n"

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 from nvme_offload.commands.run import STARTUP
 
@@ -19,10 +20,8 @@ RUN = [sys.executable, "-m", "nvme_offload.commands", "run"]
 
 
 def run(*command, path=(), **environment):
-    return subprocess.run(
+    return finished(
         [*RUN, *command],
-        capture_output=True,
-        text=True,
         input="given\n",
         env={**os.environ, "PYTHONPATH": os.pathsep.join((*map(str, path), ROOT)), **environment},
     )
@@ -59,7 +58,7 @@ def test_the_command_finds_signals_as_a_shell_gives_them():
         (line,) = [line for line in said.splitlines() if line.startswith("SigIgn")]
         return line
 
-    plain = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
+    plain = finished(["cat", "/proc/self/status"]).stdout
     assert ignored(run("cat", "/proc/self/status").stdout) == ignored(plain)
 
 
@@ -103,13 +102,7 @@ def fake_modules(place, deepspeed=FAKE):
 def python(code, place):
     # the interpreter alone: `run` itself needs the real package
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(STARTUP), str(place)))}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env=environment,
-    )
+    return finished([sys.executable, "-W", "error", "-c", code], cwd=place, env=environment)
 
 
 def test_an_import_of_deepspeed_enables(tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -21,6 +20,7 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
+from processes import finished
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
@@ -524,14 +524,7 @@ store.close()
 
 def test_a_forked_child_can_neither_use_nor_hurt_the_store(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
-    ended = subprocess.run(
-        [sys.executable, "-c", FORK],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ended = finished([sys.executable, "-c", FORK], cwd=tmp_path, env=environment)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
     assert list(tmp_path.iterdir()) == []
 

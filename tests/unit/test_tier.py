@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.swap.tier import Tier
@@ -85,12 +84,7 @@ with offload:
 
 def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(tmp_path):
     """torch has registered its finalizers by then, so finalizers registered later run earlier."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LEFT_OPEN, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ended = finished([sys.executable, "-W", "ignore", "-c", LEFT_OPEN, str(tmp_path)])
     said = [line for line in ended.stderr.splitlines() if "is on the root filesystem" not in line]
     assert (ended.returncode, said) == (0, [])
 
