@@ -29,11 +29,8 @@ from reference import (
     unlike,
 )
 
-import nvme_offload.store.store
-from nvme_offload._aio import FaultKind
 from nvme_offload.activations import save_on_nvme
-from nvme_offload.errors import IOFailure, UsageError
-from nvme_offload.io.engine import Engine
+from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.accumulation import GradientSums
 from nvme_offload.optim.host_gradient import HostGradient
@@ -799,50 +796,6 @@ def test_gradients_that_are_looked_at_are_not_written_again(tmp_path):
             counters.append(optimizer._steps.tier.swapper.stats())
     assert counters[3].bytes_read > counters[1].bytes_read  # they do not all fit
     assert counters[3].bytes_written == counters[1].bytes_written
-
-
-def test_a_drive_that_fails(tmp_path, monkeypatch):
-    """A failed step is called again; the micro-batches of a failed step are begun again."""
-    plain = parameters(torch.bfloat16)
-    train(plain, Reference(plain, torch.optim.AdamW))
-    failures = []
-    for first in range(0, 80, 4):
-        params, failed = trained_with_faults(tmp_path, monkeypatch, first)
-        failures.append(failed)
-        assert differing(params, plain) == []
-    # failed prefetches and writes are retried automatically
-    assert sum(map(bool, failures)) > 5
-
-
-def trained_with_faults(tmp_path, monkeypatch, first):
-    monkeypatch.setattr(
-        nvme_offload.store.store,
-        "Engine",
-        functools.partial(Engine, _faults=[(first, 2, FaultKind.FAIL, 5)]),
-    )
-    params = parameters(torch.bfloat16)
-    failures = 0
-    with smallest(
-        lambda cap: NVMeOptimizer(params, paths=tmp_path, host_memory=cap, accumulate="host")
-    ) as optimizer:
-        for step in range(3):
-            while True:
-                try:
-                    for micro_batch in range(3):
-                        backward(params, 100 * step + micro_batch)
-                    break
-                except IOFailure:
-                    failures += 1
-                    optimizer.zero_grad()
-            while True:
-                try:
-                    optimizer.step()
-                    break
-                except IOFailure:
-                    failures += 1
-            optimizer.zero_grad()
-        assert optimizer.stats().step == 3
-    return params, failures
 
 
 def test_a_sum_that_is_not_whole_is_reported(tmp_path, monkeypatch):

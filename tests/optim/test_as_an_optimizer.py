@@ -584,16 +584,6 @@ def test_a_drive_without_room_is_refused(mounted):
         assert optimizer.stats().bytes_written == 0
 
 
-def test_a_sparse_gradient_is_refused(tmp_path):
-    embedding = torch.nn.Embedding(10, 4, sparse=True)
-    with NVMeOptimizer(embedding.parameters(), paths=tmp_path) as optimizer:
-        embedding(torch.tensor([1, 2])).sum().backward()
-        with pytest.raises(UnsupportedError, match="sparse=False"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-
-
 def test_options_that_come_to_be_wrong_are_refused_when_they_do(tmp_path):
     params = parameters()
     with NVMeOptimizer(params, paths=tmp_path) as optimizer:

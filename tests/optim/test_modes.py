@@ -188,8 +188,8 @@ def test_parameters_that_were_made_under_inference_mode_are_refused(tmp_path):
         NVMeOptimizer(net.parameters(), paths=tmp_path)
 
 
-def test_a_sparse_gradient_is_refused_by_name_in_backward_too(tmp_path):
-    for when in (True, "provisional"):
+def test_a_sparse_gradient_is_refused_by_name(tmp_path):
+    for when in (False, True, "provisional"):
         net = torch.nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
         with NVMeOptimizer(
             net.parameters(), torch.optim.SGD, lr=0.1, paths=tmp_path, step_in_backward=when

@@ -20,7 +20,6 @@ import weakref
 import late
 import pytest
 import torch
-from covering import covering
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
@@ -29,7 +28,6 @@ from reference import (
     Lion,
     Reference,
     batch,
-    breaking,
     differing,
     loss_of,
     model,
@@ -39,11 +37,8 @@ from reference import (
     unlike,
 )
 
-import nvme_offload.store.store
 from nvme_offload import save_on_nvme
-from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
-from nvme_offload.io.engine import Engine
 from nvme_offload.io.waits import wait_for
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
@@ -794,61 +789,6 @@ def test_type_of_a_parameter_makes_a_parameter(tmp_path, monkeypatch):
 # Errors.
 
 
-@pytest.fixture
-def faulty(monkeypatch):
-    """A function that has the engine's transfers fail."""
-
-    def make(faults):
-        monkeypatch.setattr(
-            nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=faults)
-        )
-
-    return make
-
-
-@covering(in_backward=[False, True], first=range(0, 60, 4))
-def test_each_transfer_that_fails_is_reported_and_tried_again(tmp_path, faulty, first, in_backward):
-    faulty([(first, 2, FaultKind.FAIL, 5)])
-    net = model(torch.bfloat16)
-    failures = []
-
-    def until_done(action):
-        while True:
-            try:
-                return action()
-            except IOFailure as error:
-                assert error.errno == 5  # noqa: PT017
-                failures.append(error)
-                assert len(failures) < 5, "the failure should have passed"
-
-    with NVMeOptimizer(
-        net.parameters(),
-        lr=0.01,
-        paths=tmp_path,
-        host_memory=200_000,
-        step_in_backward=in_backward,
-        overlap_step=True,
-    ) as optimizer:
-
-        def backward(step):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-
-        for step in range(4):
-            until_done(functools.partial(backward, step))
-            until_done(optimizer.step)
-        until_done(optimizer.synchronize)
-        assert optimizer.stats().step == 4
-        assert {float(optimizer.state[one]["step"]) for one in net.parameters()} == {4.0}
-    plain = model(torch.bfloat16)
-    reference = Reference(list(plain.parameters()), torch.optim.AdamW, lr=0.01)
-    for step in range(4):
-        plain.zero_grad()
-        loss_of(plain, step).backward()
-        reference.step()
-    assert differing(list(net.parameters()), list(plain.parameters())) == []
-
-
 class Failing:
     """Has updates of the last bucket fail so many times."""
 
@@ -919,32 +859,6 @@ def test_a_step_after_an_error_makes_its_own_where_there_are_other_gradients(tmp
     set_gradients(again.parameters(), 4)
     reference.step()
     assert differing(list(net.parameters()), list(again.parameters())) == []
-
-
-def test_an_error_within_an_update_wants_a_checkpoint(tmp_path):
-    Breaking = breaking()
-    net = model()
-    with NVMeOptimizer(net.parameters(), Breaking, paths=tmp_path, overlap_step=True) as optimizer:
-        for step in range(2):
-            step_of(net, optimizer, step)
-        saved, kept = optimizer.state_dict(), copy.deepcopy(net.state_dict())
-        Breaking.broken = True
-        step_of(net, optimizer, 2)
-        with pytest.raises(RuntimeError, match="out of something"):
-            net(batch(3))
-        Breaking.broken = False
-        assert not any(waiting(net))
-        for use in (optimizer.step, optimizer.state_dict):
-            with pytest.raises(UsageError, match="load both from a checkpoint"):
-                use()
-        optimizer.load_state_dict(saved)
-        net.load_state_dict(kept)
-        step_of(net, optimizer, 2)
-    expected = model()
-    reference = torch.optim.AdamW(expected.parameters())
-    for step in range(3):
-        step_of(expected, reference, step)
-    assert differing(list(net.parameters()), list(expected.parameters())) == []
 
 
 def test_loading_states_drops_updates_that_cannot_be_made(tmp_path, monkeypatch, caplog):

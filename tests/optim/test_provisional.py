@@ -19,11 +19,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from reference import KINDS, OPTIMIZERS, Lion, batch, differing, loss_of, model, parameters, unlike
 
-import nvme_offload.store.store
 from nvme_offload import _aio
-from nvme_offload._aio import FaultKind
-from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
-from nvme_offload.io.engine import Engine
+from nvme_offload.errors import NoSpaceError, UsageError
 from nvme_offload.optim import NVMeOptimizer, provisional
 from nvme_offload.optimizer_states.fingerprint import CHUNK, fingerprint
 from nvme_offload.swap.access_order import AccessOrder
@@ -597,46 +594,6 @@ def test_the_forward_pass_has_a_share_of_the_updates(tmp_path, state_format):
 
 
 # A drive that fails, or is full.
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(first, marks=[pytest.mark.slow] if first % 2 else [])
-        for first in range(0, 60, 3)
-    ],
-)
-def test_a_drive_that_fails_at_any_transfer_loses_nothing(tmp_path, monkeypatch, first):
-    """In the backward pass the update is left to `step`; in that it is tried again."""
-    plain = model()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    ours = model()
-    script = [(40 + first, 1, FaultKind.FAIL, 5)]
-    monkeypatch.setattr(
-        nvme_offload.store.store,
-        "Engine",
-        lambda config=None: Engine(config, _faults=script),
-    )
-    optimizer = NVMeOptimizer(
-        ours.parameters(),
-        lr=0.01,
-        host_memory=SMALL,
-        paths=tmp_path,
-        step_in_backward="provisional",
-    )
-    for step in range(9):
-        for net, one in ((plain, reference), (ours, optimizer)):
-            one.zero_grad()
-            loss_of(net, step).backward()
-            clip(net, 1e-3 if step in (4, 7) else 1e9)
-            for _ in range(3):
-                try:
-                    one.step()
-                except IOFailure:
-                    continue
-                break
-        assert differing(list(ours.parameters()), list(plain.parameters())) == []
-    optimizer.close()
 
 
 def test_a_drive_without_room_for_two_versions_is_refused(mounted):

@@ -218,38 +218,6 @@ def test_the_norm_of_used_gradients_is_known(tmp_path, dtype, overlaps):
     assert min(norms) > 0
 
 
-def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog):
-    results = []
-    for in_backward in (False, True):
-        net = model(torch.bfloat16)
-        if in_backward:
-            monkeypatch.setattr(
-                nvme_offload.store.store,
-                "Engine",
-                functools.partial(
-                    Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]
-                ),
-            )
-        with NVMeOptimizer(
-            net.parameters(),
-            lr=0.01,
-            paths=tmp_path,
-            host_memory=200_000,
-            step_in_backward=in_backward,
-        ) as optimizer:
-            for step in range(6):
-                loss_of(net, step).backward()
-                while True:
-                    with contextlib.suppress(IOFailure):
-                        optimizer.step()
-                        break
-                optimizer.zero_grad()
-            assert optimizer.stats().step == 6
-        results.append(list(net.parameters()))
-    assert differing(*results) == []
-    assert "is left to step()" in caplog.text
-
-
 def test_a_drive_that_stays_broken_is_reported_by_the_step(tmp_path, monkeypatch):
     monkeypatch.setattr(
         nvme_offload.store.store,
