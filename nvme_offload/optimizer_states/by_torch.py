@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from .rounding import BLOCK, CHUNK, random_keys, randoms
+from .rounding import BLOCK, chunks, random_keys, randoms
 
 _MANTISSA_BITS = 3
 DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
@@ -34,49 +34,29 @@ def encode(
     blocks: torch.Tensor | None = None,
 ) -> None:
     """See `eight_bit.encode`."""
-    device = values.device
-    values = values.view(-1)
-    factors, summands = random_keys(values.numel(), seed, device, blocks)
-    size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
-    scaled, other = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
-    for start in range(0, values.numel(), CHUNK):
-        part = values[start : start + CHUNK]
-        count = part.numel()
-        if count % BLOCK:
-            part = torch.nn.functional.pad(part, (0, -count % BLOCK))
-        blocks = part.view(-1, BLOCK)
-        first_block = start // BLOCK
-        exponent = _exponents(blocks, signed)
-        exponents[first_block : first_block + len(blocks)].copy_(exponent)
-
-        a, b = scaled[: part.numel()], other[: part.numel()]
-        bits, random = a.view(torch.int32), b.view(torch.int32)
-        torch.mul(
-            blocks,
-            ((254 + TOP_OCTAVE[signed] - exponent) << 23).view(torch.float32)[:, None],
-            out=a.view(-1, BLOCK),
-        )
+    factors, summands = random_keys(values.numel(), seed, values.device, blocks)
+    for part, rows in chunks(values.numel()):
+        block = _in_blocks(values.view(-1)[part])
+        exponent = _exponents(block, signed)
+        exponents[rows].copy_(exponent)
+        scaled = block * ((254 + TOP_OCTAVE[signed] - exponent) << 23).view(torch.float32)[:, None]
         if signed:
             # Above the least normal number, the distance between codes doubles with the exponent.
             # Below, it is uniform. The larger of the two is right; they are equal at the boundary.
-            torch.add(a.abs_(), LEAST_NORMAL, out=b)
-            torch.maximum(bits, random.sub_(1 << 23), out=bits)
+            bits = scaled.abs_().view(torch.int32)
+            bits = torch.maximum(bits, (scaled + LEAST_NORMAL).view(torch.int32) - (1 << 23))
         else:
-            torch.maximum(a, torch.sign(part, out=b).mul_(LEAST_NORMAL), out=a)
-        bits.add_(
-            randoms(random, factors[first_block:], summands[first_block:])
-            .bitwise_right_shift_(32 - DROPPED)
-            .add_(STEP // 2 - CODE_ZERO)
-        )
+            bits = torch.maximum(scaled, block.sign() * LEAST_NORMAL).view(torch.int32)
+        bits += randoms(factors[rows], summands[rows]) >> 32 - DROPPED
+        bits += STEP // 2 - CODE_ZERO
         if signed:
-            sign = torch.bitwise_right_shift(part.view(torch.int32), 24 - DROPPED, out=random)
-            bits.bitwise_or_(sign.bitwise_and_(0x80 << DROPPED))
-        bits.view(-1, BLOCK).bitwise_right_shift_(
-            torch.full_like(exponent, DROPPED).masked_fill_(exponent == NOT_FINITE, 31)[:, None]
-        )
+            bits |= (block.view(torch.int32) >> 24 - DROPPED) & (0x80 << DROPPED)
+        bits >>= torch.full_like(exponent, DROPPED).masked_fill_(exponent == NOT_FINITE, 31)[
+            :, None
+        ]
         if not signed:
             bits.clamp_(min=0)  # zero is far below every code
-        codes[start : start + count].copy_(bits[:count])
+        codes[part].copy_(bits.view(-1)[: part.stop - part.start])
 
 
 def decode(
@@ -86,21 +66,12 @@ def decode(
     fields = exponents.to(torch.int32)
     scales = ((fields.clamp(min=LEAST_EXPONENT) - TOP_OCTAVE[signed]) << 23).view(torch.float32)
     scales.masked_fill_(fields == NOT_FINITE, torch.nan)
-    halves = torch.empty(min(CHUNK, values.numel()), dtype=torch.int16, device=values.device)
-    for start in range(0, values.numel(), CHUNK):
-        part = values[start : start + CHUNK]
-        half = halves[: part.numel()]
-        half.copy_(
-            codes[start : start + CHUNK].view(torch.int8 if signed else torch.uint8)
-        ).bitwise_left_shift_(7)
+    for part, rows in chunks(values.numel()):
+        half = codes[part].view(torch.int8 if signed else torch.uint8).to(torch.int16) << 7
         if signed:
-            half.bitwise_and_(~0x4000)  # the sign's copy, from widening int8
-        part.copy_(half.view(torch.float16))
-        scale = scales[start // BLOCK : -(-(start + part.numel()) // BLOCK)]
-        whole = part.numel() // BLOCK * BLOCK
-        part[:whole].view(-1, BLOCK).mul_(scale[: whole // BLOCK, None])
-        if whole < part.numel():
-            part[whole:].mul_(scale[-1])
+            half &= ~0x4000  # the sign's copy, from widening int8
+        scale = scales[rows].repeat_interleave(BLOCK)[: half.numel()]
+        values[part].copy_(half.view(torch.float16)).mul_(scale)
 
 
 def round_to_24(
@@ -108,52 +79,32 @@ def round_to_24(
 ) -> None:
     """See `eight_bit.round_to_24`."""
     factors, summands = random_keys(values.numel(), seed, values.device, blocks)
-    size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
-    random = torch.empty(size, dtype=torch.int32, device=values.device)
-    for start in range(0, values.numel(), CHUNK):
-        part = values[start : start + size]
-        first_block = start // BLOCK
-        drawn = randoms(
-            random[: -(-part.numel() // BLOCK) * BLOCK],
-            factors[first_block:],
-            summands[first_block:],
-        )[: part.numel()]
-        drawn.bitwise_right_shift_(24).bitwise_and_(0xFF)
-        drawn.mul_(part.isfinite())
-        bits = part.view(torch.int32)
-        bits.bitwise_or_(part.isnan() * 0x400000)  # quiet: not an infinity without low bits
+    for part, rows in chunks(values.numel()):
+        bits = values[part].view(torch.int32)
+        drawn = randoms(factors[rows], summands[rows]).view(-1)[: bits.numel()]
+        drawn.bitwise_right_shift_(24).bitwise_and_(0xFF).mul_(values[part].isfinite())
+        bits |= values[part].isnan() * 0x400000  # quiet: not an infinity without low bits
         bits.add_(drawn).bitwise_and_(~0xFF)
 
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
     """See `split.split`."""
-    scratch = torch.empty(min(CHUNK, master.numel()), dtype=torch.int32, device=master.device)
-    for start in range(0, master.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    for part, _ in chunks(master.numel()):
         bits = master[part].view(torch.int32)
-        high = torch.add(bits, 0x8000, out=scratch[: bits.numel()])
-        high.bitwise_right_shift_(16)
         upper = bits >> 16
         quiet = torch.where((upper & 0x7F) == 0, upper | 0x40, upper)
-        torch.where(master[part].isnan(), quiet, high, out=high)
+        high = torch.where(master[part].isnan(), quiet, (bits + 0x8000) >> 16)
         working[part].view(torch.int16).copy_(high)
         low[part].copy_(bits if low.dtype == torch.int16 else bits >> 8)
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
     """See `split.join`."""
-    scratch = torch.empty(min(CHUNK, master.numel()), dtype=torch.int32, device=master.device)
-    for start in range(0, master.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        bits = master[part].view(torch.int32)
-        bits.copy_(working[part].view(torch.int16))
-        bits.bitwise_left_shift_(16)
-        lacking = scratch[: bits.numel()].copy_(low[part])
-        if low.dtype == torch.int8:
-            lacking.bitwise_left_shift_(8)
-        bits.add_(lacking)
+    for part, _ in chunks(master.numel()):
         upper = working[part].view(torch.int16).to(torch.int32) << 16
-        torch.where(working[part].isnan(), upper | (lacking & 0xFFFF), bits, out=bits)
+        lacking = low[part].to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
+        whole = torch.where(working[part].isnan(), upper | (lacking & 0xFFFF), upper + lacking)
+        master[part].view(torch.int32).copy_(whole)
 
 
 def mark_far(
@@ -162,17 +113,13 @@ def mark_far(
     """Set *far* for each block of the second moments *values* in which too many values matter.
     *first*: the first moments of the same elements.
     """
-    for start in range(0, values.numel(), CHUNK):
-        part = _in_blocks(values[start : start + CHUNK])
+    for place, rows in chunks(values.numel()):
+        part = _in_blocks(values[place])
         least = part.amax(dim=1, keepdim=True) * RANGE
         roots = part.sqrt()
-        updates = (
-            roots * 8
-            if first is None
-            else _in_blocks(first[start : start + CHUNK]).abs() * NEGLIGIBLE_RATIO
-        )
+        updates = roots * 8 if first is None else _in_blocks(first[place]).abs() * NEGLIGIBLE_RATIO
         matter = (part > 0) & (part < least) & (least.sqrt() > eps / 8) & (updates >= roots + eps)
-        far[start // BLOCK :][: len(part)] |= matter.sum(dim=1) > MOST_FAR
+        far[rows] |= matter.sum(dim=1) > MOST_FAR
 
 
 def add_sums(

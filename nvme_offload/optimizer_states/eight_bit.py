@@ -33,7 +33,7 @@ import torch
 from ..errors import UnsupportedError
 from ..extension import _aio
 from .on_gpu import kernels
-from .rounding import BLOCK, CHUNK, random_keys, random_table, randoms
+from .rounding import CHUNK, chunks, random_keys, random_table, randoms
 
 _SIGNED = {
     "exp_avg": True,  # Adam, AdamW, NAdam, RAdam, Adamax, Lion
@@ -99,19 +99,11 @@ def round_to_16(
 ) -> None:
     """Round *values* to bfloat16 *codes*, stochastically as `encode` does. Shapes: as for `encode`."""
     factors, summands = random_keys(values.numel(), seed, values.device, blocks)
-    size = min(1 << 16 if values.is_cpu else CHUNK, -(-values.numel() // BLOCK) * BLOCK)
-    random = torch.empty(size, dtype=torch.int32, device=values.device)
-    for start in range(0, values.numel(), size):
-        part = values[start : start + size]
-        count = part.numel()
-        first_block = start // BLOCK
-        drawn = randoms(
-            random[: -(-count // BLOCK) * BLOCK], factors[first_block:], summands[first_block:]
-        )[:count].bitwise_and_(0xFFFF)
-        drawn.mul_(part.isfinite())  # infinities and NaN keep their bits
-        codes[start : start + count].view(torch.int16).copy_(
-            drawn.add_(part.view(torch.int32)).bitwise_right_shift_(16)
-        )
+    for part, rows in chunks(values.numel(), 1 << 16 if values.is_cpu else CHUNK):
+        bits = values[part].view(torch.int32)
+        drawn = randoms(factors[rows], summands[rows]).view(-1)[: bits.numel()].bitwise_and_(0xFFFF)
+        drawn.mul_(values[part].isfinite())  # infinities and NaN keep their bits
+        codes[part].view(torch.int16).copy_(drawn.add_(bits).bitwise_right_shift_(16))
 
 
 def round_to_24(

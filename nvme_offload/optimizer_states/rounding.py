@@ -5,6 +5,7 @@ and shifted by a hash of the seed and the block's name.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 # Number of values that share a hash and, in 8 bits, an exponent. It does not change the values of
 # codes, and therefore not the errors: on real gradients, 64 and 4096 gave the same errors.
@@ -70,12 +71,13 @@ def _mixed(number: int) -> int:
     return number ^ (number >> 32)
 
 
-def randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
-    """Fill *out*, int32 of whole blocks, with random bits by *factors* and *summands* of
-    `random_keys`.
-    """
-    count = out.numel() // BLOCK
-    torch.mul(random_table(out.device), factors[:count, None], out=out.view(count, BLOCK)).add_(
-        summands[:count, None]
-    )
-    return out
+def randoms(factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
+    """Random bits for blocks, a row for each, by *factors* and *summands* of `random_keys`."""
+    return random_table(factors.device).mul(factors[:, None]).add_(summands[:, None])
+
+
+def chunks(numel: int, size: int = CHUNK) -> Iterator[tuple[slice, slice]]:
+    """The chunks of *numel* values, *size* in each, and their blocks."""
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
+        yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))

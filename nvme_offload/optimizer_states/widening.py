@@ -15,7 +15,7 @@ from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
 from .on_gpu import kernels
-from .rounding import BLOCK, CHUNK, block_names
+from .rounding import BLOCK, CHUNK, block_names, chunks
 
 _LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
 _LEAST_EPS = 1e-12
@@ -179,9 +179,8 @@ def round_near(
         names = block_names(0, layout.numel, states[key].device) if blocks is None else blocks
         # On the CPU, temporaries stay small compared with host_memory.
         size = 1 << 18 if states[key].is_cpu else CHUNK
-        for start in range(0, layout.numel, size):
-            values = states[key][start : start + size]
-            of = slice(start // BLOCK, -(-(start + values.numel()) // BLOCK))
+        for part, of in chunks(layout.numel, size):
+            values = states[key][part]
             codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
             exponents = torch.empty(len(names[of]), dtype=torch.uint8, device=values.device)
             exact = values.clone()

@@ -17,11 +17,8 @@ sys.path.append(str(Path(__file__).parent))
 from bit_patterns import SPECIAL, numbers, patterns
 
 from nvme_offload.optimizer_states import by_torch
-from nvme_offload.optimizer_states.eight_bit import (
-    BLOCK,
-    decode,
-    encode,
-)
+from nvme_offload.optimizer_states.eight_bit import decode, encode
+from nvme_offload.optimizer_states.rounding import BLOCK
 
 pytestmark = pytest.mark.usefixtures("threads")
 
