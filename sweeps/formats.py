@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from nvme_offload import NVMeOptimizer
-from nvme_offload.optimizer_states import FORMATS
+from nvme_offload.optimizer_states.formats import FORMATS
 
 from . import apart, command
 from .blocks import Block

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from ..optimizer_states import BLOCK, StateFormat
+from ..optimizer_states.formats import StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
+from ..optimizer_states.rounding import BLOCK
 from ..optimizer_states.traits import Traits, examine, lasting_keys, raw_step
 from ..optimizer_states.tree import is_for_each, tensors
 from ..sizes import GPU_PARTS, LEAST_BUDGET_BYTES

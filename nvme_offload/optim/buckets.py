@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..optimizer_states import BLOCK, block_names
 from ..optimizer_states.fingerprint import fingerprint
+from ..optimizer_states.rounding import BLOCK, block_names
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, dense_strides, is_for_each
 from ..parameters.idle import address_of, detached

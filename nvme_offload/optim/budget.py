@@ -13,7 +13,7 @@ from ..units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from ..optimizer_states import StateFormat
+    from ..optimizer_states.formats import StateFormat
     from ..optimizer_states.traits import Traits
 
 _LEAST_ELEMENTS = 4096

@@ -17,8 +17,8 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..hardware.config import AioConfig
-from ..optimizer_states import state_format as format_called
-from ..optimizer_states import wide_enough
+from ..optimizer_states.formats import state_format as format_called
+from ..optimizer_states.widening import wide_enough
 from ..swap.tier import open_tier
 from . import files, parts, saved
 from .binding import check_resized, parameters_of

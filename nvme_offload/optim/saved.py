@@ -17,7 +17,7 @@ import torch
 
 from ..errors import IOFailure, UsageError, known
 from ..io.archive import Part, Provider, offloaded
-from ..optimizer_states import Layout
+from ..optimizer_states.formats import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
 from .buckets import Bucket, Fragment, Weight, like, local

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import known
-from ..optimizer_states import StateFormat
+from ..optimizer_states.formats import StateFormat
 from ..parameters.idle import streamer_of
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier

@@ -10,21 +10,19 @@ from typing import Any
 import torch
 
 from ..errors import known
-from ..optimizer_states import (
-    Layout,
-    StateFormat,
-    least_eps,
-    looks_at,
-    mark_far_blocks,
-    put_in_place,
-    round_near,
-    wide_enough,
-)
 from ..optimizer_states.adam_by_kernels import can_step_by_kernels, step_by_kernels
+from ..optimizer_states.formats import Layout, StateFormat, put_in_place
 from ..optimizer_states.one_pass import Part, is_packed_adam, step_in_one_pass
 from ..optimizer_states.packed import Look
 from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import drop_memory, travelling
+from ..optimizer_states.widening import (
+    least_eps,
+    looks_at,
+    mark_far_blocks,
+    round_near,
+    wide_enough,
+)
 from ..sizes import PLACES
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, local

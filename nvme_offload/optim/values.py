@@ -15,16 +15,9 @@ import torch
 from ..device.staging import CPU, HostStager
 from ..errors import OutOfHostMemoryError, known
 from ..hardware.machine import release_heap, resident_bytes
-from ..optimizer_states import (
-    Findings,
-    Layout,
-    StateFormat,
-    far_blocks,
-    least_eps,
-    round_near,
-    widened,
-)
+from ..optimizer_states.formats import Layout, StateFormat
 from ..optimizer_states.tree import Key
+from ..optimizer_states.widening import Findings, far_blocks, least_eps, round_near, widened
 from ..swap.tier import Tier
 from ..units import format_bytes
 from ..update.records import Records, Unit, nothing

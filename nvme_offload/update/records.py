@@ -11,7 +11,7 @@ import torch
 
 from ..device.staging import DeviceStager, HostStager
 from ..errors import OutOfHostMemoryError, known
-from ..optimizer_states import Layout, StateFormat
+from ..optimizer_states.formats import Layout, StateFormat
 from ..optimizer_states.tree import Key
 from ..swap.tier import Tier
 

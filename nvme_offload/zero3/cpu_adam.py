@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..optimizer_states import FORMATS
+from ..optimizer_states.formats import FORMATS
 from ..optimizer_states.one_pass import VECTORS, Part, deepspeed_step, update
 
 # In fp32, 1 - power is 1 far above it.

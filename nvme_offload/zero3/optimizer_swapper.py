@@ -28,16 +28,11 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, known
-from ..optimizer_states import (
-    BLOCK,
-    Layout,
-    block_names,
-    far_blocks,
-    least_eps,
-    looks_at,
-)
+from ..optimizer_states.formats import Layout
 from ..optimizer_states.one_pass import Part, has_packed_moments, step_in_one_pass, update
+from ..optimizer_states.rounding import BLOCK, block_names
 from ..optimizer_states.tree import drop_memory
+from ..optimizer_states.widening import far_blocks, least_eps, looks_at
 from ..update.records import Records, Unit
 from .cpu_adam import CPUAdam, is_cpu_adam
 from .once_per_step import has_hooks, replaces_step

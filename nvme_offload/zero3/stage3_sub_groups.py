@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 
 from ..device.staging import CPU
 from ..errors import UnsupportedError
-from ..optimizer_states import BLOCK
+from ..optimizer_states.rounding import BLOCK
 from ..sizes import PLACES
 from . import compat, states
 from .agreement import all_or_none

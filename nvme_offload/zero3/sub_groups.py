@@ -12,7 +12,7 @@ import torch
 
 from ..device.staging import CPU
 from ..errors import UnsupportedError
-from ..optimizer_states import StateFormat
+from ..optimizer_states.formats import StateFormat
 from ..optimizer_states.traits import alike, examine, known
 from ..optimizer_states.tree import is_for_each
 

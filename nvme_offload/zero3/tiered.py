@@ -17,7 +17,8 @@ from deepspeed import comm as dist
 from ..device.staging import CPU
 from ..errors import OffloadError, UsageError, known
 from ..io import archive
-from ..optimizer_states import FORMATS, StateFormat, wide_enough
+from ..optimizer_states.formats import FORMATS, StateFormat
+from ..optimizer_states.widening import wide_enough
 from ..sizes import Footprint
 from ..swap.tier import Tier
 from ..units import format_bytes

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import differing, parameters, train, unlike
 
 from nvme_offload.optim import NVMeOptimizer, update
-from nvme_offload.optimizer_states import FORMATS, state_format
+from nvme_offload.optimizer_states.formats import FORMATS, state_format
 
 STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 

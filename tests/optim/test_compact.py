@@ -14,7 +14,8 @@ from covering import covering
 from reference import differing, parameters, smallest, train, unlike
 
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.optimizer_states import far_blocks, round_near, state_format
+from nvme_offload.optimizer_states.formats import state_format
+from nvme_offload.optimizer_states.widening import far_blocks, round_near
 
 SHAPES = [(40, 30), (7,), (300, 100), (64, 64), (1000,), (33, 31)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nvme_offload.optimizer_states import BLOCK
+from nvme_offload.optimizer_states.rounding import BLOCK
 
 # zeros, denormals, the largest numbers, infinities, and NaN of every kind
 SPECIAL = [

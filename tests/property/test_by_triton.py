@@ -22,10 +22,11 @@ from bit_patterns import SPECIAL, numbers, patterns
 
 from nvme_offload import optimizer_states
 from nvme_offload.commands import checks
-from nvme_offload.optimizer_states import FORMATS, block_names, by_torch, on_gpu, one_pass
+from nvme_offload.optimizer_states import by_torch, on_gpu, one_pass
 from nvme_offload.optimizer_states.adam_by_kernels import step_by_kernels
+from nvme_offload.optimizer_states.formats import FORMATS
 from nvme_offload.optimizer_states.packed import MASTER_INDEX, Look, Pieces
-from nvme_offload.optimizer_states.rounding import BLOCK, random_keys, random_table
+from nvme_offload.optimizer_states.rounding import BLOCK, block_names, random_keys, random_table
 
 # of numpy, with which the interpreter computes
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

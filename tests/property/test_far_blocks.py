@@ -14,7 +14,10 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from bit_patterns import SPECIAL, patterns
 
-from nvme_offload.optimizer_states import BLOCK, by_torch, far_blocks, state_format
+from nvme_offload.optimizer_states import by_torch
+from nvme_offload.optimizer_states.formats import state_format
+from nvme_offload.optimizer_states.rounding import BLOCK
+from nvme_offload.optimizer_states.widening import far_blocks
 
 pytestmark = pytest.mark.usefixtures("threads")
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_offload.optimizer_states import FORMATS, Layout, StateFormat, block_names
+from nvme_offload.optimizer_states.formats import FORMATS, Layout, StateFormat
 from nvme_offload.optimizer_states.one_pass import Part, step_in_one_pass
+from nvme_offload.optimizer_states.rounding import block_names
 
 pytestmark = pytest.mark.processor
 

@@ -20,7 +20,7 @@ from nvme_offload.hardware.machine import Gpu
 from nvme_offload.hardware.profile import Profile, Setting, StripePath
 from nvme_offload.optim import provisional as provisional_updates
 from nvme_offload.optim.budget import beside_bytes, most_elements
-from nvme_offload.optimizer_states import FORMATS
+from nvme_offload.optimizer_states.formats import FORMATS
 from nvme_offload.optimizer_states.traits import Traits
 from nvme_offload.planning import placement
 from nvme_offload.planning.advice import Question, cheapest_change, faster, hiding, shown

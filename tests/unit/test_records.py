@@ -11,7 +11,7 @@ import torch
 from nvme_offload.device.staging import HostStager
 from nvme_offload.errors import OutOfHostMemoryError, known
 from nvme_offload.hardware.config import AioConfig
-from nvme_offload.optimizer_states import FORMATS
+from nvme_offload.optimizer_states.formats import FORMATS
 from nvme_offload.swap.tier import Tier
 from nvme_offload.update.records import Records, RetainedError, Unit
 

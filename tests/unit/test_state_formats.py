@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nvme_offload.errors import UnsupportedError, UsageError
-from nvme_offload.optimizer_states import FORMATS, by_torch, state_format
+from nvme_offload.optimizer_states import by_torch
 from nvme_offload.optimizer_states.eight_bit import decode, encode, round_to_24
+from nvme_offload.optimizer_states.formats import FORMATS, state_format
 from nvme_offload.optimizer_states.rounding import BLOCK
 from nvme_offload.planning import traffic
 from sweeps.formats import Recipe, train

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nvme_offload.hardware.config import AioConfig
-from nvme_offload.optimizer_states import FORMATS
+from nvme_offload.optimizer_states.formats import FORMATS
 from nvme_offload.swap.tier import Tier
 from nvme_offload.zero3 import compat
 from nvme_offload.zero3.optimizer_swapper import OptimizerSwapper
