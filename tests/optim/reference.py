@@ -212,11 +212,12 @@ def now():
     # Without pages mapped from a state dict's file, which are page cache.
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
-path, shapes, optimizer, host_memory, options = json.loads(sys.argv[1])
+path, shapes, dtype, optimizer, host_memory, options = json.loads(sys.argv[1])
 module, _, kind = optimizer.rpartition(".")
 kind = getattr(importlib.import_module(module), kind)
-params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-small = torch.nn.Parameter(torch.zeros(64, 64))
+dtype = getattr(torch, dtype)
+params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+small = torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype))
 for parameter in [*params, small]:
     parameter.grad = torch.full_like(parameter, 1e-3)
 with NVMeOptimizer([small], kind, paths=path, host_memory="30MB", **options) as optimizer:  # what else there is to load and to make
@@ -244,12 +245,13 @@ def taken_by_fifty_steps(
     shapes: Sequence[tuple[int, ...]],
     optimizer: str,
     host_memory: str,
+    dtype: str = "float32",
     options: Mapping[str, Any] | None = None,
 ) -> tuple[int, int]:
     """Bytes of memory that fifty steps of *optimizer*, a class by its name, take at most in a
     separate process, with state dicts; and bytes of states.
     """
-    given = json.dumps([str(path), shapes, optimizer, host_memory, options or {}])
+    given = json.dumps([str(path), shapes, dtype, optimizer, host_memory, options or {}])
     folders = map(str, Path(__file__).parents[:2])
     environment = {
         **os.environ,

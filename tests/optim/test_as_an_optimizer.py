@@ -394,46 +394,6 @@ def test_groups_without_gradients_count_their_steps(tmp_path, mode):
     assert differing(ours, expected) == []
 
 
-class ByRows(torch.optim.SGD):
-    """Divides each row by its norm, and vectors by theirs."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(
-                    parameter.grad / (parameter.grad.norm(dim=-1, keepdim=True) + 1e-6),
-                    alpha=group["lr"],
-                )
-
-
-class ByKind(torch.optim.SGD):
-    """Lets matrices decay, and vectors not."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(0.9 if parameter.dim() > 1 else 1.0).sub_(
-                    parameter.grad, alpha=group["lr"]
-                )
-
-
-@pytest.mark.parametrize("optimizer_class", [ByRows, ByKind])
-def test_what_looks_at_shapes_is_given_whole_parameters(tmp_path, optimizer_class):
-    shapes = [(3, 4), (300, 100), (1, 64), (64, 1), (20, 5, 5)]
-    plain, ours = (
-        parameters(torch.bfloat16, shapes=shapes),
-        parameters(torch.bfloat16, shapes=shapes),
-    )
-    train(plain, Reference(plain, optimizer_class, lr=0.1))
-    with NVMeOptimizer(
-        ours, optimizer_class, lr=0.1, paths=tmp_path, host_memory="400KB"
-    ) as optimizer:
-        train(ours, optimizer)
-    assert differing(ours, plain) == []
-
-
 def test_quantized_parameters_are_left_alone(tmp_path):
     frozen = torch.nn.Parameter(torch.arange(100, dtype=torch.uint8), requires_grad=False)
     plain, ours = parameters(), parameters()

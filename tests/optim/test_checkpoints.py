@@ -16,6 +16,7 @@ from covering import covering
 from reference import (
     KINDS,
     OPTIMIZERS,
+    SHAPES,
     Reference,
     copied,
     differing,
@@ -34,12 +35,12 @@ from torch.distributed.checkpoint.state_dict import (
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-KEEPING = [name for name in KINDS if name not in ("sgd", "adafactor")]
 
-
-@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "sgd"])
 def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path, name):
-    plain, ours = parameters(), parameters()
+    # Adafactor divides by the number of elements
+    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
+    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
     reference = OPTIMIZERS[name](plain)
     train(plain, reference)
     with tight(ours, tmp_path, OPTIMIZERS[name]) as optimizer:
@@ -54,21 +55,6 @@ def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path, name):
                 train(params, one, first=3)
     assert differing(to_plain, plain) == []
     assert differing(to_ours, plain) == []
-
-
-def test_there_and_back_with_adafactor(tmp_path):
-    shapes = [(40, 30), (7,), (300, 100), (), (5, 3, 2), (64, 1)]
-    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
-    reference = torch.optim.Adafactor(plain)
-    train(plain, reference)
-    with tight(ours, tmp_path, torch.optim.Adafactor) as optimizer:
-        train(ours, optimizer)
-        crossed = reference.state_dict(), optimizer.state_dict()
-        optimizer.load_state_dict(crossed[0])
-        reference.load_state_dict(crossed[1])
-        train(plain, reference, first=3)
-        train(ours, optimizer, first=3)
-    assert differing(ours, plain) == []
 
 
 @covering(
@@ -357,18 +343,6 @@ def test_states_put_into_state_are_taken_up(tmp_path):
     assert differing(ours, plain) == []
 
 
-def test_an_empty_state_dict(tmp_path):
-    params = parameters()
-    with tight(params, tmp_path) as optimizer:
-        state = optimizer.state_dict()
-        assert state["state"] == {}
-        optimizer.load_state_dict(state)
-        train(params, optimizer)
-    plain = parameters()
-    train(plain, torch.optim.AdamW(plain))
-    assert differing(params, plain) == []
-
-
 def test_room_for_a_state_dict_that_is_not_there(tmp_path):
     params = parameters()
     with tight(params, tmp_path) as optimizer:
@@ -384,14 +358,6 @@ def test_room_for_a_state_dict_that_is_not_there(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
         assert len(optimizer.state_dict()["state"]) == 8  # as good as new
-
-
-def test_functools_is_enough_to_choose_options(tmp_path):
-    params = parameters()
-    with tight(
-        params, tmp_path, functools.partial(torch.optim.AdamW, betas=(0.5, 0.5))
-    ) as optimizer:
-        assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam-amsgrad", "sgd-momentum", "adafactor", "nadam"])

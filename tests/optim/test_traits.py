@@ -155,6 +155,31 @@ class Noisy(torch.optim.SGD):
                     parameter.sub_(parameter.grad + torch.randn_like(parameter), alpha=group["lr"])
 
 
+class ByRows(torch.optim.SGD):
+    """Divides each row by its norm, and vectors by theirs."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(
+                    parameter.grad / (parameter.grad.norm(dim=-1, keepdim=True) + 1e-6),
+                    alpha=group["lr"],
+                )
+
+
+class ByKind(torch.optim.SGD):
+    """Lets matrices decay, and vectors not."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9 if parameter.dim() > 1 else 1.0).sub_(
+                    parameter.grad, alpha=group["lr"]
+                )
+
+
 LOOKING = {
     "stable": StableAdamW,
     "projected": functools.partial(Projected, lr=0.1),
@@ -163,6 +188,8 @@ LOOKING = {
     "late-slowly": functools.partial(Late, lr=0.0),
     "lion": Lion,
     "noisy": functools.partial(Noisy, lr=0.1),
+    "rows": functools.partial(ByRows, lr=0.1),
+    "kinds": functools.partial(ByKind, lr=0.1),
 }
 
 
@@ -212,6 +239,8 @@ def test_a_subclass_is_not_what_it_was_made_of():
         ("late", (True, False)),
         ("late-slowly", (True, False)),
         ("lion", (True, True)),
+        ("rows", (True, False)),
+        ("kinds", (True, False)),
         ("noisy", (True, True)),  # as many numbers are drawn for parts as for all
     ],
 )

@@ -23,23 +23,6 @@ def expected(order: AccessOrder) -> str:
     return "".join(order.at(order.now + ahead).name for ahead in range(len(order.period)))
 
 
-def test_nothing_is_expected_before_a_period_is_over() -> None:
-    order = AccessOrder()
-    use(order, "a")
-    assert not order.learned
-    assert not order.followed
-    assert order.next_use("a") is None
-
-
-def test_a_period_is_expected_again() -> None:
-    order = order_of("abcba")
-    assert expected(order) == "abcba"
-    use(order, "a")
-    assert [order.next_use(name) for name in "abcx"] == [4, 1, 2, None]
-    use(order, "bcba")
-    assert [order.next_use(name) for name in "abc"] == [5, 6, 7]
-
-
 @pytest.mark.parametrize(
     ("learned", "used", "then"),
     [
@@ -117,24 +100,6 @@ def test_a_record_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Predictions
-
-
-def test_what_was_predicted_is_expected_before_anything_was_used() -> None:
-    order = AccessOrder()
-    assert order.foretell({"a": 1, "b": 2, "c": 3}, at_once=2)
-    assert expected(order) == "abc"
-    assert [order.at(place).nbytes for place in range(3)] == [1, 2, 3]
-    assert [order.at(place).created for place in range(3)] == [False] * 3
-    assert order.period.ends == [2, 3, 3]
-    assert not order.foretell({"x": 1}, at_once=1)
-    assert expected(order) == "abc"
-
-
-def test_nothing_is_predicted_where_something_was_used() -> None:
-    order = AccessOrder()
-    use(order, "a")
-    assert not order.foretell({"b": 1}, at_once=1)
-    assert not order.learned
 
 
 @pytest.mark.parametrize("used", ["abc", "cab"])

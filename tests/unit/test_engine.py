@@ -106,23 +106,6 @@ def test_a_write_across_the_end_keeps_what_was_before_it(
     assert_array_equal(on_disk(path), np.concatenate([before[:4999], data]))
 
 
-@pytest.mark.parametrize("misalignment", [0, 1, 2, 8, 511, 512, 4095])
-def test_buffers_at_any_address(
-    engine: Engine, directory: Path, random_bytes: RandomBytes, misalignment: int
-) -> None:
-    path = directory / "data"
-    data = random_bytes(300_000)
-    around, place = memory_at(misalignment, data.size)
-    around[place] = data
-    engine.write(around[place], path).wait(PATIENCE)
-    assert_array_equal(on_disk(path), data)
-    around[:] = 0
-    engine.read(around[place], path).wait(PATIENCE)
-    assert_array_equal(around[place], data)
-    assert not around[: place.start].any()
-    assert not around[place.stop :].any()
-
-
 @pytest.mark.every_filesystem
 def test_a_hole_reads_as_zeros(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
     path = directory / "data"
@@ -160,26 +143,6 @@ def test_writes_that_share_a_page_do_not_undo_each_other(
             for ticket in tickets:
                 ticket.wait(PATIENCE)
             assert_array_equal(on_disk(path), data, f"which two writes that meet at {meeting} made")
-
-
-def test_a_thousand_writes_of_odd_sizes_side_by_side(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    model = random_bytes(700_000)
-    model.tofile(path)
-    cuts = sorted(set((np.random.default_rng(1).integers(0, 700_000, 1000)).tolist()))
-    model[cuts[0] : cuts[-1]] = random_bytes(cuts[-1] - cuts[0])
-    with (
-        Engine(configure(block_size=4096, queue_depth=16, thread_count=4)) as engine,
-        engine.open(path, "rw") as file,
-    ):
-        tickets = [
-            engine.write(model[low:high], file, low) for low, high in itertools.pairwise(cuts)
-        ]
-        for ticket in tickets:
-            ticket.wait(PATIENCE)
-    assert_array_equal(on_disk(path), model)
 
 
 # Buffers
@@ -448,24 +411,6 @@ def test_a_thousand_requests_waited_for_in_any_order(
             assert direction.busy_seconds > 0
 
 
-def test_each_request_is_waited_for_alone(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    """A failed neighbour, before or after, is nothing to a request."""
-    path = directory / "data"
-    data = random_bytes(100_000)
-    data.tofile(path)
-    target, beyond = np.zeros_like(data), [np.zeros_like(data) for _ in range(2)]
-    bad = engine.read(beyond[0], path, 50_000)
-    good = engine.read(target, path)
-    worse = engine.read(beyond[1], path, 99_999)
-    assert good.wait(PATIENCE) == data.size
-    assert_array_equal(target, data)
-    for ticket in (bad, worse):
-        with pytest.raises(TruncatedError):
-            ticket.wait(PATIENCE)
-
-
 def test_one_ticket_waited_for_by_many_threads(
     engine: Engine, directory: Path, random_bytes: RandomBytes
 ) -> None:
@@ -487,16 +432,8 @@ def test_one_ticket_waited_for_by_many_threads(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"single_submit": True},
-        {"overlap_events": False},
         {"single_submit": True, "overlap_events": False},
-        {"queue_depth": 1},
         {"queue_depth": 1, "overlap_events": False, "thread_count": 2},
-        {"thread_count": 2},
-        {"thread_count": 3},
-        {"thread_count": 4, "queue_depth": 2},
-        {"block_size": 4096},
-        {"block_size": 12288, "thread_count": 2},
         {"block_size": 64 << 20},
         {"queue_depth": 512, "block_size": 4096},
         {"direct": False},
@@ -506,6 +443,7 @@ def test_one_ticket_waited_for_by_many_threads(
 def test_every_setting_moves_the_same_bytes(
     configure: Configure, directory: Path, random_bytes: RandomBytes, settings: dict[str, Any]
 ) -> None:
+    """`property/test_engine_transfers.py` has more, by chance."""
     path = directory / "data"
     model = random_bytes(2_000_003)
     model.tofile(path)
@@ -526,25 +464,6 @@ def test_every_setting_moves_the_same_bytes(
         tickets = [engine.read(target[:middle], file), engine.read(target[middle:], file, middle)]
         assert [ticket.wait(PATIENCE) for ticket in tickets] == [middle, model.size - middle]
         assert_array_equal(target, model)
-        stats = engine.stats()
-        assert (stats.write.requests, stats.write.bytes, stats.write.in_flight) == (
-            2,
-            high - low,
-            0,
-        )
-        assert (stats.read.requests, stats.read.bytes, stats.read.in_flight) == (2, model.size, 0)
-
-
-def test_a_new_engine_has_done_nothing(engine: Engine) -> None:
-    stats = engine.stats()
-    for direction in (stats.read, stats.write):
-        assert (
-            direction.requests,
-            direction.bytes,
-            direction.in_flight,
-            direction.retries,
-            direction.busy_seconds,
-        ) == (0, 0, 0, 0, 0)
 
 
 # Failures
