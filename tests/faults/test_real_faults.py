@@ -32,6 +32,7 @@ import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE, eventually
+from transfers import Bytes, Configure, RandomBytes, Stall, on_disk
 
 import nvme_offload
 from nvme_offload.errors import (
@@ -44,19 +45,11 @@ from nvme_offload.errors import (
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, PendingRequest
 
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Configure = Callable[..., AioConfig]
 Mount = Callable[[str], Path]
 Limit = Callable[[int, int], AbstractContextManager[None]]
-Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 PAGE = 4096
 UNTOUCHED = 7
-
-
-def on_disk(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 def pages(array: Bytes) -> Bytes:

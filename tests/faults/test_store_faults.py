@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
+from transfers import Bytes, RandomBytes
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
@@ -23,8 +23,6 @@ from nvme_offload.io.engine import Engine
 from nvme_offload.store import slabs
 from nvme_offload.store.store import TensorStore
 
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
 Mount = Callable[[str], Path]
 
 PAGE = 4096

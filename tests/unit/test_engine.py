@@ -18,19 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
+from transfers import Bytes, Configure, RandomBytes, on_disk
 
 from nvme_offload.errors import IOFailure, NoSpaceError, TruncatedError, UsageError
-from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, File, allocate
-
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Configure = Callable[..., AioConfig]
 
 BLOCK = 16 << 10
 OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1)
@@ -44,10 +39,6 @@ def memory_at(misalignment: int, count: int) -> tuple[Bytes, slice]:
     around = np.zeros(count + 3 * mmap.PAGESIZE, np.uint8)
     start = -(around.ctypes.data + 512) % mmap.PAGESIZE + 512 + misalignment
     return around, slice(start, start + count)
-
-
-def on_disk(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 # Sizes, offsets, addresses

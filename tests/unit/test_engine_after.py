@@ -9,15 +9,13 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
+from transfers import Configure, RandomBytes, Stall, on_disk
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import (
@@ -27,20 +25,10 @@ from nvme_offload.errors import (
     TruncatedError,
     UsageError,
 )
-from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, Ticket, cancel_all
-
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Configure = Callable[..., AioConfig]
-Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 PAGE = 4096
 ODD = 150_001  # three blocks of the fixture's engine, the last of which is unaligned
-
-
-def on_disk(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 def outcome(ticket: Ticket) -> type[OffloadError] | int:

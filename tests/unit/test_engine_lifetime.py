@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE, eventually
+from transfers import Bytes, Configure, RandomBytes, Stall, on_disk
 
 import nvme_offload
 from nvme_offload.errors import (
@@ -34,15 +34,6 @@ from nvme_offload.errors import (
 )
 from nvme_offload.hardware.config import BACKENDS, AioConfig
 from nvme_offload.io.engine import Engine, allocate
-
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Configure = Callable[..., AioConfig]
-Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
-
-
-def on_disk(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 def open_descriptors() -> int:

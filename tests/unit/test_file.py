@@ -10,24 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
 from processes import finished
+from transfers import Configure, RandomBytes, on_disk
 
 import nvme_offload
 from nvme_offload.errors import IOFailure, OffloadError, UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
-
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Configure = Callable[..., AioConfig]
-
-
-def on_disk(path: Path) -> Bytes:
-    return np.fromfile(path, np.uint8)
 
 
 @pytest.mark.every_filesystem

@@ -8,19 +8,18 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
 from processes import finished
+from transfers import Bytes, Configure, RandomBytes, Stall
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
@@ -36,11 +35,6 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, allocate
 from nvme_offload.store import slabs
 from nvme_offload.store.store import StoreStats, TensorStore
-
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Configure = Callable[..., AioConfig]
-Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 PAGE = 4096
 MIB = 1 << 20

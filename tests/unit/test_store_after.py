@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
+from transfers import Bytes, RandomBytes, Stall
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import (
@@ -29,10 +28,6 @@ from nvme_offload.io.engine import Engine, Ticket
 from nvme_offload.store import slabs
 from nvme_offload.store.store import TensorStore
 from nvme_offload.store.transfer import Transfer
-
-Bytes = npt.NDArray[np.uint8]
-RandomBytes = Callable[[int], Bytes]
-Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 PAGE = 4096
 MIB = 1 << 20

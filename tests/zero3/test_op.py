@@ -25,13 +25,13 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
+from transfers import Stall
 
 from nvme_offload import CorruptionError, IOFailure, NoSpaceError, TruncatedError, UsageError
 from nvme_offload.zero3 import op, operation
 
 Limit = Callable[[int, int], AbstractContextManager[None]]
 Mount = Callable[[str], Path]
-Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 MIB = 1 << 20
 PAGE = 4096
