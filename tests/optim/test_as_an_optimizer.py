@@ -20,10 +20,11 @@ from reference import (
     Lion,
     Reference,
     differing,
+    loss_of,
+    model,
     parameters,
     set_gradients,
     smallest,
-    tight,
     train,
     unlike,
 )
@@ -105,28 +106,44 @@ def test_a_rate_that_is_a_tensor_stays_the_users(tmp_path):
 
 @pytest.mark.parametrize("mode", SCALED, ids=str)
 def test_a_scaler_skips_steps_and_then_goes_on(tmp_path, mode):
-    def run(params, optimizer):
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = sum((parameter * (step + 1)).sin().sum() for parameter in params)
-            if step in (0, 3):
-                loss = loss * torch.inf
-            scaler.scale(loss).backward()
-            if step == 4:
+    """As does one whose provisional updates are undone, since its step is skipped."""
+    provisional = "step_in_backward" in mode
+    # a scale changes gradients after backward(), so that no later update is provisional
+    scale, infinite = (1.0, (6,)) if provisional else (1024.0, (0, 3, 6))
+    kinds, made = set(), []
+
+    def run(net, optimizer):
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=scale, growth_interval=20 if provisional else 2
+        )
+        for step in range(8):
+            factor = torch.inf if step in infinite else 1
+            scaler.scale(loss_of(net, step) * factor).backward()
+            if step == 4 and not provisional:
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(params, 0.1)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            kinds.update(type(one.grad).__name__ for one in net.parameters())
             scaler.step(optimizer)
             scaler.update()
-            yield scaler.get_scale(), bool(optimizer.state)
+            kinds.update(type(one).__name__ for one in net.parameters())
+            if step and optimizer is not reference:
+                made.append(optimizer.last_stats.updated_in_backward)
+            net.zero_grad()  # without a call of the optimizer
+            yield scaler.get_scale()
 
-    plain, ours = parameters(), parameters()
-    expected = list(run(plain, torch.optim.AdamW(plain)))
-    with tight(ours, tmp_path, **mode) as optimizer:
-        assert list(run(ours, optimizer)) == expected
-        assert expected[0] == (512.0, False)
-        assert optimizer.stats().step == 4
-    assert differing(ours, plain) == []
+    plain, ours = model(), model()
+    reference = torch.optim.AdamW(plain.parameters())
+    expected = list(run(plain, reference))
+    with NVMeOptimizer(ours.parameters(), paths=tmp_path, host_memory=200_000, **mode) as optimizer:
+        scales = run(ours, optimizer)
+        assert next(scales) == expected[0] == (scale if provisional else scale / 2)
+        assert bool(optimizer.state) == provisional
+        assert list(scales) == expected[1:]
+        assert optimizer.stats().step == 8 - len(infinite)
+    assert any(made) == provisional
+    assert ("AwaitedParameter" in kinds) == ("overlap_step" in mode)
+    assert ("HostGradient" in kinds) == ("accumulate" in mode)
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
 
 
 def test_closures_hooks_and_what_step_returns(tmp_path):
