@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -113,12 +112,7 @@ class save_on_nvme:
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._hooks.__exit__(kind, error, trace)
         if error is not None:
             self._cache.release_device()

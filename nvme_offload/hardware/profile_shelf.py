@@ -19,28 +19,22 @@ _log = logging.getLogger(__name__)
 
 
 def directory() -> Path:
-    """The directory of the profiles; it may not exist. Raises: UnsupportedError, as `user_directory`."""
-    return user_directory("XDG_CONFIG_HOME", ".config") / "profiles"
-
-
-def user_directory(variable: str, default: str) -> Path:
-    """The directory "nvme-offload" in the directory of the environment variable *variable*, or
-    else in *default* in the home directory. It may not exist. Raises: UnsupportedError.
+    """The directory of the profiles; it may not exist. Raises: UnsupportedError.
 
     Source: the XDG Base Directory Specification, by which relative paths in the variable are ignored.
     """
-    named = os.environ.get(variable, "")
+    named = os.environ.get("XDG_CONFIG_HOME", "")
     if Path(named).is_absolute():
-        return Path(named) / "nvme-offload"
+        return Path(named) / "nvme-offload" / "profiles"
     try:
         home = Path.home()
     except RuntimeError:
         home = Path()
     if not home.is_absolute():
         raise UnsupportedError(
-            f"this user has no home directory; set {variable} to a directory that you can write to"
+            "this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to"
         )
-    return home / default / "nvme-offload"
+    return home / ".config" / "nvme-offload" / "profiles"
 
 
 def keep(profile: Profile) -> Path:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ..errors import OffloadError
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _log = logging.getLogger(__name__)
 _Self = TypeVar("_Self", bound="Closing")  # typing.Self needs Python 3.11
@@ -26,12 +23,7 @@ class Closing:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except OffloadError as failure:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from ..errors import InvariantError, OffloadError, UsageError
 
 
@@ -40,16 +38,9 @@ class Section:
         self.check()
         self.interrupted_by = "an exception"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None or error is None or self.allows(error):
-            self.interrupted_by = ""
-        else:
-            self.interrupted_by = kind.__name__
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        harmless = error is None or self.allows(error)
+        self.interrupted_by = "" if harmless else type(error).__name__
         self._harmless = None
 
     def allows(self, error: BaseException) -> bool:

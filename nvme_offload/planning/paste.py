@@ -20,10 +20,12 @@ def ds_config(plan: Plan, question: Question) -> dict[str, Any]:
     The plan fits, and its door is not "plain".
     """
     strategy, machine, work = plan.strategy, question.machine, question.work
+    known = gpu_models.find(machine.gpu.name) if machine.gpu else None
+    precision = "fp16" if known and not known.bfloat16 else "bf16"
     zero: dict[str, Any] = {"stage": strategy.stage}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
-        _precision(machine): {"enabled": True},
+        precision: {"enabled": True},
         # required by Lightning's test and predict
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate(question)}},
@@ -65,11 +67,6 @@ def ds_config(plan: Plan, question: Question) -> dict[str, Any]:
 def learning_rate(question: Question) -> float:
     """A usual one for the trained parameters."""
     return _LEARNING_RATE if question.model.trainable is None else _ADAPTER_LEARNING_RATE
-
-
-def _precision(machine: Machine) -> str:
-    known = gpu_models.find(machine.gpu.name) if machine.gpu else None
-    return "fp16" if known and not known.bfloat16 else "bf16"
 
 
 def weights(machine: Machine) -> list[float]:

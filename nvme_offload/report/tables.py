@@ -7,7 +7,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterable
 
-from nvme_offload.hardware.profile import PHASES, Health, Profile, Setting
+from nvme_offload.hardware.profile import PHASES, Health, Profile
 from nvme_offload.hardware.profile_grade import final_trials
 from nvme_offload.planning import traffic
 
@@ -115,7 +115,9 @@ def finalists(profile: Profile) -> Table:
         cells = (f"{wording.speed(one.gb_per_s)} ({wording.ratio(one.relative)})" for one in speeds)
         trials = sum(len(final_trials(profile, phase, setting)) for phase in PHASES)
         roles = ["chosen"] * (setting == profile.chosen) + ["defaults"] * (setting in controls)
-        rows.append((*_setting_cells(setting), *cells, str(trials), ", ".join(roles)))
+        size, in_flight = map(wording.size, (setting.block_size, setting.bytes_in_flight))
+        of = (size, str(setting.queue_depth), str(setting.thread_count), in_flight)
+        rows.append((*of, *cells, str(trials), ", ".join(roles)))
     columns = ("Block\nsize", "Queue\ndepth", "Threads", "In\nflight")
     return Table(
         "The last stage: GB/s, and the ratio to the defaults; the fastest at both first",
@@ -124,12 +126,6 @@ def finalists(profile: Profile) -> Table:
         frozenset({settings.index(profile.chosen)}),
         frozenset({0, 8}),
     )
-
-
-def _setting_cells(setting: Setting) -> tuple[str, ...]:
-    size = wording.size
-    depth, threads = str(setting.queue_depth), str(setting.thread_count)
-    return size(setting.block_size), depth, threads, size(setting.bytes_in_flight)
 
 
 def stripe(profile: Profile) -> Table:
