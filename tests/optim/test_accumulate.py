@@ -336,25 +336,11 @@ def test_zero_grad(tmp_path, by, set_to_none, foreach):
     """Gradients that are none, and gradients of zeros, to which -0 is added; with steps in between
     that have no backward.
     """
-    results = []
-    for ours in (False, True):
+
+    def program(make):
         net = torch.nn.ParameterList(parameters())
         params = list(net)
-        kind = functools.partial(
-            torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=foreach
-        )
-        optimizer = (
-            NVMeOptimizer(
-                params,
-                functools.partial(kind),
-                paths=tmp_path,
-                host_memory=200_000,
-                accumulate="host",
-                foreach=foreach,
-            )
-            if ours
-            else kind(params)
-        )
+        optimizer = make(params, foreach=foreach)
         for step in range(6):
             if step not in (0, 3):
                 for micro_batch in range(2):
@@ -365,11 +351,11 @@ def test_zero_grad(tmp_path, by, set_to_none, foreach):
                 optimizer.step()
             (net if by == "model" else optimizer).zero_grad(set_to_none=set_to_none)
         backward(params, 99)
-        results.append(params)
         optimizer.step()
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return params
+
+    kind = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    assert compared(program, tmp_path, kind, host_memory=200_000, accumulate="host") == []
 
 
 @covering(
@@ -380,16 +366,12 @@ def test_zero_grad(tmp_path, by, set_to_none, foreach):
     momentum=[0.9, 0.0],
 )
 def test_a_model_that_is_moved_anywhere_in_a_step(tmp_path, move, when, by, set_to_none, momentum):
-    results = []
-    for ours in (False, True):
+    def program(make):
         torch.manual_seed(0)
         net = torch.nn.Sequential(
             torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(72, 5)
         )
-        kind = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
-        options = {"paths": tmp_path, "accumulate": "host", "masters": False}
-        optimizer = NVMeOptimizer(net.parameters(), kind, **options) if ours else None
-        optimizer = optimizer or kind(net.parameters())
+        optimizer = make(net.parameters())
         for step in range(3):
             for micro_batch in range(2):
                 generator = torch.Generator().manual_seed(2 * step + micro_batch)
@@ -402,10 +384,10 @@ def test_a_model_that_is_moved_anywhere_in_a_step(tmp_path, move, when, by, set_
                     (net if by == "model" else optimizer).zero_grad(set_to_none=set_to_none)
                 if moment == when and step == 1:
                     net.to(move) if isinstance(move, torch.dtype) else net.to(memory_format=move)
-        results.append(list(net.parameters()))
-        if ours:
-            optimizer.close()
-    assert differing(*results) == []
+        return list(net.parameters())
+
+    kind = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    assert compared(program, tmp_path, kind, accumulate="host", masters=False) == []
 
 
 def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
@@ -676,16 +658,11 @@ def test_fully_sharded_data_parallel_is_refused_when_it_is_made(tmp_path, use_or
 @pytest.mark.parametrize("host_memory", ["auto", 200_000])
 def test_state_between_micro_batches(tmp_path, host_memory):
     """A state dict has no gradients; saving, reading and loading states leave them as they are."""
-    results = []
-    for ours in (False, True):
+    states = []
+
+    def program(make):
         net = model()
-        optimizer = (
-            NVMeOptimizer(
-                net.parameters(), paths=tmp_path, host_memory=host_memory, accumulate="host"
-            )
-            if ours
-            else torch.optim.AdamW(net.parameters())
-        )
+        optimizer = make(net.parameters())
         saved = []
         for step in range(4):
             for micro_batch in range(3):
@@ -697,11 +674,11 @@ def test_state_between_micro_batches(tmp_path, host_memory):
                         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer.step()
             optimizer.zero_grad()
-        results.append((list(net.parameters()), saved[-1]))
-        if ours:
-            optimizer.close()
-    assert differing(results[0][0], results[1][0]) == []
-    assert unlike(results[0][1], results[1][1]) == []
+        states.append(saved[-1])
+        return list(net.parameters())
+
+    assert compared(program, tmp_path, host_memory=host_memory, accumulate="host") == []
+    assert unlike(*states) == []
 
 
 def test_closing_frees_all(tmp_path):

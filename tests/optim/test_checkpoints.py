@@ -108,31 +108,6 @@ def test_torchs_functions_for_distributed_state(tmp_path, kept, flat, dtype):
         assert differing(list(saved.parameters()), list(undisturbed.parameters())) == []
 
 
-@covering(
-    pairs=False,
-    state_format=["exact", "split", "compact", "compact24"],
-    mapped=[False, True],
-)
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format, mapped):
-    whole, first = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    options = {"paths": tmp_path, "host_memory": "1MB", "state_format": state_format}
-    with NVMeOptimizer(whole, **options) as optimizer:
-        train(whole, optimizer, steps=6)
-    with NVMeOptimizer(first, **options) as optimizer:
-        train(first, optimizer)
-        torch.save(
-            {"optimizer": optimizer.state_dict(), "parameters": first}, tmp_path / "checkpoint.pt"
-        )
-    saved = torch.load(tmp_path / "checkpoint.pt", mmap=mapped)
-    assert saved["optimizer"]["nvme_offload"] == {"state_format": state_format, "steps": 3}
-    second = copied(saved["parameters"])
-    with NVMeOptimizer(second, **options) as optimizer:
-        optimizer.load_state_dict(saved["optimizer"])
-        train(second, optimizer, first=3)
-        assert optimizer.stats().step == 6
-    assert differing(second, whole) == []
-
-
 def test_the_model_may_be_loaded_after_the_optimizer(tmp_path):
     whole, first = parameters(torch.bfloat16), parameters(torch.bfloat16)
     train(whole, Reference(whole, torch.optim.AdamW), steps=6)

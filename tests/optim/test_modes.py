@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from covering import covering
-from reference import differing, loss_of, model
+from reference import compared, differing, loss_of, model
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
@@ -161,11 +161,8 @@ def test_an_optimizer_whose_results_depend_on_modes(tmp_path, mode, when, option
 @pytest.mark.parametrize("options", ["plain", "provisional", "overlap", "accumulate"])
 def test_gradients_that_were_made_under_inference_mode(tmp_path, options):
     """Such as by ``parameter.grad = parameter.grad / 2``."""
-    results = []
-    for make in (
-        CLASSES["adamw"],
-        functools.partial(NVMeOptimizer, lr=0.01, paths=tmp_path, **OPTIONS[options]),
-    ):
+
+    def program(make):
         net = model()
         optimizer = make(net.parameters())
         for step in range(4):
@@ -175,10 +172,9 @@ def test_gradients_that_were_made_under_inference_mode(tmp_path, options):
                 for parameter in net.parameters():
                     parameter.grad = parameter.grad / 2
             optimizer.step()
-        results.append([parameter.detach().clone() for parameter in net.parameters()])
-        if isinstance(optimizer, NVMeOptimizer):
-            optimizer.close()
-    assert differing(*results) == []
+        return list(net.parameters())
+
+    assert compared(program, tmp_path, CLASSES["adamw"], **OPTIONS[options]) == []
 
 
 def test_parameters_that_were_made_under_inference_mode_are_refused(tmp_path):

@@ -11,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from reference import batch, breaking, differing, loss_of, model, step_of
+from reference import batch, breaking, compared, differing, loss_of, model, step_of
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -58,28 +58,19 @@ def test_the_same_bits(tmp_path, dtype, host_memory):
 @pytest.mark.parametrize("to_none", [False, True])
 def test_what_a_pass_leaves_out_has_the_zeros_of_zero_grad(tmp_path, to_none, overlap):
     """With which weight decay and moments move it; without a gradient nothing does."""
-    results = []
-    for make in (
-        functools.partial(torch.optim.AdamW, weight_decay=0.1),
-        functools.partial(
-            NVMeOptimizer,
-            weight_decay=0.1,
-            paths=tmp_path,
-            host_memory=200_000,
-            step_in_backward=True,
-            overlap_step=overlap,
-        ),
-    ):
+
+    def program(make):
         net = model()
-        optimizer = make(net.parameters(), lr=0.01)
+        optimizer = make(net.parameters(), lr=0.01, weight_decay=0.1)
         for step in range(6):
             optimizer.zero_grad(set_to_none=to_none)
             hidden = net[:2](batch(step))
             (net[2:](hidden) if step % 3 else hidden).square().mean().backward()
             optimizer.step()
-        results.append([parameter.detach().clone() for parameter in net.parameters()])
-    optimizer.close()
-    assert differing(*results) == []
+        return list(net.parameters())
+
+    options = {"host_memory": 200_000, "step_in_backward": True, "overlap_step": overlap}
+    assert compared(program, tmp_path, **options) == []
 
 
 def test_gradients_are_gone_before_the_step(tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
-
 from nvme_offload.swap.access_order import AccessOrder, Period
 from nvme_offload.swap.residents import Chooser
 from nvme_offload.swap.schedule import Schedule
@@ -30,27 +28,6 @@ def chooser(
     return Chooser(period(reported), sizes, carried, ahead)
 
 
-@pytest.mark.parametrize(
-    ("reported", "stay", "wanted"),
-    [
-        ("aAbBcC", "", (4, 7)),  # whichever is in use, the next two are read meanwhile
-        ("aAbBcC", "c", (2, 3)),  # a, and b; there are no other values
-        ("abBcCA", "", (5, 8)),  # a is in use while the others are
-        ("abBcCA", "b", (5, 6)),
-        ("aAbBcCcC", "", (4, 7)),  # c is not read again for its second use
-        ("aAbBcC", "abc", (0, 0)),
-    ],
-)
-def test_the_room_for_those_who_pass(reported: str, stay: str, wanted: tuple[int, int]) -> None:
-    assert chooser(reported, {"a": 1, "b": 2, "c": 4}).transient(stay) == wanted
-
-
-def test_what_is_in_use_when_a_period_ends_has_its_room_all_the_time() -> None:
-    # a is read next to b and c; c itself is carried over
-    assert chooser("aAbBc", {"a": 1, "b": 2, "c": 4}, carried=4).transient("") == (6, 11)
-    assert chooser("aAbBcC", {"a": 1, "b": 2, "c": 4}, ahead=10).transient("") == (4, 14)
-
-
 def test_a_value_far_larger_than_all_others_stays_so_that_these_pass_through_little() -> None:
     small = "bcdefghijklmnopqrstuvwxyz"
     sizes = {"a": 40, **dict.fromkeys(small, 1)}
@@ -59,20 +36,6 @@ def test_a_value_far_larger_than_all_others_stays_so_that_these_pass_through_lit
     assert found.transient_bytes == 3
     assert sum(sizes[name] for name in found.names) == 45
     assert found.saved_bytes == 45
-
-
-@pytest.mark.parametrize("nbytes", range(0, 40, 3))
-def test_residents_and_transient_values_fit_together(nbytes: int) -> None:
-    sizes = {letter: 1 + number * 7 % 5 for number, letter in enumerate("abcdefghijklm")}
-    found = chooser("".join(f"{letter}{letter.upper()}" for letter in sizes), sizes)
-    choice = found.choose(nbytes)
-    assert len(set(choice.names)) == len(choice.names)
-    assert choice.transient_bytes == found.transient(choice.names).nbytes
-    assert choice.saved_bytes == found.saved(choice.names)
-    assert (
-        not choice.names
-        or sum(sizes[name] for name in choice.names) + choice.transient_bytes <= nbytes
-    )
 
 
 def run_period(schedule, order, sizes):
