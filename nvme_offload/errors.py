@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from errno import EDQUOT, EIO, ENOSPC
 from typing import Any, TypeVar
@@ -103,13 +104,13 @@ class _TransferError(OffloadError):
     def _positional(self) -> tuple[object, ...]:
         return (self.reason,)
 
-    def _fields(self) -> dict[str, object]:
+    def _fields(self) -> dict[str, Any]:
         return {
             name: getattr(self, name) for name in ("operation", "path", "offset", "nbytes", "done")
         }
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self._positional(), self._fields())
+        return functools.partial(type(self), **self._fields()), self._positional()
 
 
 class TruncatedError(_TransferError):
@@ -203,12 +204,6 @@ class NoSpaceError(IOFailure):
     """The drive, a quota or a file size limit leaves no space for the write. Attributes: as of
     `IOFailure`.
     """
-
-
-def _rebuild(
-    kind: type[_TransferError], positional: tuple[object, ...], fields: dict[str, object]
-) -> _TransferError:
-    return kind(*positional, **fields)  # type: ignore[arg-type]
 
 
 def known(value: _Value | None) -> _Value:

@@ -1,7 +1,5 @@
 """The C++ core: `_aio`, or one error that says how to get it."""
 
-from __future__ import annotations
-
 from .errors import UnsupportedError
 
 try:

@@ -2,8 +2,6 @@
 `torch.autograd.graph.save_on_cpu`.
 """
 
-from __future__ import annotations
-
 from .cache import ActivationStats
 from .context import save_on_nvme
 

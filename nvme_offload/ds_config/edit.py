@@ -108,18 +108,10 @@ def aio_section(
 def zero_infinity(
     aio: Profile | Setting | AioConfig | Mapping[str, Any], nvme_path: str | Path
 ) -> str:
-    """Write a minimal config for ZeRO-Infinity with parameters and optimizer states on a drive.
-    Batch size, optimizer and learning rate are for the user to edit. Raises: as `aio_section`.
+    """Write a minimal config for ZeRO-Infinity with parameters and optimizer states on a drive, in
+    the directory *nvme_path*, which is written as given: give an absolute path. Batch size,
+    optimizer and learning rate are for the user to edit. *aio*, and errors: as of `aio_section`.
 
-    Parameters
-    ----------
-    aio : Profile, Setting, AioConfig or Mapping
-        As for `aio_section`.
-    nvme_path : str or Path
-        The directory, written as given: give an absolute path.
-
-    Notes
-    -----
     `max_in_cpu` (in elements) is 0: otherwise DeepSpeed keeps the first billion parameters in host
     memory. `pipeline_read` and `pipeline_write` are off: with them `zero_to_fp32` collates wrong
     weights. Lightning refuses `gradient_accumulation_steps`, so it is not set; Lightning's `test`

@@ -404,23 +404,14 @@ class Engine(Closing):
         checksum: bool = False,
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start writing a buffer to a file; return its ticket. Other bytes of the file are
-        unchanged. After `Ticket.wait` every reader sees the bytes; they are durable after
-        `File.sync`. Raises: as `read`.
+        """Start writing *buffer* to *file* at *offset*; return its ticket. Other bytes of the file
+        are unchanged; a missing file is created. After `Ticket.wait` every reader sees the bytes;
+        they are durable after `File.sync`. *checksum*: compute the checksum of the bytes written
+        (`Ticket.checksum`). *after*, and errors: as of `read`.
 
-        Parameters
-        ----------
-        buffer : torch.Tensor or buffer
-            As for `read`. Do not change its contents before the request finishes. Where the storage of a tensor is
-            given other memory meanwhile, the bytes are those of the memory that it had at the call.
-        file : File or path
-            The target; a path is opened for this request alone, and created where it is missing.
-        offset : int
-            Offset in the file, in bytes.
-        checksum : bool
-            Compute the checksum of the bytes written (`Ticket.checksum`).
-        after : iterable of Ticket
-            Requests of this engine that must succeed before this one starts.
+        Do not change the contents of the buffer before the request finishes. Where the storage of a
+        tensor is given other memory meanwhile, the bytes are those of the memory that it had at the
+        call.
         """
         return self._submit(True, buffer, file, offset, bool(checksum), after)
 

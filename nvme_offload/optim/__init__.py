@@ -1,7 +1,5 @@
 """Plain PyTorch: any optimizer's states on NVMe."""
 
-from __future__ import annotations
-
 from .optimizer import NVMeOptimizer
 from .stats import UpdateStats
 

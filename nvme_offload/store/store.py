@@ -175,16 +175,10 @@ class TensorStore(Closing):
         return self._begin(Transfer(name, True, nbytes, _transfers(after)), tensor)
 
     def get(self, name: str, out: Buffer, *, after: Sequence[Transfer] = ()) -> Transfer:
-        """Start reading a tensor.
-
-        Parameters
-        ----------
-        name : str
-        out : torch.Tensor or writable buffer
-            A contiguous buffer on the CPU, with the stored tensor's number of bytes. Its memory is
-            held until the ticket is done, as by `Engine.read`; do not use its contents before.
-        after : sequence of Transfer
-            Tickets of this store that must succeed before this get starts.
+        """Start reading the tensor *name* into *out*, a contiguous tensor on the CPU or a writable
+        buffer, with the stored tensor's number of bytes. Its memory is held until the ticket is
+        done, as by `Engine.read`; do not use its contents before. *after*: as of `put`. Source:
+        io_submit(2).
 
         Returns
         -------
@@ -196,10 +190,6 @@ class TensorStore(Closing):
         ------
         IOFailure, NoSpaceError
             The put that lost the value failed with it.
-
-        Notes
-        -----
-        Source: io_submit(2).
         """
         _check_name(name)
         nbytes = checked_nbytes(out, writable=True)

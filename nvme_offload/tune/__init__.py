@@ -1,5 +1,3 @@
 """`nvme-sweep`: finds block size, queue depth and thread count for a drive, and says how sure it
 is.
 """
-
-from __future__ import annotations

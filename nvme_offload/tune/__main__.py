@@ -1,7 +1,5 @@
 """`python -m nvme_offload.tune`, which is `nvme-sweep`, for launchers that start modules."""
 
-from __future__ import annotations
-
 import sys
 
 from .cli import main
