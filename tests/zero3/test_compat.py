@@ -316,7 +316,7 @@ def test_checkpoints_pass_on_the_oldest_release():
     environment = {
         **os.environ,
         "PATIENCE": "600",  # a training that hangs fails its test within the limit of this one
-        "ARGS": "-k checkpoint",
+        "ARGS": "-k test_checkpoint",
     }
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(
