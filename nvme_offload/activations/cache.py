@@ -398,11 +398,8 @@ class ActivationCache:
     def _next_chunks(self, asked: Chunk, number: int) -> list[Chunk]:
         """The chunks that backward needs after *number*, the next one first."""
         found: dict[Chunk, None] = {}
-        for count in (_NEAR, _FAR):
-            for one in self._order.after(number, count):
-                found[self._values[one].chunk] = None
-                if len(found) > _PREFETCHED:
-                    break
+        for one in self._order.after(number, _FAR):
+            found[self._values[one].chunk] = None
             if len(found) > _PREFETCHED:
                 break
         found.pop(asked, None)

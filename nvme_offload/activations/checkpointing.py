@@ -231,35 +231,27 @@ def _contexts(cache: ActivationCache, make: Callable[[], tuple[Any, Any]]) -> tu
     if isinstance(forward, _untyped_checkpoint._CachingTorchDispatchMode):
         # By operator: the results of its calls.
         storage = forward.storage
-        kind = {dict: _Results, list: _ListedResults}.get(storage.default_factory)
-        if kind is not None:
+        if storage.default_factory in (dict, list):
             mutable = getattr(recomputation, "allow_cache_entry_mutation", False)
-            storage.default_factory = functools.partial(
-                kind, functools.partial(_offload, cache, mutable)
+            storage.default_factory = _offloading_results(
+                storage.default_factory, functools.partial(_offload, cache, mutable)
             )
     return forward, recomputation
 
 
-class _Results(dict[int, Any]):
-    """The results that selective checkpointing keeps of an operator, by number of the call."""
+def _offloading_results(kind: Any, offload: Callable[[Any], Any]) -> Any:
+    """A class of the results that selective checkpointing keeps of an operator: *kind* is a dict, by
+    number of the call, or in some releases of torch a list.
+    """
 
-    def __init__(self, offload: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._offload = offload
+    class Results(kind):  # type: ignore[misc]
+        def __setitem__(self, number: int, result: Any) -> None:
+            super().__setitem__(number, offload(result))
 
-    def __setitem__(self, number: int, result: Any) -> None:
-        super().__setitem__(number, self._offload(result))
+        def append(self, result: Any) -> None:
+            super().append(offload(result))
 
-
-class _ListedResults(list[Any]):
-    """The same in releases of torch that keep a list."""
-
-    def __init__(self, offload: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._offload = offload
-
-    def append(self, result: Any) -> None:
-        super().append(self._offload(result))
+    return Results
 
 
 def _offload(cache: ActivationCache, mutable: bool, result: Any) -> Any:

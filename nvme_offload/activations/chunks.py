@@ -4,6 +4,7 @@ there are few swapper calls however many tensors there are.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import time
 import weakref
@@ -22,20 +23,18 @@ _ALIGNED = 64
 _READ_CHUNKS = 2
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
     """One value of the swapper."""
 
-    __slots__ = ("changed", "filled", "name", "nbytes", "number", "pins", "place", "saved")
-
-    def __init__(self, number: int, nbytes: int, place: torch.Tensor) -> None:
-        self.number = number
-        self.name = f"activation/{number}"
-        self.nbytes = nbytes
-        self.place: torch.Tensor | None = place  # its memory while it is in use
-        self.changed = True  # since it was last swapped in
-        self.filled = 0  # bytes allocated
-        self.saved = 0  # tensors in it
-        self.pins = 0  # its copies in flight
+    number: int
+    name: str
+    nbytes: int
+    place: torch.Tensor | None  # its memory while it is in use
+    changed: bool = True  # since it was last swapped in
+    filled: int = 0  # bytes allocated
+    saved: int = 0  # tensors in it
+    pins: int = 0  # its copies in flight
 
 
 class Waiting:
@@ -178,15 +177,14 @@ class Chunks:
                 number = heapq.heappop(self._free_numbers)
             else:
                 number, self._numbers = self._numbers, self._numbers + 1
+            name = f"activation/{number}"
             try:
-                place = self._with_room(
-                    lambda: self._tier.swapper.create(f"activation/{number}", nbytes)
-                )
+                place = self._with_room(lambda: self._tier.swapper.create(name, nbytes))
             except BaseException:
                 heapq.heappush(self._free_numbers, number)
                 raise
         self._alive_bytes += nbytes
-        return Chunk(number, nbytes, place)
+        return Chunk(number, name, nbytes, place)
 
     def _with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Call *ask* until the swapper has free memory for it, releasing chunks in use."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 _NODE_TENSORS = 1 << 20  # numbers reserved for each node
 
@@ -49,10 +50,12 @@ class BackwardOrder:
             self._pending = self._alive.copy()
             _remove(self._pending, number)
 
-    def after(self, number: int, count: int) -> list[int]:
-        """The *count* tensors that are likely to be unpacked after *number*, the next one first."""
-        place = bisect_left(self._pending, number)
-        return self._pending[max(place - count, 0) : place][::-1]
+    def after(self, number: int, count: int | None = None) -> Iterator[int]:
+        """The *count* tensors, or all, that are likely to be unpacked after *number*, the next one
+        first.
+        """
+        places = range(bisect_left(self._pending, number) - 1, -1, -1)
+        return itertools.islice(map(self._pending.__getitem__, places), count)
 
     def next_node(self, number: int, count: int) -> list[int]:
         """The tensors that remain to be unpacked of *number*'s node and of the next node, in order;
@@ -60,8 +63,7 @@ class BackwardOrder:
         """
         found: list[int] = []
         nodes = {number // _NODE_TENSORS}
-        for place in range(bisect_left(self._pending, number) - 1, -1, -1):
-            one = self._pending[place]
+        for one in self.after(number):
             nodes.add(one // _NODE_TENSORS)
             if len(nodes) > 2 and len(found) >= count:
                 break

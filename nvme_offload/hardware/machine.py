@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,9 +161,9 @@ def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> f
     """
     count = threads or len(usable_cpus())
     size = max(min(_PROBE_BYTES, available_bytes() // 4) // count // 2, 1 << 20)
-    ready, moved = threading.Barrier(count), [0.0] * count
+    ready = threading.Barrier(count)
 
-    def copy(index: int) -> None:
+    def copy(_: int) -> float:
         with mmap.mmap(-1, 2 * size) as memory:
             start = ctypes.addressof(place := ctypes.c_char.from_buffer(memory))
             ctypes.memset(start, 1, 2 * size)
@@ -172,12 +173,8 @@ def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> f
             while now - began < seconds:  # memmove releases the GIL
                 ctypes.memmove(start + size, start, size)
                 copies, now = copies + 1, time.perf_counter()
-            moved[index] = copies * 2 * size / (now - began)
             del place  # the export would keep mmap from closing
+        return copies * 2 * size / (now - began)
 
-    workers = [threading.Thread(target=copy, args=[index]) for index in range(count)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return sum(moved)
+    with ThreadPoolExecutor(count) as workers:
+        return sum(workers.map(copy, range(count)))

@@ -355,14 +355,7 @@ def decode(
     codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool
 ) -> None:
     """See `eight_bit.decode`."""
-    _launch(
-        _decode,
-        codes,
-        exponents,
-        values,
-        count=values.numel(),
-        SIGNED=signed,
-    )
+    _launch(_decode, codes, exponents, values, count=values.numel(), SIGNED=signed)
 
 
 def round_to_24(

@@ -33,7 +33,7 @@ import torch
 from ..errors import UnsupportedError
 from ..extension import _aio
 from .on_gpu import kernels
-from .rounding import CHUNK, chunks, random_keys, random_table, randoms
+from .rounding import CHUNK, addresses, chunks, random_keys, random_table, randoms
 
 _SIGNED = {
     "exp_avg": True,  # Adam, AdamW, NAdam, RAdam, Adamax, Lion
@@ -78,16 +78,8 @@ def encode(
         return
     count, table = values.numel(), random_table(values.device)
     factors, summands = random_keys(count, seed, values.device, blocks)
-    randoms = table.data_ptr(), factors.data_ptr(), summands.data_ptr()
-    _aio.encode(
-        values.data_ptr(),
-        codes.data_ptr(),
-        exponents.data_ptr(),
-        count,
-        signed,
-        *randoms,
-        torch.get_num_threads(),
-    )
+    places, randoms = addresses(values, codes, exponents), addresses(table, factors, summands)
+    _aio.encode(*places, count, signed, *randoms, torch.get_num_threads())
 
 
 def round_to_16(
@@ -116,7 +108,7 @@ def round_to_24(
         kernels(values.device).round_to_24(values, seed=seed, blocks=blocks)
         return
     factors, summands = random_keys(values.numel(), seed, values.device, blocks)
-    randoms = random_table(values.device).data_ptr(), factors.data_ptr(), summands.data_ptr()
+    randoms = addresses(random_table(values.device), factors, summands)
     _aio.round_to_24(values.data_ptr(), values.numel(), *randoms, torch.get_num_threads())
 
 
@@ -125,13 +117,7 @@ def decode(
 ) -> None:
     """Write the values of *codes* into *values*. Shapes: as for `encode`."""
     if values.is_cpu:
-        _aio.decode(
-            codes.data_ptr(),
-            exponents.data_ptr(),
-            values.data_ptr(),
-            values.numel(),
-            signed,
-            torch.get_num_threads(),
-        )
+        places = addresses(codes, exponents, values)
+        _aio.decode(*places, values.numel(), signed, torch.get_num_threads())
     else:
         kernels(values.device).decode(codes, exponents, values, signed=signed)

@@ -76,6 +76,11 @@ def randoms(factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
     return random_table(factors.device).mul(factors[:, None]).add_(summands[:, None])
 
 
+def addresses(one: torch.Tensor, other: torch.Tensor, third: torch.Tensor) -> tuple[int, int, int]:
+    """The places of tensors on the CPU, for the extension; the caller keeps the tensors."""
+    return one.data_ptr(), other.data_ptr(), third.data_ptr()
+
+
 def chunks(numel: int, size: int = CHUNK) -> Iterator[tuple[slice, slice]]:
     """The chunks of *numel* values, *size* in each, and their blocks."""
     for start in range(0, numel, size):

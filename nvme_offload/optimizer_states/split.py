@@ -21,6 +21,7 @@ import torch
 
 from ..extension import _aio
 from .on_gpu import kernels
+from .rounding import addresses
 
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
@@ -33,8 +34,7 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
         kernels(master.device).split(master, working, low)
         return
     by_extension = _aio.split if low.dtype == torch.int16 else _aio.split_short
-    places = master.data_ptr(), working.data_ptr(), low.data_ptr()
-    by_extension(*places, master.numel(), torch.get_num_threads())
+    by_extension(*addresses(master, working, low), master.numel(), torch.get_num_threads())
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
@@ -43,5 +43,4 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
         kernels(master.device).join(working, low, master)
         return
     by_extension = _aio.join if low.dtype == torch.int16 else _aio.join_short
-    places = working.data_ptr(), low.data_ptr(), master.data_ptr()
-    by_extension(*places, master.numel(), torch.get_num_threads())
+    by_extension(*addresses(working, low, master), master.numel(), torch.get_num_threads())
