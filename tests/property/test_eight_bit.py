@@ -92,15 +92,3 @@ def test_every_code_in_a_block_of_every_exponent(signed):
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=600), st.integers(-(2**70), 2**70))
 def test_any_patterns_side_by_side(signed, bits, seed):
     check(torch.tensor(bits).to(torch.int32).view(torch.float32), signed=signed, seed=seed)
-
-
-@signed_or_not
-@given(
-    st.lists(
-        st.floats(width=32, allow_nan=False, min_value=0, max_value=2.0**126),
-        min_size=1,
-        max_size=600,
-    )
-)
-def test_any_numbers_side_by_side(signed, values):
-    check(torch.tensor(values, dtype=torch.float32), signed=signed)
