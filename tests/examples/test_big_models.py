@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from doors import needs
-from patience import PATIENCE
 from ports import free_port
+from processes import finished
 
 pytestmark = needs("transformers")
 
@@ -54,11 +53,8 @@ def trained(place, runs, ranks=1):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     (place / "several.py").write_text(SEVERAL)
     command = [sys.executable, "-W", "ignore", *launcher * (ranks > 1), place / "several.py"]
-    ran = subprocess.run(
+    ran = finished(
         [*command, json.dumps(whole)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert ran.returncode == 0, ran.stderr

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from doors import needs
-from patience import PATIENCE
+from processes import finished
 
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.drive import describe
@@ -47,16 +46,13 @@ def test_every_system_trains_the_same_model(tmp_path, gpus, profile, request):
     if "zero-infinity" in trained:
         request.getfixturevalue("deepspeeds_op")
     (drive := tmp_path / "drive").mkdir()
-    ran = subprocess.run(
+    ran = finished(
         [
             *(sys.executable, "-m", "sweeps.systems", str(drive)),
             *("--model", "tiny", "--batch", "2", "--sequence", "64", "--steps", "3"),
             *("--gpus", str(gpus), "--host-memory", "20MB", "--output", str(tmp_path / "report")),
             *("--systems", ",".join((*trained, "megatrain"))),
         ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from logged_disk import Write, read_log
+from processes import finished
 
 _MEBIBYTES = 24
 _PIECE_BYTES = 4096  # of which a drive writes each whole, or not
@@ -42,9 +43,7 @@ FILESYSTEMS = ["ext4", pytest.param("xfs", marks=pytest.mark.slow)]
 
 
 def command(*arguments: str | Path) -> str:
-    return subprocess.run(
-        [str(argument) for argument in arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return finished([str(argument) for argument in arguments], check=True).stdout.strip()
 
 
 class Drive:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from patience import PATIENCE
+from processes import finished
 
 import nvme_offload
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
@@ -207,12 +208,5 @@ def test_auto_is_within_the_control_groups_limit(memory_group: Path, tmp_path: P
     """Its kernel would kill a process that took what the machine has."""
     join = f'echo $$ >"{memory_group / "cgroup.procs"}" && exec "$@"'
     arguments = [sys.executable, "-c", IN_A_GROUP, str(tmp_path), str(GROUP_BYTES)]
-    done = subprocess.run(
-        ["bash", "-c", join, "bash", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
+    done = finished(["bash", "-c", join, "bash", *arguments], cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -32,6 +32,7 @@ import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 from patience import PATIENCE, eventually
+from processes import finished
 from transfers import Bytes, Configure, RandomBytes, Stall, on_disk
 
 import nvme_offload
@@ -443,9 +444,7 @@ class LoopDrive:
         file = f"/proc/{os.getpid()}/fd/{self.memory}"
         command = ["losetup", "--show", "--find", "--sector-size", str(sector_bytes), file]
         try:
-            self.path = Path(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-            )
+            self.path = Path(finished(command, check=True).stdout.strip())
         except (OSError, subprocess.CalledProcessError) as error:
             os.close(self.memory)
             pytest.skip(f"no loop device here: {error}")

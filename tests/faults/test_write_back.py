@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import finished
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, OffloadError
@@ -24,7 +25,7 @@ SMALL_BYTES = 3072
 
 
 def command(*arguments: str) -> str:
-    return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+    return finished(arguments, check=True).stdout
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 # for launch, models and training, which a script imports too
 sys.path.append(str(Path(__file__).parent))
@@ -39,12 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cpu_adam() -> None:
     """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it."""
     code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    done = finished([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"})
     if done.returncode != 0:
         pytest.skip(
             f"DeepSpeed's CPU Adam cannot be compiled here: {(done.stderr or 'it says nothing').splitlines()[-1]}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from processes import finished
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
 _INTERFACE = "cluster"  # the name of the network interface in each node
@@ -126,6 +127,6 @@ def _in(pid: int, *command: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = finished(command)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
+from processes import finished
 from transfers import Stall
 
 from nvme_offload import CorruptionError, IOFailure, NoSpaceError, TruncatedError, UsageError
@@ -947,12 +948,7 @@ def both_sides(
     for side in ("ours", str(deepspeeds_op)):
         directory = tmp_path_factory.mktemp("side")
         answer = directory / "answer.json"
-        ran = subprocess.run(
-            [sys.executable, "-c", SCENARIOS, side, str(directory), str(answer)],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
+        ran = finished([sys.executable, "-c", SCENARIOS, side, str(directory), str(answer)])
         if side != "ours" and ran.returncode == 1 and "ImportError" in ran.stderr:
             pytest.skip(
                 f"DeepSpeed's op was built for another torch: {ran.stderr.splitlines()[-1]}"
@@ -1000,14 +996,7 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
             filter(None, [str(Path(op.__file__).parents[2]), os.environ.get("PYTHONPATH")])
         ),
     }
-    ran = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=environment,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ran = finished([sys.executable, str(script), *arguments], env=environment, cwd=directory)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     return ran.stdout
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from processes import finished
 
 from nvme_offload.commands.run import STARTUP
 
@@ -30,10 +30,8 @@ print("found", swapper_is_deepspeeds())
 
 def found(code):
     path = os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
         env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, done.stderr
