@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from processes import finished
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # linux/sched.h
 _INTERFACE = "cluster"  # the name of the network interface in each node
@@ -127,6 +126,6 @@ def _in(pid: int, *command: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = finished(command)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
