@@ -70,7 +70,7 @@ class Offload:
         memory = memory_size(host_memory)
         self._memory = SharedMemory(automatic_bytes() if memory == "auto" else memory)
         self._aio = engine_config(self._paths[0]) if aio is None else aio
-        self._parts = ExitStack()
+        self._parts: list[weakref.ref[Any]] = []  # with a method close; the first is closed last
         # The parameters of a model hold its streamer.
         self._streamers: weakref.WeakKeyDictionary[torch.nn.Module, Streamer] = (
             weakref.WeakKeyDictionary()
@@ -136,7 +136,7 @@ class Offload:
                 streamer = stream(model, tier, target, None if limit == "auto" else limit, saved)
             undo.pop_all()
         self._streamers[model] = streamer
-        self._parts.callback(_weakly(tier.close))
+        self._parts.append(weakref.ref(tier))
 
     def save(self, path: StrPath, model: torch.nn.Module | None = None) -> None:
         """Write the weights of a model to a directory, in files of safetensors.
@@ -215,7 +215,7 @@ class Offload:
                 aio=self._aio,
                 **settings,
             )
-        self._parts.callback(_weakly(made.close))
+        self._parts.append(weakref.ref(made))
         return made
 
     def activations(
@@ -247,14 +247,17 @@ class Offload:
         from .activations import save_on_nvme
 
         made = save_on_nvme(self._paths, min_bytes, self._share(host_memory), aio=self._aio)
-        self._parts.callback(_weakly(made.close))
+        self._parts.append(weakref.ref(made))
         return made
 
     def close(self) -> None:
         """Free host memory and drive space. A second call does nothing. Streamed parameters and the
         optimizer cannot be used afterwards.
         """
-        self._parts.close()
+        parts, self._parts = self._parts, []
+        with ExitStack() as closing:
+            for part in filter(None, (reference() for reference in parts)):
+                closing.callback(part.close)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError("Offload cannot be pickled or copied: make one in each process")
@@ -297,20 +300,6 @@ class Offload:
                 f"{error.reason}: allow at least {enough} bytes ({format_bytes(enough)}) by its argument host_memory"
                 f"{f', and {whole} bytes by host_memory of Offload' if enough > left else ''}"
             ) from error
-
-
-def _weakly(close: Callable[[], Any]) -> Callable[[], Any]:
-    """Call *close* if its object is alive still."""
-    if not hasattr(close, "__self__"):
-        return close  # a finalizer, which does nothing once its object is gone
-    method = weakref.WeakMethod(close)
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    return call
 
 
 def _indexed(device: torch.device | str) -> torch.device:

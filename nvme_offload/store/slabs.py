@@ -234,16 +234,9 @@ class Stripes:
         if len(self.drives) == 1 or nbytes < _STRIPED_FROM_BYTES:
             emptiest = min(self.drives, key=_fullness)
             return [nbytes if drive is emptiest else 0 for drive in self.drives]
-        total, reached, ends = sum(drive.weight for drive in self.drives), 0.0, [0]
-        for drive in self.drives:
-            reached += drive.weight
-            ends.append(
-                min(
-                    nbytes,
-                    round(nbytes * reached / total / _STRIPE_UNIT_BYTES) * _STRIPE_UNIT_BYTES,
-                )
-            )
-        ends[-1] = nbytes
+        *reached, total = itertools.accumulate(drive.weight for drive in self.drives)
+        units = (round(nbytes * each / total / _STRIPE_UNIT_BYTES) for each in reached)
+        ends = [0, *(min(nbytes, unit * _STRIPE_UNIT_BYTES) for unit in units), nbytes]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
     def _no_space(self, operation: str, nbytes: int, missing: int) -> NoSpaceError:

@@ -16,7 +16,8 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +27,6 @@ from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.engine import File
 
 _MEMORY_BYTES = 512 << 20  # the most memory that a sweep locks
-
-
-class _Direction(NamedTuple):
-    bytes: int
-
-
-class _Stats(NamedTuple):
-    read: _Direction
-    write: _Direction
 
 
 class DeepSpeedOp:
@@ -84,9 +76,10 @@ class DeepSpeedEngine:
         """As `Engine.write`. Raises: IOFailure."""
         return self._submit("write", buffer, file, offset)
 
-    def stats(self) -> _Stats:
-        """The bytes of the requests that were waited for."""
-        return _Stats(_Direction(self._moved["read"]), _Direction(self._moved["write"]))
+    def stats(self) -> Any:
+        """The bytes of the requests that were waited for, as in `EngineStats`."""
+        moved = {way: SimpleNamespace(bytes=nbytes) for way, nbytes in self._moved.items()}
+        return SimpleNamespace(**moved)
 
     def wait(self) -> None:
         """Return when everything is done. Raises: IOFailure when the op says that it did less."""

@@ -53,6 +53,8 @@ def stripe(
     alone: dict[tuple[int, str], list[float]] = {}
     together: dict[tuple[int, str], list[float]] = {}
     with contextlib.ExitStack() as stack:
+        # which only wait for their ranks, which are processes
+        threads = stack.enter_context(ThreadPoolExecutor(len(drives)))
         rigs = []
         for drive in drives:
             given = Path(drive.path), min(file_bytes, MOST_BYTES), options.direct, options.engine
@@ -62,10 +64,12 @@ def stripe(
         for number, phase in itertools.product(range(1, ROUNDS + 1), PHASES):
             what = f"{phase} on {len(rigs)} paths, round {number} of {ROUNDS}, {each}"
             progress.show("together", what)
+            each_alone = phase, seconds / len(rigs)
             for index, (rig, profile) in enumerate(zip(rigs, profiles, strict=True)):
-                speed = rig.run(profile.chosen, phase, seconds / len(rigs)).bytes_per_second
-                alone.setdefault((index, phase), []).append(speed)
-            for index, speed in enumerate(_run_together(rigs, profiles, phase, seconds)):
+                alone.setdefault((index, phase), []).append(_speed(rig, profile, *each_alone))
+            # in a common window, up to some milliseconds
+            common = itertools.repeat(phase), itertools.repeat(seconds)
+            for index, speed in enumerate(threads.map(_speed, rigs, profiles, *common)):
                 together.setdefault((index, phase), []).append(speed)
     return judged(profiles, alone, together)
 
@@ -91,14 +95,5 @@ def judged(
     )
 
 
-def _run_together(
-    rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float
-) -> list[float]:
-    """Bytes per second of each path in a common window, up to some milliseconds."""
-
-    def run(rig: Ranks, profile: Profile) -> float:
-        return rig.run(profile.chosen, phase, seconds).bytes_per_second
-
-    # The threads only wait for their ranks, which are processes.
-    with ThreadPoolExecutor(len(rigs)) as threads:
-        return list(threads.map(run, rigs, profiles))
+def _speed(rig: Ranks, profile: Profile, phase: str, seconds: float) -> float:
+    return rig.run(profile.chosen, phase, seconds).bytes_per_second
