@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from reference import differing
-from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from two_ranks import DEVICE, RANK, case, inputs, main, model, ours
+from two_ranks import RANK, case, inputs, main, model, ours, trained_by_ddp
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim.host_gradient import HostGradient
@@ -22,34 +20,16 @@ from nvme_offload.optim.host_gradient import HostGradient
 accumulating = functools.partial(ours, accumulate="host")
 
 
-def trained(make: Any, *, synchronised: bool = False, unused: bool = False, **options: Any) -> Any:
-    """The parameters after some steps of three micro-batches, of which DDP reduces the last, or
-    each.
-    """
-    net = model()
-    if unused:
-        net.register_parameter("unused", nn.Parameter(torch.ones(9, device=DEVICE)))
-    forward = DistributedDataParallel(net, **options)
-    optimizer = make(net.parameters())
-    moved = 0
-    for step in range(4):
-        for micro_batch in range(3):
-            forward.require_backward_grad_sync = synchronised or micro_batch == 2
-            forward(inputs(10 * step + micro_batch)).square().mean().backward()
-            moved += sum(isinstance(one.grad, HostGradient) for one in net.parameters())
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    # where DDP reduces each into its buckets, it has put views of these into .grad by then
-    in_buckets = synchronised and options.get("gradient_as_bucket_view")
-    if make is accumulating and not moved and not in_buckets:
-        return [torch.zeros(1)] * len(list(net.parameters()))
-    return [parameter.detach() for parameter in net.parameters()]
-
-
 def compared(**options: Any) -> list[Any]:
-    plain = trained(functools.partial(torch.optim.AdamW, lr=0.01), **options)
-    return differing(plain, trained(accumulating, **options))
+    plain, _ = trained_by_ddp(
+        functools.partial(torch.optim.AdamW, lr=0.01), micro_batches=3, **options
+    )
+    found, moved = trained_by_ddp(
+        accumulating, lambda one: isinstance(one.grad, HostGradient), micro_batches=3, **options
+    )
+    # where DDP reduces each into its buckets, it has put views of these into .grad by then
+    in_buckets = options.get("synchronised") and options.get("gradient_as_bucket_view")
+    return differing(plain, found) + ([] if moved or in_buckets else ["no gradient was moved"])
 
 
 @case

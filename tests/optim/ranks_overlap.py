@@ -32,6 +32,7 @@ from two_ranks import (
     ours,
     over_tensors,
     sharded,
+    trained_by_ddp,
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -44,31 +45,10 @@ from nvme_offload.optim.awaited_dtensor import AwaitedDTensor
 overlapped = functools.partial(ours, overlap_step=True)
 
 
-def trained(make: Any, *, unused: bool = False, accumulate: bool = False, **options: Any) -> Any:
-    """The parameters after some steps, and the optimizer."""
-    net = model()
-    if unused:
-        net.register_parameter("unused", nn.Parameter(torch.ones(9, device=DEVICE)))
-    forward = DistributedDataParallel(net, **options)
-    optimizer = make(net.parameters())
-    waited = 0
-    for step in range(5):
-        if accumulate:
-            with forward.no_sync():
-                forward(inputs(50 + step)).square().mean().backward()
-        forward(inputs(step)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        waited += sum(type(parameter) is AwaitedParameter for parameter in net.parameters())
-        optimizer.zero_grad()
-    if make is overlapped and not waited:
-        return [torch.zeros(1)] * len(list(net.parameters()))
-    return [parameter.detach() for parameter in net.parameters()]
-
-
 def compared(**options: Any) -> list[Any]:
-    plain = trained(functools.partial(torch.optim.AdamW, lr=0.01), **options)
-    return differing(plain, trained(overlapped, **options))
+    plain, _ = trained_by_ddp(functools.partial(torch.optim.AdamW, lr=0.01), **options)
+    found, waited = trained_by_ddp(overlapped, lambda one: type(one) is AwaitedParameter, **options)
+    return differing(plain, found) + ([] if waited else ["no update was awaited"])
 
 
 @case
@@ -88,7 +68,7 @@ def ddp_with_unused_parameters() -> list[Any]:
 
 @case
 def ddp_accumulation() -> list[Any]:
-    return compared(accumulate=True, gradient_as_bucket_view=True)
+    return compared(micro_batches=2, gradient_as_bucket_view=True)
 
 
 @case

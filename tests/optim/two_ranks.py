@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from nvme_offload.optim import NVMeOptimizer
 
@@ -99,6 +100,36 @@ def inputs(number: int, dtype: torch.dtype = torch.float32, rank: int = RANK) ->
     return torch.randn(8, 33, generator=torch.Generator().manual_seed(100 * number + rank)).to(
         DEVICE, dtype
     )
+
+
+def trained_by_ddp(
+    make: Any,
+    sees: Callable[[Any], bool] = lambda _: False,
+    *,
+    micro_batches: int = 1,
+    synchronised: bool = False,
+    unused: bool = False,
+    **options: Any,
+) -> tuple[list[torch.Tensor], int]:
+    """The parameters after some steps of micro-batches, of which DDP reduces the last, or each; and
+    how often *sees* was true of a parameter.
+    """
+    net = model()
+    if unused:
+        net.register_parameter("unused", nn.Parameter(torch.ones(9, device=DEVICE)))
+    forward = DistributedDataParallel(net, **options)
+    optimizer = make(net.parameters())
+    seen = 0
+    for step in range(5):
+        for number in range(micro_batches):
+            forward.require_backward_grad_sync = synchronised or number == micro_batches - 1
+            forward(inputs(10 * step + number)).square().mean().backward()
+            seen += sum(map(sees, net.parameters()))
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        seen += sum(map(sees, net.parameters()))
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in net.parameters()], seen
 
 
 def local(value: Any) -> Any:
