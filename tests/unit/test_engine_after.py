@@ -329,6 +329,7 @@ def test_all_of_several_are_cancelled_or_none(
     assert np.all(on_disk(stalling_directory / "data")[ODD:] == 0)
 
 
+@pytest.mark.parametrize("backend", ["posix"], indirect=True)  # which has no part in it
 def test_a_long_chain_is_cancelled_at_once(
     engine: Engine, stalling_directory: Path, stall: Stall
 ) -> None:

@@ -157,6 +157,7 @@ def test_an_extension_that_does_not_load_is_one_error_with_a_remedy(tmp_path):
         assert "build it again with this Python: pip install" in line
 
 
+@pytest.mark.slow
 def test_set_up_leaves_the_users_torch_alone(tmp_path):
     """.venv sees a torch that the user's environment has, and pip is not asked for another."""
     venv.create(tmp_path / "mine")

@@ -10,7 +10,7 @@ import itertools
 import profiles
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvme_offload.ds_config.edit import aio_section
@@ -239,6 +239,7 @@ SIZES = st.integers(20_000_000, 200_000_000_000)
 MEMORY = st.integers(1 << 30, 1 << 41)
 
 
+@settings(max_examples=40)
 @given(
     SIZES,
     st.sampled_from([1, 2, 8]),
@@ -790,6 +791,7 @@ def test_what_is_in_memory_needs_no_room_on_the_drive():
 # The rows and the advice.
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(["350M", "1B", "3B", "8B", "30B", "70B"]),
     st.sampled_from([1, 2, 8]),
