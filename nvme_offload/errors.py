@@ -69,8 +69,23 @@ class WaitTimeout(OffloadError, TimeoutError):
 
 
 class _TransferError(OffloadError):
-    """Base class of the errors of a transfer, with the attributes *reason*, *operation*, *path*,
-    *offset*, *nbytes* and *done*: see `IOFailure`.
+    """Base class of the errors of a transfer.
+
+    Attributes
+    ----------
+    reason : str
+        What went wrong.
+    operation : str
+        "read" or "write"; outside of a request the operation that failed, such as "open" or "sync".
+    path : str
+        The file.
+    offset : int
+        Offset of the request in the file, in bytes.
+    nbytes : int
+        Size of the request in bytes; 0 for an error outside of a request.
+    done : int
+        Bytes moved before the failure. Blocks complete in any order, so these are not always the
+        first bytes of the request.
     """
 
     def __init__(
@@ -114,14 +129,26 @@ class _TransferError(OffloadError):
 
 
 class TruncatedError(_TransferError):
-    """The file ended before the requested bytes (a short read at the end of the file). Attributes:
-    as of `IOFailure`.
+    """The file ended before the requested bytes (a short read at the end of the file).
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
 class CorruptionError(_TransferError):
-    """The checksum of the bytes read differs from the checksum of the bytes written. Attributes: as
-    of `IOFailure`.
+    """The checksum of the bytes read differs from the checksum of the bytes written.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
@@ -129,23 +156,36 @@ class BufferChangedError(_TransferError):
     """The memory of the tensor was replaced while its transfer was in flight.
 
     Bytes that were read are not in the tensor; bytes that were written may not be the tensor's.
-    Attributes: as of `IOFailure`.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
 class CancelledError(_TransferError):
     """The transfer never started, and no byte was moved.
 
-    It was cancelled, or a transfer that it waited for failed or was cancelled. Attributes: as of
-    `IOFailure`.
+    It was cancelled, or a transfer that it waited for failed or was cancelled.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
 class IOFailure(_TransferError, OSError):
-    """The kernel or the drive refused or failed a transfer. Also an `OSError`, whose `strerror` is
-    *reason*, and `filename` is *path*.
+    """The kernel or the drive refused or failed a transfer. Also an `OSError`.
 
-    Attributes
+    Every parameter is an attribute, too. `strerror` is *reason*, and `filename` is *path*.
+
+    Parameters
     ----------
     errno : int
         The reason, as in errno(3).
@@ -173,8 +213,19 @@ class IOFailure(_TransferError, OSError):
 
     @classmethod
     def of(cls, error: OSError, **fields: Any) -> IOFailure:
-        """Convert *error*, an `OSError` of Python's: to a `NoSpaceError` where the drive or a quota is
-        full. *fields*: the other attributes.
+        """Convert an `OSError` of Python's.
+
+        Parameters
+        ----------
+        error : OSError
+            The error to convert.
+        **fields
+            The other attributes.
+
+        Returns
+        -------
+        IOFailure
+            A `NoSpaceError` where the drive or a quota is full.
         """
         return cls(error.errno or EIO, error.strerror or str(error), **fields)
 
@@ -201,14 +252,34 @@ class IOFailure(_TransferError, OSError):
 
 
 class NoSpaceError(IOFailure):
-    """The drive, a quota or a file size limit leaves no space for the write. Attributes: as of
-    `IOFailure`.
+    """The drive, a quota or a file size limit leaves no space for the write.
+
+    Parameters
+    ----------
+    errno, offset, nbytes, done : int
+        As of `IOFailure`.
+    reason, operation, path : str
+        As of `IOFailure`.
     """
 
 
 def known(value: _Value | None) -> _Value:
-    """Return *value*, which is not None where the package's own tables are right. Raises:
-    InvariantError if it is.
+    """Return *value*, which is not None where the package's own tables are right.
+
+    Parameters
+    ----------
+    value : object
+        Any.
+
+    Returns
+    -------
+    object
+        *value*.
+
+    Raises
+    ------
+    InvariantError
+        It is None.
     """
     if value is None:
         raise InvariantError("a table of nvme_offload lacks an entry: please report it as a fault")
@@ -216,8 +287,24 @@ def known(value: _Value | None) -> _Value:
 
 
 def whole_number(name: str, value: int) -> int:
-    """Convert *value*, called *name* in the error, to an int that is valid as a size or a file
-    offset: from 0 to 2**63 - 1. Raises: UsageError.
+    """Convert *value* to an int that is valid as a size or a file offset.
+
+    Parameters
+    ----------
+    name : str
+        What to call the value in the error.
+    value : int
+        Anything with `__index__`.
+
+    Returns
+    -------
+    int
+        From 0 to 2**63 - 1.
+
+    Raises
+    ------
+    UsageError
+        *value* is not a whole number, or out of range.
     """
     try:
         count = operator.index(value)
@@ -229,8 +316,22 @@ def whole_number(name: str, value: int) -> int:
 
 
 def time_limit(seconds: float | None) -> float | None:
-    """Check the timeout of a wait: *seconds*, or None for no limit. Raises: UsageError if it is not
-    a number, or nan.
+    """Check the timeout of a wait.
+
+    Parameters
+    ----------
+    seconds : float or None
+        None waits without a limit.
+
+    Returns
+    -------
+    float or None
+        *seconds*.
+
+    Raises
+    ------
+    UsageError
+        *seconds* is not a number, or nan.
     """
     if seconds is not None and (not isinstance(seconds, int | float) or seconds != seconds):
         raise UsageError(f"a timeout is a number of seconds, or None, not {seconds!r}")

@@ -72,8 +72,14 @@ class AioConfig:
 
     @classmethod
     def of(cls, setting: Setting, **others: Any) -> AioConfig:
-        """Make the configuration with *setting*, such as `Profile.chosen`, and *others* as the
-        remaining fields. Raises: UsageError.
+        """Make the configuration with a setting of a profile. Raises: UsageError.
+
+        Parameters
+        ----------
+        setting : Setting
+            Such as `Profile.chosen`.
+        **others
+            The remaining fields.
         """
         return cls(**{**dataclasses.asdict(setting), **others})
 

@@ -44,20 +44,33 @@ _DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _ai
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Allocate *nbytes* of memory that suits direct I/O: zeroed, page-aligned, on huge pages where
-    the kernel grants them. It is freed with the last view, array or request on it.
-    `numpy.frombuffer` and `torch.frombuffer` make arrays of it. Raises: MemoryError. Source:
-    mmap(2), madvise(2) for MADV_HUGEPAGE.
+    """Allocate memory that suits direct I/O: zeroed, page-aligned, on huge pages where the kernel
+    grants them. Raises: MemoryError. Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes.
+
+    Returns
+    -------
+    memoryview
+        Unsigned bytes, of which `numpy.frombuffer` and `torch.frombuffer` make arrays. The memory is
+        freed with the last view, array or request on it.
     """
     return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
 
 class File(Closing):
-    """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`, of
-    *opened*, the open file of the C++ core.
+    """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`.
 
     After `close` further requests are refused; requests in flight finish, and the last of them
     closes the descriptor. Usable as a context manager.
+
+    Parameters
+    ----------
+    opened : _aio.File
+        The open file of the C++ core.
 
     Attributes
     ----------
@@ -113,8 +126,13 @@ class File(Closing):
 
 
 class Ticket:
-    """A handle on one read or write, *request* of the C++ core; made by `Engine.read` and
-    `Engine.write`. Dropping it neither cancels the transfer nor releases its buffer.
+    """A handle on one read or write; made by `Engine.read` and `Engine.write`. Dropping it neither
+    cancels the transfer nor releases its buffer.
+
+    Parameters
+    ----------
+    request : _aio.Request
+        The request of the C++ core.
     """
 
     __slots__ = ("_request",)
@@ -175,8 +193,13 @@ class Ticket:
 
 
 def cancel_all(tickets: Sequence[Ticket]) -> bool:
-    """Cancel several requests of one engine before they start: all of *tickets*, or none where one
-    has finished or started, or there is none. See `Ticket.cancel`.
+    """Cancel several requests before they start: all, or none where one has finished or started.
+    See `Ticket.cancel`.
+
+    Parameters
+    ----------
+    tickets : sequence of Ticket
+        Of one engine. The result is False where there is none.
     """
     return _aio.cancel([ticket._request for ticket in tickets])
 
@@ -404,14 +427,23 @@ class Engine(Closing):
         checksum: bool = False,
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start writing *buffer* to *file* at *offset*; return its ticket. Other bytes of the file
-        are unchanged; a missing file is created. After `Ticket.wait` every reader sees the bytes;
-        they are durable after `File.sync`. *checksum*: compute the checksum of the bytes written
-        (`Ticket.checksum`). *after*, and errors: as of `read`.
+        """Start writing a buffer to a file; return its ticket. Other bytes of the file are
+        unchanged. After `Ticket.wait` every reader sees the bytes; they are durable after
+        `File.sync`. Raises: as `read`.
 
-        Do not change the contents of the buffer before the request finishes. Where the storage of a
-        tensor is given other memory meanwhile, the bytes are those of the memory that it had at the
-        call.
+        Parameters
+        ----------
+        buffer : torch.Tensor or buffer
+            As for `read`. Do not change its contents before the request finishes. Where the storage of a tensor is
+            given other memory meanwhile, the bytes are those of the memory that it had at the call.
+        file : File or path
+            The target; a path is opened for this request alone, and created where it is missing.
+        offset : int
+            Offset in the file, in bytes.
+        checksum : bool
+            Compute the checksum of the bytes written (`Ticket.checksum`).
+        after : iterable of Ticket
+            Requests of this engine that must succeed before this one starts.
         """
         return self._submit(True, buffer, file, offset, bool(checksum), after)
 

@@ -144,8 +144,12 @@ class PinnedPool(Closing):
         return memoryview(self._live())
 
     def take(self, user: object) -> None:
-        """Take the pool for *user*, until `give_back` or until the object is gone. Raises:
-        UsageError if it has another user, or is closed.
+        """Take the pool for one user. Raises: UsageError if it has another user, or is closed.
+
+        Parameters
+        ----------
+        user : object
+            The user, until `give_back` or until the object is gone.
         """
         self._live()
         if self._user is not None and self._user() is not None:

@@ -175,10 +175,16 @@ class TensorStore(Closing):
         return self._begin(Transfer(name, True, nbytes, _transfers(after)), tensor)
 
     def get(self, name: str, out: Buffer, *, after: Sequence[Transfer] = ()) -> Transfer:
-        """Start reading the tensor *name* into *out*, a contiguous tensor on the CPU or a writable
-        buffer, with the stored tensor's number of bytes. Its memory is held until the ticket is
-        done, as by `Engine.read`; do not use its contents before. *after*: as of `put`. Source:
-        io_submit(2).
+        """Start reading a tensor.
+
+        Parameters
+        ----------
+        name : str
+        out : torch.Tensor or writable buffer
+            A contiguous buffer on the CPU, with the stored tensor's number of bytes. Its memory is
+            held until the ticket is done, as by `Engine.read`; do not use its contents before.
+        after : sequence of Transfer
+            Tickets of this store that must succeed before this get starts.
 
         Returns
         -------
@@ -190,21 +196,43 @@ class TensorStore(Closing):
         ------
         IOFailure, NoSpaceError
             The put that lost the value failed with it.
+
+        Notes
+        -----
+        Source: io_submit(2).
         """
         _check_name(name)
         nbytes = checked_nbytes(out, writable=True)
         return self._begin(Transfer(name, False, nbytes, _transfers(after)), out)
 
     def start(self, transfer: Transfer, memory: torch.Tensor) -> None:
-        """Start *transfer*, which the caller has planned and ordered, from or into *memory*: it
-        starts after all transfers in `Transfer.after`, and waits for no others. Raises: as `put`
-        and `get`, which order their transfers themselves.
+        """Start a transfer that the caller has ordered: it starts after all transfers in
+        `Transfer.after`, and waits for no others. Raises: as `put` and `get`, which order their
+        transfers themselves.
+
+        Parameters
+        ----------
+        transfer : Transfer
+            A planned transfer that has not started.
+        memory : torch.Tensor
+            As in `put` and `get`.
         """
         self._begin(transfer, memory, ordered=True)
 
     def finish(self, transfer: Transfer, timeout: float | None = None) -> None:
-        """Wait until *transfer* has finished, successfully or not, and record the outcome. Raises:
-        WaitTimeout after *timeout* seconds, if given; the requests continue.
+        """Wait until a transfer has finished, successfully or not, and record the outcome.
+
+        Parameters
+        ----------
+        transfer : Transfer
+            A transfer of this store.
+        timeout : float, optional
+            Seconds; None waits without a limit.
+
+        Raises
+        ------
+        WaitTimeout
+            *timeout* passed. The requests continue.
         """
         self.check_process()
         failure = transfer.outcome(time_limit(timeout))
@@ -213,8 +241,13 @@ class TensorStore(Closing):
             self._catalog.complete(transfer, failure)
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
-        """Delete the tensor *name*. Its space is freed when the transfers in flight on it have
-        finished. With *missing_ok*, do nothing if there is no such tensor or the store is closed.
+        """Delete a tensor. Its space is freed when the transfers in flight on it have finished.
+
+        Parameters
+        ----------
+        name : str
+        missing_ok : bool
+            Whether to do nothing if the name has no tensor or the store is closed.
         """
         _check_name(name)
         if missing_ok and self._changing.closed:
@@ -227,30 +260,50 @@ class TensorStore(Closing):
             self._catalog.forget(name)
 
     def retain(self, name: str) -> None:
-        """Keep the present value of *name* in addition to later values, until `commit` or
+        """Keep the present value of a name in addition to later values, until `commit` or
         `roll_back`. The next put gets separate space. Waits for a put in flight. If a value is
-        retained already, that value stays. Raises: IOFailure, NoSpaceError of the put that lost the
-        value.
+        retained already, that value stays.
+
+        Parameters
+        ----------
+        name : str
+
+        Raises
+        ------
+        IOFailure, NoSpaceError
+            The put that lost the value failed with it.
         """
         with self._without_put(name):
             self._catalog.retain(name)
 
     def commit(self, name: str) -> None:
-        """Release the value of *name* that `retain` kept. Its space is freed if there is a later
-        value.
+        """Release the value that `retain` kept. Its space is freed if there is a later value.
+
+        Parameters
+        ----------
+        name : str
         """
         with self._locked(), self._changing:
             self._catalog.commit(name)
 
     def roll_back(self, name: str) -> None:
-        """Return to the value of *name* that `retain` kept, and free the space of later values.
-        Waits for a put in flight.
+        """Return to the value that `retain` kept, and free the space of later values. Waits for a
+        put in flight.
+
+        Parameters
+        ----------
+        name : str
         """
         with self._without_put(name):
             self._catalog.roll_back(name)
 
     def nbytes(self, name: str) -> int:
-        """Size of the tensor *name* as of the last put, in bytes."""
+        """Size of a tensor as of the last put, in bytes.
+
+        Parameters
+        ----------
+        name : str
+        """
         with self._locked(), self._changing:
             nbytes = self._catalog.nbytes(name)
         if nbytes is None:
@@ -284,8 +337,12 @@ class TensorStore(Closing):
             return self._space.nbytes - self._space.used_bytes + self._space.available_bytes
 
     def bytes_on(self, path: StrPath) -> int:
-        """Bytes of the tensors on the drive of *path*, one of `paths`, each extent rounded up to 4
-        KiB.
+        """Bytes of the tensors on one drive, each extent rounded up to 4 KiB.
+
+        Parameters
+        ----------
+        path : path
+            One of `paths`.
         """
         with self._locked(), self._changing:
             if os.fspath(path) not in self.paths:
@@ -296,9 +353,22 @@ class TensorStore(Closing):
             return sum(drive.used_bytes for drive in drives if drive.path == os.fspath(path))
 
     def reserve(self, nbytes: int) -> None:
-        """Preallocate space for *nbytes* in total, including bytes in use, so that a drive that is
-        too small is reported now. Raises: NoSpaceError, whose message has the requested size, the
-        space of each drive, and the missing bytes. Source: fallocate(2).
+        """Preallocate space, so that a drive that is too small is reported now.
+
+        Parameters
+        ----------
+        nbytes : int
+            Total bytes, including bytes in use.
+
+        Raises
+        ------
+        NoSpaceError
+            The drives are too small; the message has the requested size, the space of each drive,
+            and the missing bytes.
+
+        Notes
+        -----
+        Source: fallocate(2).
         """
         nbytes = whole_number("nbytes", nbytes)
         with self._locked(), self._changing:
