@@ -360,17 +360,6 @@ def test_trainable_parameters_are_asked_for():
     assert plain["drive_bytes"] <= 12 * 40_000_000
 
 
-def test_speeds_are_those_of_the_options():
-    text = plan("--params", "7B", *DRIVE, "--host-speed", "60GB", "--gpus", 0, "--way", "zero3")
-    assert text.exception
-    done = run("plan", "--params", "7B", *DRIVE, "--gpus", 0, "--host-memory", "64GB")
-    said = " ".join(done.output.split())
-    assert "/ (1.2 x 50 GB/s)" in said
-    assert "50 GB/s." in said
-    assert "mixed 0.96 x 2.73 GB/s" in said
-    assert "mixed 2.73 GB/s" in said
-
-
 def test_a_described_machine_has_tokens_a_second_without_seq():
     reported = json.loads(plan("--params", "7B", *DRIVE, "--json").output)
     assert reported["work"]["sequence"] == 2048

@@ -104,18 +104,6 @@ def test_a_held_request_is_not_in_flight_and_starts_in_time(
     assert_array_equal(on_disk(path), second)
 
 
-def test_what_ended_well_already_holds_nothing_up(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(ODD)
-    out = np.zeros_like(data)
-    with engine.open(directory / "data", "rw", size=ODD) as file:
-        written = engine.write(data, file)
-        written.wait(PATIENCE)
-        assert engine.read(out, file, after=[written]).wait(PATIENCE) == ODD
-    assert_array_equal(out, data)
-
-
 def test_requests_without_bytes_take_part(
     engine: Engine, directory: Path, random_bytes: RandomBytes
 ) -> None:

@@ -81,12 +81,6 @@ def test_the_repr_of_a_transfer_error_makes_it_again(error: IOFailure) -> None:
     assert again.reason in repr(error)
 
 
-def test_the_repr_of_an_io_failure_begins_as_that_of_an_os_error() -> None:
-    assert repr(TRANSFER_ERRORS[0]).startswith(
-        "IOFailure(5, 'Input/output error', operation='write', path='/local_nvme/rank0.slab', offset=1610612736, "
-    )
-
-
 @pytest.mark.parametrize("value", [0, 1, (1 << 63) - 1, np.int64(7), True])
 def test_a_whole_number_is_an_int(value: int) -> None:
     assert whole_number("size", value) == int(value)
