@@ -316,6 +316,13 @@ def page_of(shape: str) -> Page:
     return Page(html(SHAPES[shape]()))
 
 
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> str:
+    """Each of SHAPES."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
 def made_up() -> SimpleNamespace:
     """Functions that make profiles and parse their reports."""

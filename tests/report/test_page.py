@@ -20,31 +20,7 @@ TIMES, DASH = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 BESIDE_THE_PAGE = {"profile.json", "ds_config.json"}
 LEADING = {"src", "href", "xlink:href", "action", "srcset", "poster", "data", "background"}
 
-each_shape = pytest.mark.parametrize(
-    "shape",
-    [
-        "one path",
-        "io_uring",
-        "latencies",
-        "sustained, a cache that ends",
-        "sustained, no end",
-        "several paths",
-        "worn",
-        "hardly worn",
-        "8 ranks",
-        "DeepSpeed's op",
-        "ten seconds, not steady",
-        "everything",
-        "bare",
-    ],
-)
 
-
-def test_every_shape_is_tried(made_up):
-    assert each_shape.args[1] == list(made_up.shapes)
-
-
-@each_shape
 def test_the_page_is_well_formed(made_up, shape):
     page = made_up.page_of(shape)  # takes it apart: tags close in order, no attribute stands twice
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -64,7 +40,6 @@ def test_the_page_is_well_formed(made_up, shape):
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), levels
 
 
-@each_shape
 def test_a_screen_reader_finds_its_way(made_up, shape):
     page = made_up.page_of(shape)
     assert page.all("html") == [{"lang": "en"}]
@@ -84,7 +59,6 @@ def test_a_screen_reader_finds_its_way(made_up, shape):
     assert all(header.get("scope") in ("col", "row") for header in page.all("th"))
 
 
-@each_shape
 def test_no_request_leaves_the_page(made_up, shape):
     page = made_up.page_of(shape)
     for tag, attributes in page.elements:
