@@ -80,16 +80,15 @@ def main() -> int:
         status = command.main(
             args=sys.argv[1:] or ["--help"], prog_name="nvme-offload", standalone_mode=False
         )
+        return status if isinstance(status, int) else 0
     except click.Abort:
-        _say("nvme-offload: stopped")
-        return 130
+        said, status = "stopped", 130
     except click.ClickException as error:
-        _say(f"nvme-offload: {_one_line(error.format_message())}")
-        return error.exit_code
+        said, status = error.format_message(), error.exit_code
     except (OffloadError, OSError, MemoryError) as error:
-        _say(f"nvme-offload: {_one_line(str(error) or type(error).__name__)}")
-        return 2 if isinstance(error, UsageError) else 1
-    return status if isinstance(status, int) else 0
+        said, status = str(error) or type(error).__name__, 2 if isinstance(error, UsageError) else 1
+    click.echo(f"nvme-offload: {' '.join(said.split())}", err=True)
+    return status
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -309,11 +308,3 @@ def _print(text: str) -> None:
         click.echo(text)
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())

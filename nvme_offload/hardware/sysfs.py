@@ -100,7 +100,10 @@ def pcie_link(lineage: list[Path]) -> Link | None:
     if not (lineage and lineage[0].name.startswith("nvme")):
         return None  # Other disks share their controller's link.
     for device in lineage:
-        speed, width = _speed(device / "current_link_speed"), _width(device / "current_link_width")
+        speed, width = (
+            _speed(device / "current_link_speed"),
+            number(read(device / "current_link_width")),
+        )
         if speed is None or width is None:
             continue
         emulated = read(device / "vendor") in _EMULATED_PCI_VENDORS
@@ -119,7 +122,7 @@ def most_of_link(lineage: list[Path]) -> str | None:
     # the drive, and the port above it
     ends = [place for place in (slots[0], slots[0].parent) if (place / "max_link_speed").exists()]
     speeds = list(filter(None, (_speed(place / "max_link_speed") for place in ends)))
-    widths = list(filter(None, (_width(place / "max_link_width") for place in ends)))
+    widths = list(filter(None, (number(read(place / "max_link_width")) for place in ends)))
     return f"{min(speeds)} GT/s x{min(widths)}" if speeds and widths else None
 
 
@@ -128,10 +131,6 @@ def _speed(file: Path) -> float | None:
     text = read(file)
     match = re.match(r"(\d+(?:\.\d+)?) GT/s", text or "")
     return float(match[1]) if match else None if text is None else 0.0
-
-
-def _width(file: Path) -> int | None:
-    return number(read(file))
 
 
 def blocks_for_ext4_itself(device: int, sys: Path = Path("/sys")) -> int:

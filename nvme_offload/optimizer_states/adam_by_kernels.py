@@ -62,7 +62,8 @@ def step_by_kernels(
     from . import by_triton
 
     begin()
-    for group, chosen in _by_group(parts):
+    for group in {id(part.group): part.group for part in parts}.values():
+        chosen = [part for part in parts if part.group is group]
         steps = [optimizer.state[part.parameter]["step"] for part in chosen]
         for part, powers in zip(chosen, _advanced(steps, tuple(group["betas"])), strict=True):
             if not part.weight.numel():
@@ -71,11 +72,6 @@ def step_by_kernels(
             by_triton.adam(pieces, part.gradient, powers, group, part.first_block, seed, look)
             if pieces.low is None and layout.master is not None:
                 part.weight.copy_(pieces.master)
-
-
-def _by_group(parts: Sequence[Part]) -> list[tuple[Any, list[Part]]]:
-    groups = {id(part.group): part.group for part in parts}
-    return [(group, [part for part in parts if part.group is group]) for group in groups.values()]
 
 
 def _advanced(steps: Sequence[torch.Tensor], betas: tuple[float, float]) -> torch.Tensor:

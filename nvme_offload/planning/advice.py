@@ -149,18 +149,16 @@ def _levers(question: Question) -> list[_Lever]:
     levers: list[tuple[object, str, Callable[[Question], Question]]] = [
         (question.state_format, "another state format", partial(_with, state_format=None)),
         (question.way, "another way to train", partial(_with, way=None)),
-    ]
-    for name, words, helps in (
-        ("checkpoint", "activation checkpointing", not work.recomputes),
         (
-            "checkpoint-drive",
-            "checkpointed activations on the drive",
-            work.activations != "checkpoint-drive",
+            saves and not work.recomputes,
+            "activation checkpointing (--activations checkpoint)",
+            partial(_working, activations="checkpoint"),
         ),
-    ):
-        pull = partial(_working, activations=name)
-        levers.append((saves and helps, f"{words} (--activations {name})", pull))
-    levers += [
+        (
+            saves and work.activations != "checkpoint-drive",
+            "checkpointed activations on the drive (--activations checkpoint-drive)",
+            partial(_working, activations="checkpoint-drive"),
+        ),
         (question.budget is not None, "no --budget", partial(_with, budget=None)),
         (
             work.tokens and work.micro_batch > 1,

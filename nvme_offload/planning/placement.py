@@ -331,15 +331,11 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
     return int(max(held, made))
 
 
-def _kept_bytes(strategy: Strategy, model: Model, world: World) -> float:
-    """Bytes of a rank that this package's swapper has at the end of a backward pass, at most."""
-    trained = (strategy.state_bytes + strategy.gradient_bytes) * model.trained
-    return (trained + strategy.parameter_bytes * model.parameters) / world.size
-
-
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The smallest "host_memory" of a rank with which the drive is not used."""
-    whole = _kept_bytes(strategy, model, world)
+    # at the end of a backward pass, at most
+    whole = (strategy.state_bytes + strategy.gradient_bytes) * model.trained
+    whole = (whole + strategy.parameter_bytes * model.parameters) / world.size
     if strategy.door == "plain":
         whole *= SCRATCH_PARTS / (SCRATCH_PARTS - 1) if strategy.optimizer else 1
     else:

@@ -216,7 +216,10 @@ class Step(NamedTuple):
         if self.speeds and (moved.read or moved.written):
             drive = (self._drive(moved.read * world.ranks, moved.written * world.ranks),)
         if self.gpu and strategy.update_device == "gpu":
-            beside = [self._update_on_gpu(each, self.gpu)]
+            known = gpu_models.find(self.gpu.name)
+            memory = known.bytes_per_second if known else _OTHER_GPU_BYTES_PER_SECOND
+            traffic = 3 * WEIGHT_BYTES + 2 * strategy.state_bytes  # the gradient is only read
+            beside = [(_term("Adam", each * traffic, memory),)]
             if strategy.ours:
                 copied = strategy.state_bytes
                 if not (strategy.streams and strategy.windows):  # there since the pass
@@ -242,12 +245,6 @@ class Step(NamedTuple):
             return 0.0
         seconds = operations(self.model, self.work).forward / (self.flops * UTILISATION)
         return seconds * self.link * BOTH_WAYS_SHARE
-
-    def _update_on_gpu(self, each: float, gpu: Gpu) -> tuple[Term, ...]:
-        known = gpu_models.find(gpu.name)
-        memory = known.bytes_per_second if known else _OTHER_GPU_BYTES_PER_SECOND
-        traffic = 3 * WEIGHT_BYTES + 2 * self.strategy.state_bytes  # the gradient is only read
-        return (_term("Adam", each * traffic, memory),)
 
     def _update_on_cpu(self, each: float) -> tuple[Term, ...]:
         strategy, here = self.strategy, each * self.world.ranks

@@ -48,13 +48,13 @@ def main() -> int:
             )
         else:
             status = command.main(prog_name="nvme-sweep", standalone_mode=False)
+        return status if isinstance(status, int) else 0
     except click.ClickException as error:
-        _progress.say(f"nvme-sweep: {_one_line(error.format_message())}")
-        return error.exit_code
+        said, status = error.format_message(), error.exit_code
     except (OffloadError, OSError, MemoryError) as error:
-        _progress.say(f"nvme-sweep: {_one_line(str(error) or type(error).__name__)}")
-        return 2 if isinstance(error, UsageError) else 1
-    return status if isinstance(status, int) else 0
+        said, status = str(error) or type(error).__name__, 2 if isinstance(error, UsageError) else 1
+    _progress.say(f"nvme-sweep: {' '.join(said.split())}")
+    return status
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -398,7 +398,3 @@ def check(path: str, config: Path | None, seconds: float, ranks: int | None, for
 
 
 _SUBCOMMANDS = {"show": show, "compare": compare, "check": check}
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())

@@ -182,15 +182,8 @@ class _Rank:
             order = getattr(self if hasattr(self, name) else self._rig, name)
             self._connection.send(("answer", order(*arguments)))
 
-    def open(
-        self,
-        directory: Path,
-        file_bytes: int,
-        direct: bool | Literal["auto"],
-        request_bytes: int,
-        engine: str,
-    ) -> bool:
-        self._rig = Rig(directory, file_bytes, direct, request_bytes, engine)
+    def open(self, *arguments: Any) -> bool:
+        self._rig = Rig(*arguments)
         return self._rig.direct
 
     def fill(self, setting: Setting, seconds: float | None) -> tuple[float, int]:
