@@ -55,32 +55,25 @@ def test_without_proc_free_memory_counts_and_the_limit_of_the_mounted_group(root
     assert available_bytes(root) == GIB // 1024 - 976
 
 
-def test_a_limit_of_v2(root):
+@pytest.mark.parametrize(
+    ("groups", "available"),
+    [
+        ({"user.slice/job": (8, 3)}, 5),
+        ({"user.slice/job": ("max", 3)}, 40),
+        ({"user.slice/job": ("max", 1), "user.slice": (8, 6)}, 2),
+        ({"user.slice/job": (2, 3)}, 0),
+        # a data set that was read fills the group, and the kernel takes those pages first
+        ({"user.slice/job": (8, 8, 5)}, 5),
+    ],
+    ids=str,
+)
+def test_limits_of_v2(root, groups, available):
+    """In GiB: the limit of each group, what it uses, and inactive pages of files."""
     member(root, "0::/user.slice/job\n")
-    v2(root, "user.slice/job", 8 * GIB, 3 * GIB)
-    assert available_bytes(root) == 5 * GIB
-
-
-def test_a_group_without_a_limit(root):
-    member(root, "0::/job\n")
-    v2(root, "job", "max", 3 * GIB)
-    assert available_bytes(root) == 40 * GIB
-
-
-def test_the_limit_of_a_group_above(root):
-    member(root, "0::/user.slice/job\n")
-    v2(root, "user.slice/job", "max", 1 * GIB)
-    v2(root, "user.slice", 8 * GIB, 6 * GIB)
-    assert available_bytes(root) == 2 * GIB
-
-
-def test_pages_of_files_that_were_read_are_free(root):
-    """A data set that was read fills a group up to its limit, and the kernel takes those pages
-    first.
-    """
-    member(root, "0::/job\n")
-    v2(root, "job", 8 * GIB, 8 * GIB, inactive_file=5 * GIB)
-    assert available_bytes(root) == 5 * GIB
+    for group, (limit, *used) in groups.items():
+        limit = limit if limit == "max" else limit * GIB
+        v2(root, group, limit, *(one * GIB for one in used))
+    assert available_bytes(root) == available * GIB
 
 
 def test_a_limit_of_v1_next_to_v2(root):
@@ -98,12 +91,6 @@ def test_a_container_that_sees_its_group_as_the_top(root):
     member(root, "4:memory:/docker/1\n")
     v1(root, "", 4 * GIB, 3 * GIB)
     assert available_bytes(root) == 1 * GIB
-
-
-def test_more_is_used_than_the_limit(root):
-    member(root, "0::/job\n")
-    v2(root, "job", 2 * GIB, 3 * GIB)
-    assert available_bytes(root) == 0
 
 
 @pytest.mark.parametrize("text", ["", "0::/gone\n", "1:name=systemd:/\n"])
