@@ -59,6 +59,22 @@ def step(net: torch.nn.Module, optimizer: Any, number: int) -> None:
 compared = functools.partial(reference.compared, host_memory=CAP)
 
 
+def changed_between(place, mode, change, kind=torch.optim.AdamW, made=net_of):
+    """Where 20 steps of a net that *made* makes differ from the plain optimizer's; *change* gets the
+    net, its optimizer and the number of the step that follows.
+    """
+
+    def program(make: Make) -> list[torch.Tensor]:
+        net = made()
+        optimizer = make(net.parameters())
+        for number in range(20):
+            change(net, optimizer, number)
+            step(net, optimizer, number)
+        return list(net.parameters())
+
+    return compared(program, place, kind, **MODES[mode])
+
+
 def resumed(
     net: torch.nn.Module, optimizer: Any, make: Make, again: torch.nn.Module
 ) -> tuple[torch.nn.Module, Any]:
@@ -122,33 +138,23 @@ def test_one_that_assigns_data_of_another_dtype_and_size(tmp_path, mode):
 def test_a_cast_between_steps_keeps_states_as_torch_does(tmp_path, name, mode):
     """These go on with states of the old dtype."""
 
-    def program(make: Make) -> list[torch.Tensor]:
-        net = net_of()
-        optimizer = make(net.parameters())
-        for number in range(20):
-            if number in (5, 12):
-                net.to(torch.float64 if number == 5 else torch.float32)
-            step(net, optimizer, number)
-        return list(net.parameters())
+    def change(net, _, number):
+        if number in (5, 12):
+            net.to(torch.float64 if number == 5 else torch.float32)
 
-    assert compared(program, tmp_path, OPTIMIZERS[name], **MODES[mode]) == []
+    assert changed_between(tmp_path, mode, change, OPTIMIZERS[name]) == []
 
 
 @pytest.mark.parametrize("mode", ["after", "overlapped", "provisional", "accumulated"])
 def test_a_cast_between_backward_and_step(tmp_path, mode):
-    def program(make: Make) -> list[torch.Tensor]:
-        net = net_of()
-        optimizer = make(net.parameters())
-        for number in range(20):
-            if number in (5, 12):
-                net(_batch(number, net)).square().mean().backward()
-                net.to(torch.float64 if number == 5 else torch.float32)
-                optimizer.step()
-                optimizer.zero_grad()
-            step(net, optimizer, number)
-        return list(net.parameters())
+    def change(net, optimizer, number):
+        if number in (5, 12):
+            net(_batch(number, net)).square().mean().backward()
+            net.to(torch.float64 if number == 5 else torch.float32)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    assert compared(program, tmp_path, OPTIMIZERS["sgd-momentum"], **MODES[mode]) == []
+    assert changed_between(tmp_path, mode, change, OPTIMIZERS["sgd-momentum"]) == []
 
 
 @covering(pairs=False, mode=list(MODES), state_format=["exact", "split", "compact", "compact24"])
@@ -268,97 +274,75 @@ def test_blocks_of_a_model_that_are_trained_in_turn(tmp_path, mode):
     name=["adamw", "adam-amsgrad", "sgd-momentum", "adafactor"],
 )
 def test_parameters_that_leave_and_come_back_have_their_states_again(tmp_path, name, mode):
-    def program(make: Make) -> list[torch.Tensor]:
-        net = net_of()
-        optimizer = make(net.parameters())
+    def change(net, optimizer, number):
+        net.zero_grad()
         everything = list(net.parameters())
-        for number in range(20):
-            chosen = everything[:3] if number % 7 in (2, 3) else everything[2:]
-            if number % 7 > 4:
-                chosen = everything[::-1]
-            optimizer.param_groups[0]["params"] = list(chosen)
-            step(net, optimizer, number)
-            net.zero_grad()
-        return everything
+        chosen = everything[:3] if number % 7 in (2, 3) else everything[2:]
+        if number % 7 > 4:
+            chosen = everything[::-1]
+        optimizer.param_groups[0]["params"] = list(chosen)
 
-    assert compared(program, tmp_path, OPTIMIZERS[name], **MODES[mode]) == []
+    assert changed_between(tmp_path, mode, change, OPTIMIZERS[name]) == []
 
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_states_that_a_program_moves_to_the_parameter_in_place_of_another(tmp_path, mode):
-    def program(make: Make) -> list[torch.Tensor]:
-        net = net_of()
-        optimizer = make(net.parameters())
-        for number in range(20):
-            if number in (4, 11):
-                for layer in (net[0], net[3]) if number == 4 else (net[2],):
-                    old, new = layer.weight, torch.nn.Parameter(layer.weight.detach().clone())
-                    layer.weight = new
-                    for group in optimizer.param_groups:
-                        group["params"] = [new if one is old else one for one in group["params"]]
-                    optimizer.state[new] = optimizer.state.pop(old)
-            step(net, optimizer, number)
-        return list(net.parameters())
+    def change(net, optimizer, number):
+        for layer in {4: (net[0], net[3]), 11: (net[2],)}.get(number, ()):
+            old, new = layer.weight, torch.nn.Parameter(layer.weight.detach().clone())
+            layer.weight = new
+            for group in optimizer.param_groups:
+                group["params"] = [new if one is old else one for one in group["params"]]
+            optimizer.state[new] = optimizer.state.pop(old)
 
-    assert compared(program, tmp_path, **MODES[mode]) == []
+    assert changed_between(tmp_path, mode, change) == []
 
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_parameters_that_are_replaced_begin_anew_as_in_torch(tmp_path, mode):
-    def program(make: Make) -> list[torch.Tensor]:
-        net = net_of()
-        optimizer = make(net.parameters())
-        for number in range(20):
-            if number in (6, 9):
-                net.load_state_dict(
-                    {key: value.clone() for key, value in net.state_dict().items()}, assign=True
-                )
-                if number == 9:
-                    optimizer.param_groups[0]["params"] = list(net.parameters())
-            step(net, optimizer, number)
-            net.zero_grad()
-        return list(net.parameters())
+    def change(net, optimizer, number):
+        net.zero_grad()
+        if number in (6, 9):
+            values = {key: value.clone() for key, value in net.state_dict().items()}
+            net.load_state_dict(values, assign=True)
+        if number == 9:
+            optimizer.param_groups[0]["params"] = list(net.parameters())
 
-    assert compared(program, tmp_path, **MODES[mode]) == []
+    assert changed_between(tmp_path, mode, change) == []
 
 
 @covering(pairs=False, mode=list(MODES), name=["adamw", "lion"])
 def test_layers_that_are_unfrozen_one_after_the_other(tmp_path, name, mode):
-    def program(make: Make) -> list[torch.Tensor]:
+    def frozen():
         net = net_of().requires_grad_(False)
         net[3].requires_grad_(True)
-        optimizer = make(net.parameters())
-        for number in range(20):
-            if number in (3, 6):
-                net[2 if number == 3 else 0].requires_grad_(True)
-            if number in (9, 14):
-                net[3].requires_grad_(number == 14)
-            step(net, optimizer, number)
-        return list(net.parameters())
+        return net
 
-    assert compared(program, tmp_path, OPTIMIZERS[name], **MODES[mode]) == []
+    def change(net, _, number):
+        if number in (3, 6):
+            net[2 if number == 3 else 0].requires_grad_(True)
+        if number in (9, 14):
+            net[3].requires_grad_(number == 14)
+
+    assert changed_between(tmp_path, mode, change, OPTIMIZERS[name], frozen) == []
 
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_parameters_that_change_groups(tmp_path, mode):
-    def program(make: Make) -> list[torch.Tensor]:
-        net = net_of()
+    def change(net, optimizer, number):
         everything = list(net.parameters())
-        optimizer = make(everything)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))], "lr": 0.1})
-        for number in range(20):
-            first, second = optimizer.param_groups
-            if number == 5:
-                second["params"] = [*everything[4:], *second["params"]]
-                first["params"] = everything[:4]
-            if number == 10:
-                optimizer.param_groups = [second, first]
-            if number == 15:
-                second["params"].insert(0, first["params"].pop())
-            step(net, optimizer, number)
-        return everything
+        if number == 0:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))], "lr": 0.1})
+        first, second = optimizer.param_groups
+        if number == 5:
+            second["params"] = [*everything[4:], *second["params"]]
+            first["params"] = everything[:4]
+        if number == 10:
+            optimizer.param_groups = [second, first]
+        if number == 15:
+            second["params"].insert(0, first["params"].pop())
 
-    assert compared(program, tmp_path, **MODES[mode]) == []
+    assert changed_between(tmp_path, mode, change) == []
 
 
 @pytest.mark.parametrize("mode", EACH_MODE)
