@@ -136,13 +136,6 @@ def test_checkpoints_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     assert files == [f"{side.format}.{2 * MIB}"]
 
 
-def test_what_ours_writes_torch_reads(tmp_path: Path) -> None:
-    import torch
-
-    checkpoints.make("ours").save(state.build(2 * MIB), tmp_path / "file", SETTING)
-    state.require_same(torch.load(tmp_path / "file"), 2 * MIB, "torch.load")
-
-
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UsageError, match="'zip' does not save checkpoints; choose from ours, fast"):
         checkpoints.make("zip")

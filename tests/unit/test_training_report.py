@@ -10,9 +10,8 @@ import pytest
 from nvme_offload.errors import UsageError
 from sweeps.apart import last_error
 from sweeps.floor import Speeds, floor_seconds
-from sweeps.report import spread
 from sweeps.training.plan import Plan, read_plan
-from sweeps.training.report import Figures, Results, render, unequal
+from sweeps.training.report import Results, render, unequal
 from sweeps.training.runs import Run, assemble
 
 PLANS = sorted((Path(__file__).parents[2] / "sweeps" / "plans").glob("training*.toml"))
@@ -189,14 +188,6 @@ def test_the_floor_is_the_slowest_way() -> None:
         floor_seconds(0, 12, drive) == 4
     )  # not 3: reading and writing together is faster than either alone
     assert floor_seconds(12, 12, drive) == 8
-
-
-def test_ratios_are_of_the_same_round() -> None:
-    mine = [run("mine", 0, 1.0), run("mine", 1, 2.0), run("mine", 2, 9.0)]
-    stock = [run("stock", 1, 4.0), run("stock", 0, 4.0)]
-    figures = Figures([*mine, *stock], 1)
-    assert spread(figures.ratios("mine", "stock", "optimizer")) == pytest.approx((0.25, 0.375, 0.5))
-    assert figures.ratios("mine", "none", "optimizer").empty
 
 
 def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:
