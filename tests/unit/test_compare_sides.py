@@ -19,7 +19,6 @@ from sweeps.peers.job import Job
 from sweeps.peers.stopwatch import Stopwatch
 
 MIB = 1 << 20
-ROOT = Path(__file__).parents[2]
 SETTING: dict[str, Any] = {
     "backend": "libaio",
     "block_size": 256 << 10,
