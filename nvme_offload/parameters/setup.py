@@ -44,7 +44,13 @@ def stream(
     names = {} if saved is None else saved.names_of(model)
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach() if saved is None else saved.read(names[tensor])
+        if saved is None:
+            return tensor.detach()
+        values = saved.read(names[tensor])
+        if tensor.is_contiguous():
+            return values
+        # channels_last and other strides stay, as in load_state_dict
+        return torch.empty_like(tensor, device="cpu", dtype=values.dtype).copy_(values)
 
     def load(targets: Mapping[torch.Tensor, torch.Tensor]) -> None:
         if saved is not None:

@@ -221,6 +221,17 @@ def test_weights_are_converted_to_the_dtype_of_the_model(make: Make, tmp_path: P
         assert torch.equal(values, state[key].bfloat16())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_get_the_strides_of_the_model(make: Make, tmp_path: Path, device: str) -> None:
+    in_memory = nn.Conv2d(6, 8, 3).to(memory_format=torch.channels_last)
+    path = tmp_path / "model.safetensors"
+    save_file({key: one.contiguous() for key, one in in_memory.state_dict().items()}, path)
+    model = nn.Conv2d(6, 8, 3, device=device).to(memory_format=torch.channels_last)
+    make().parameters(model, "cpu", weights=path)
+    assert torch.equal(model.weight, in_memory.weight)
+    assert model.weight.stride() == in_memory.weight.stride()
+
+
 def test_save_needs_a_model_that_streams(offload: Offload, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a model whose parameters stream"):
         offload.save(tmp_path / "saved")
