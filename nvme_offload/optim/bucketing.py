@@ -275,6 +275,7 @@ class Bucketing:
             known.group = index
             return known
 
+        self._check_eps(parameters, options)
         dimensions = _dimensions(parameters)
         # The states of a scalar are not packed, so it would keep others from an update in one pass.
         for (_, dtype, device, place, *_), run in itertools.groupby(
@@ -313,6 +314,21 @@ class Bucketing:
                 most
                 if found.separable
                 else sum(local(parameter).numel() for parameter in parameters),
+            )
+
+    def _check_eps(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+        """torch's Adafactor keeps the eps of its first parameter's dtype for all later parameters of
+        the group. Updates of one bucket cannot know that parameter. Raises: UnsupportedError.
+        """
+        if not {"eps", "d", "beta2_decay"} <= options.keys() or options["eps"][0] is not None:
+            return
+        dtypes = {
+            str(self._format.update_dtype(one.dtype)) for one in parameters if one.requires_grad
+        }
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                f"{self._name} takes eps[0] from the dtype of a group's first parameter, and this group is updated in {' and '.join(sorted(dtypes))}: "
+                "pass eps with two numbers, or make one group for each dtype"
             )
 
     def _beside_bytes(self, traits: Traits, dtype: torch.dtype, device: torch.device) -> int:

@@ -101,6 +101,26 @@ def test_without_masters_it_is_the_plain_optimizer(tmp_path, name, dtype):
     assert differing(resumed, plain) == []
 
 
+def test_adafactors_eps_of_two_dtypes(tmp_path):
+    """torch's takes the dtype of the group's first parameter."""
+    kind = torch.optim.Adafactor
+    plain, ours = (
+        [*parameters(shapes=[(5, 7)]), *parameters(torch.bfloat16)[:3]] for _ in range(2)
+    )
+    with pytest.raises(UnsupportedError, match=r"torch\.bfloat16 and torch\.float32: pass eps"):
+        NVMeOptimizer(ours, kind, paths=tmp_path, masters=False)
+    NVMeOptimizer(ours, kind, paths=tmp_path).close()  # all updates are in float32
+    for options in ({"eps": (1e-5, 1e-3)}, {}):
+        both = [
+            params if options else [{"params": params[:1]}, {"params": params[1:]}]
+            for params in (plain, ours)
+        ]
+        train(plain, kind(both[0], **options))
+        with NVMeOptimizer(both[1], kind, paths=tmp_path, masters=False, **options) as optimizer:
+            train(ours, optimizer)
+        assert differing(ours, plain) == []
+
+
 def test_without_masters_8_bits_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="keeps float32 states; AdamW has"):
         NVMeOptimizer(
