@@ -36,9 +36,7 @@ def format_bytes(count: int) -> str:
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(count) >= 1 << (10 * power):
             scaled = count / (1 << (10 * power))
-            return (
-                f"{scaled:.0f} {letter}iB" if abs(scaled) >= 999.5 else f"{scaled:.3g} {letter}iB"
-            )
+            return f"{scaled:{'.0f' if abs(scaled) >= 999.5 else '.3g'}} {letter}iB"
     return f"{count} byte{'' if count == 1 else 's'}"
 
 

@@ -65,7 +65,9 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generator)
     def checkpointed(*given: Any, **keywords: Any) -> Any:
         cache = _innermost_cache()
-        around = _forward.cache if innermost_hooks(ignores_tracing=False) else None
+        around = (
+            getattr(_forward, "cache", None) if innermost_hooks(ignores_tracing=False) else None
+        )
         if not torch.is_grad_enabled() or len(given) < len(settings):
             return generator(*given, **keywords)
         if cache is None:
@@ -101,16 +103,9 @@ def _warn_bypassing(
     cache.warn_bypassing(_tensors((function, others, keywords)), code)
 
 
-class _Forward(threading.local):
-    """The cache of the outermost checkpoint whose forward pass runs in a thread. An exception leaves
-    the cache here until the checkpoint's hooks are removed.
-    """
-
-    def __init__(self) -> None:
-        self.cache: ActivationCache | None = None
-
-
-_forward = _Forward()
+# Its *cache* is the one of the outermost checkpoint whose forward pass runs in a thread. An exception
+# leaves it here until the checkpoint's hooks are removed.
+_forward = threading.local()
 
 
 def _within(generator: Iterator[None], cache: ActivationCache) -> Iterator[None]:

@@ -242,14 +242,12 @@ def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:
         return
     for drive, share in zip(machine.drives, weights(machine), strict=True):
         rated = drive.rated_bytes or _USUAL_RATING
+        days = rated / (a_day * share)
+        lasts = f"{days:.0f} days" if days < 730 else f"{days / 365:.0f} years"
         yield (
             f"It writes {chosen.written_bytes * share / 1e9:.3g} GB a step and {a_day * share / 1e12:.3g} TB a day to "
-            f"{_name(drive)}: a drive that is rated for {rated / 1e12:,.4g} TB lasts {_days(rated / (a_day * share))}."
+            f"{_name(drive)}: a drive that is rated for {rated / 1e12:,.4g} TB lasts {lasts}."
         )
-
-
-def _days(days: float) -> str:
-    return f"{days:.0f} days" if days < 730 else f"{days / 365:.0f} years"
 
 
 # The table.

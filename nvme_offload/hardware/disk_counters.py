@@ -46,8 +46,5 @@ class Disks:
 
 def busy_share(before: DiskCounters, now: DiskCounters, seconds: float) -> float:
     """The share of *seconds* in which the busiest of the disks had requests, at most 1."""
-    spent = (
-        after - earlier
-        for earlier, after in zip(before.busy_seconds, now.busy_seconds, strict=True)
-    )
-    return min(max(spent) / seconds, 1.0)
+    spent = zip(before.busy_seconds, now.busy_seconds, strict=True)
+    return min(max(after - earlier for earlier, after in spent) / seconds, 1.0)

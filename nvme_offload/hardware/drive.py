@@ -141,7 +141,9 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
     procfs and sysfs. Raises: OSError. Source: proc_pid_mountinfo(5); the kernel's
     Documentation/ABI, stable/sysfs-block.
     """
-    absolute = _without_dots(Path(path))
+    absolute, shorter = Path(path).absolute(), Path(os.path.abspath(path))  # noqa: PTH100
+    if shorter.resolve() == absolute.resolve():
+        absolute = shorter  # without "..", unless a symlink makes that another place
     status = filesystem_space(absolute)
     sys = sys.resolve()
     mount = _mount_of(absolute.resolve(), proc)
@@ -191,12 +193,6 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         gpu_numa_nodes=sysfs.gpu_nodes(sys),
         identity=_identity(absolute, device, mount, layers, lineages),
     )
-
-
-def _without_dots(path: Path) -> Path:
-    """*path* made absolute, without ".." unless a symlink makes that another place."""
-    absolute, shorter = path.absolute(), Path(os.path.abspath(path))  # noqa: PTH100
-    return shorter if shorter.resolve() == absolute.resolve() else absolute
 
 
 class _Mount(NamedTuple):

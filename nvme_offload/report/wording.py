@@ -6,14 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from nvme_offload.hardware.profile import Best
-from nvme_offload.units import format_bytes, format_ratio
-from nvme_offload.units import format_speed as speed
+from nvme_offload.units import format_bytes, format_ratio, format_speed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["speed"]
-
+speed = format_speed
 TIMES, DASH, SPACE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 NONE = DASH
 

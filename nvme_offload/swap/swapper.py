@@ -292,19 +292,12 @@ class TensorSwapper(Closing):
             self._schedule.order.changed(name)
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int = 1, stay: bool = False) -> None:
-        """Announce the order of use before one can be learned: the swapper chooses the values that
-        stay in memory immediately, so they need not move later. Ignored if a value was used before.
-
-        Parameters
-        ----------
-        sizes : mapping of str to int
-            Bytes of the values that each period uses and changes, by name, in order of use. They
-            need not exist yet.
-        at_once : int
-            How many values are in use at the same time.
-        stay : bool
-            Keep the chosen values in memory even if the actual order of use differs: the drive has
-            space for little more than the other values.
+        """Announce the order of use before one can be learned: *sizes* are the bytes of the values
+        that each period uses and changes, by name, in order of use, *at_once* of them at the same
+        time. They need not exist yet. The swapper chooses the values that stay in memory
+        immediately, so they need not move later. With *stay* they stay even if the actual order of
+        use differs: the drive has space for little more than the other values. Ignored if a value
+        was used before.
         """
         sizes = dict(sizes)
         with self._lock, self._changing:

@@ -40,13 +40,10 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
         return None
     try:
         rank, local_rank, world = (int(environment[name]) for name in names)
-        local = int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world)
-        node = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // local)
-        nodes = int(
-            environment.get("GROUP_WORLD_SIZE")
-            or environment.get("CROSS_SIZE")
-            or -(-world // local)
-        )
+        given = environment.get
+        local = int(given("LOCAL_WORLD_SIZE") or given("LOCAL_SIZE") or world)
+        node = int(given("GROUP_RANK") or given("CROSS_RANK") or rank // local)
+        nodes = int(given("GROUP_WORLD_SIZE") or given("CROSS_SIZE") or -(-world // local))
     except (ValueError, ZeroDivisionError):
         local = 0
     if local < 1 or not (
