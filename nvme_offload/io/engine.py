@@ -488,8 +488,7 @@ class Engine(Closing):
             end = offset + checked_nbytes(buffer, writable=not write)
             whole_number("the end of the range", end)  # a refused request creates no file
             file = self.open(file, "w" if write else "r")
-        torch = sys.modules.get("torch")  # imported already where there is a tensor
-        if torch is None or not isinstance(buffer, torch.Tensor):
+        if not is_tensor(buffer):
             return Ticket(self._core.submit(write, buffer, file._live(), offset, sums, earlier))
         nbytes = checked_nbytes(buffer, writable=not write)
         # Not the tensor, which can be given another storage (`tensor.data = ...`).
@@ -522,13 +521,20 @@ def _path(path: StrPath) -> bytes:
     return encoded
 
 
+def is_tensor(buffer: Any) -> bool:
+    """Whether *buffer* is a tensor: torch is imported then, and otherwise perhaps half imported."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return kind is not None and isinstance(buffer, kind)
+
+
 def checked_nbytes(buffer: Any, writable: bool) -> int:
     """Bytes of a buffer that the engine can read into, where it is *writable*, or write from.
     Raises: UsageError.
     """
-    torch = sys.modules.get("torch")  # imported already where there is a tensor
-    if torch is None or not isinstance(buffer, torch.Tensor):
+    if not is_tensor(buffer):
         return _aio.buffer_nbytes(buffer, writable)
+    import torch
+
     if not buffer.is_cpu:
         raise UsageError(f"the tensor is on {buffer.device}: copy it to the CPU first")
     if buffer.layout is not torch.strided or not buffer.is_contiguous():

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -18,7 +17,7 @@ import numpy as np
 from ..errors import NoSpaceError, OffloadError, UsageError, time_limit, whole_number
 from ..hardware.config import AioConfig
 from ..io.closing import Closing
-from ..io.engine import Engine, StrPath, checked_nbytes, close_at_exit
+from ..io.engine import Engine, StrPath, checked_nbytes, close_at_exit, is_tensor
 from ..io.section import Section
 from .catalog import Catalog
 from .slabs import Stripes
@@ -570,8 +569,7 @@ def _memory(buffer: Any) -> tuple[int, object]:
     """The address of a checked buffer, and the object that keeps it valid. For a tensor this is its
     storage, since the tensor itself can get another storage.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):
+    if is_tensor(buffer):
         return buffer.data_ptr(), buffer.untyped_storage()
     flat = np.frombuffer(buffer, np.uint8)
     return flat.ctypes.data, flat

@@ -10,7 +10,9 @@ import itertools
 import mmap
 import os
 import resource
+import sys
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -638,3 +640,13 @@ def test_a_process_without_file_descriptors_is_reported_so(
             one.close()
         engine.write(data, file).wait(PATIENCE)
     assert_array_equal(on_disk(path), data)
+
+
+def test_transfers_while_another_thread_imports_torch(
+    engine: Engine, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # empty at first
+    engine.write(b"some bytes", directory / "data").wait(PATIENCE)
+    into = bytearray(10)
+    engine.read(into, directory / "data").wait(PATIENCE)
+    assert into == b"some bytes"
