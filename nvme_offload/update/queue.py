@@ -403,6 +403,8 @@ def _work(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> 
         queue = reference()
         if queue is not None:
             queue._error = error
+            while queue.lock._is_owned():  # type: ignore[attr-defined]
+                queue.lock.release()  # the exception has ended a `with` at its last line
             queue.act_afterwards()
 
 

@@ -42,7 +42,7 @@ from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.io.waits import wait_for
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
-from nvme_offload.update.queue import UpdateQueue
+from nvme_offload.update.queue import Job, UpdateQueue
 
 pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
@@ -1167,6 +1167,24 @@ def test_the_process_ends_after_the_updates(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "0.125\n"
     assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def test_a_thread_that_dies_gives_the_lock_back():
+    """An exception between the last line of a `with` and its end leaves the lock held."""
+
+    class Dying(UpdateQueue):
+        def _ended(self, job, error):
+            self.lock.acquire()
+            raise KeyboardInterrupt
+
+    queue = Dying()
+    queue.put(Job(lambda: None))
+    for thread in threads():
+        thread.join()
+    assert queue.lock.acquire(blocking=False)
+    queue.lock.release()
+    with pytest.raises(KeyboardInterrupt):
+        queue.wait()
 
 
 def test_threads_of_the_program_wait_too(tmp_path, monkeypatch):
