@@ -30,7 +30,7 @@ def _described(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(
-            f"{path} does not exist; give a Hugging Face config.json, or the number of parameters"
+            f"{path} does not exist: give a Hugging Face config.json, or the number of parameters as --params"
         ) from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
