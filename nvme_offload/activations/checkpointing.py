@@ -65,9 +65,7 @@ def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generator)
     def checkpointed(*given: Any, **keywords: Any) -> Any:
         cache = _innermost_cache()
-        around = (
-            getattr(_forward, "cache", None) if innermost_hooks(ignores_tracing=False) else None
-        )
+        around = _forward.cache if innermost_hooks(ignores_tracing=False) else None
         if not torch.is_grad_enabled() or len(given) < len(settings):
             return generator(*given, **keywords)
         if cache is None:
@@ -103,9 +101,16 @@ def _warn_bypassing(
     cache.warn_bypassing(_tensors((function, others, keywords)), code)
 
 
-# Its *cache* is the one of the outermost checkpoint whose forward pass runs in a thread. An exception
-# leaves it here until the checkpoint's hooks are removed.
-_forward = threading.local()
+class _Forward(threading.local):
+    """The cache of the outermost checkpoint whose forward pass runs in a thread. An exception leaves
+    the cache here until the checkpoint's hooks are removed.
+    """
+
+    def __init__(self) -> None:
+        self.cache: ActivationCache | None = None
+
+
+_forward = _Forward()
 
 
 def _within(generator: Iterator[None], cache: ActivationCache) -> Iterator[None]:
@@ -226,27 +231,35 @@ def _contexts(cache: ActivationCache, make: Callable[[], tuple[Any, Any]]) -> tu
     if isinstance(forward, _untyped_checkpoint._CachingTorchDispatchMode):
         # By operator: the results of its calls.
         storage = forward.storage
-        if storage.default_factory in (dict, list):
+        kind = {dict: _Results, list: _ListedResults}.get(storage.default_factory)
+        if kind is not None:
             mutable = getattr(recomputation, "allow_cache_entry_mutation", False)
-            storage.default_factory = _offloading_results(
-                storage.default_factory, functools.partial(_offload, cache, mutable)
+            storage.default_factory = functools.partial(
+                kind, functools.partial(_offload, cache, mutable)
             )
     return forward, recomputation
 
 
-def _offloading_results(kind: Any, offload: Callable[[Any], Any]) -> Any:
-    """A class of the results that selective checkpointing keeps of an operator: *kind* is a dict, by
-    number of the call, or in some releases of torch a list.
-    """
+class _Results(dict[int, Any]):
+    """The results that selective checkpointing keeps of an operator, by number of the call."""
 
-    class Results(kind):  # type: ignore[misc]
-        def __setitem__(self, number: int, result: Any) -> None:
-            super().__setitem__(number, offload(result))
+    def __init__(self, offload: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._offload = offload
 
-        def append(self, result: Any) -> None:
-            super().append(offload(result))
+    def __setitem__(self, number: int, result: Any) -> None:
+        super().__setitem__(number, self._offload(result))
 
-    return Results
+
+class _ListedResults(list[Any]):
+    """The same in releases of torch that keep a list."""
+
+    def __init__(self, offload: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._offload = offload
+
+    def append(self, result: Any) -> None:
+        super().append(self._offload(result))
 
 
 def _offload(cache: ActivationCache, mutable: bool, result: Any) -> Any:
