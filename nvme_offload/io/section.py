@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from ..errors import InvariantError, OffloadError, UsageError
 
 
@@ -48,3 +50,11 @@ class Section:
         return error is self._harmless or (
             isinstance(error, OffloadError) and not isinstance(error, InvariantError)
         )
+
+
+def give_back(lock: threading.RLock) -> None:
+    """Release *lock* if this thread holds it outside of a call, because an exception has ended a
+    `with` at its last line.
+    """
+    while lock._is_owned():  # type: ignore[attr-defined]
+        lock.release()

@@ -393,7 +393,7 @@ def _plan(
 
 
 def _left_on(gpu: Gpu, needed: int) -> float:
-    """The bytes of *gpu* beside *needed* ones that values may take which host memory could hold."""
+    """The bytes of *gpu*, in addition to *needed*, for values that host memory could hold."""
     return max(gpu.memory_bytes * (1 - 1 / MARGIN_PARTS) - needed - CONTEXT_BYTES, 0.0)
 
 

@@ -18,7 +18,7 @@ from ..errors import NoSpaceError, OffloadError, UsageError, time_limit, whole_n
 from ..hardware.config import AioConfig
 from ..io.closing import Closing
 from ..io.engine import Engine, StrPath, checked_nbytes, close_at_exit, is_tensor
-from ..io.section import Section
+from ..io.section import Section, give_back
 from .catalog import Catalog
 from .slabs import Stripes
 from .transfer import Transfer
@@ -464,11 +464,8 @@ class TensorStore(Closing):
             changing.interrupted_by = ""
 
     def release_lock(self) -> None:
-        """Release the lock if this thread holds it outside of a call, because an exception has
-        ended a `with` at its last line.
-        """
-        while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.release()
+        """Release the lock if this thread holds it outside of a call: see `give_back`."""
+        give_back(self._lock)
 
     def _locked(self) -> threading.RLock:
         """The lock. Raises UsageError in a forked child: a thread of the parent may hold the lock."""

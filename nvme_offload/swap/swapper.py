@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..io.closing import Closing
-from ..io.section import Section
+from ..io.section import Section, give_back
 from ..units import format_bytes
 from .runner import Runner
 from .schedule import Schedule
@@ -458,11 +458,8 @@ class TensorSwapper(Closing):
                         self._schedule.release(name, True, None)
 
     def release_lock(self) -> None:
-        """Release the lock if this thread holds it outside of a call, because an exception has
-        ended a `with` at its last line.
-        """
-        while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.release()
+        """Release the lock if this thread holds it outside of a call: see `give_back`."""
+        give_back(self._lock)
 
     def grow(self, nbytes: int, *, pin: bool = True) -> None:
         """Grow the pool and the budget to *nbytes* in total. All values stay where they are, even

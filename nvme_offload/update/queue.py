@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
+from ..io.section import give_back
 from ..io.waits import wait_for
 
 # The thread of a queue without jobs looks this often whether the queue still exists.
@@ -403,8 +404,7 @@ def _work(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> 
         queue = reference()
         if queue is not None:
             queue._error = error
-            while queue.lock._is_owned():  # type: ignore[attr-defined]
-                queue.lock.release()  # the exception has ended a `with` at its last line
+            give_back(queue.lock)
             queue.act_afterwards()
 
 

@@ -68,7 +68,7 @@ def test_without_proc_free_memory_counts_and_the_limit_of_the_mounted_group(root
     ids=str,
 )
 def test_limits_of_v2(root, groups, available):
-    """In GiB: the limit of each group, what it uses, and inactive pages of files."""
+    """In GiB: the limit of each group, its use, and its inactive pages of files."""
     member(root, "0::/user.slice/job\n")
     for group, (limit, *used) in groups.items():
         limit = limit if limit == "max" else limit * GIB
