@@ -15,6 +15,7 @@ from ..errors import UnsupportedError, UsageError
 from .entrances import Entrances, instances
 
 _FRAMES = 12  # of a caller in torch
+_TRACERS = "torch._dynamo", "torch._export"
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
 
@@ -206,14 +207,26 @@ def refuse_form() -> NoReturn:
     )
 
 
+class _TracingError(UnsupportedError, AttributeError):
+    """A model that streams cannot be traced. After an AttributeError, programs that ask for the name
+    of a hook, as torch.jit.script does, but need none, go on.
+    """
+
+
+def refuse_tracing() -> NoReturn:
+    """Refuse to compile, export, trace or script a model. Raises: UnsupportedError."""
+    raise _TracingError(
+        "torch.compile, torch.export and torch.jit cannot trace modules whose parameters stream: call the model as it is, "
+        "or trace another one, into which you load the state_dict()"
+    )
+
+
 def _refuse_address(function: Any) -> NoReturn:
-    # torch.compile compares the addresses of all tensors that it finds.
+    # torch.compile compares the addresses of all tensors that it finds, torch.export makes fake tensors.
     caller: Any = sys._getframe(2)
     for _ in range(_FRAMES):
-        if caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo"):
-            raise UnsupportedError(
-                "torch.compile cannot trace modules whose parameters stream: call the model without torch.compile"
-            )
+        if caller is not None and caller.f_globals.get("__name__", "").startswith(_TRACERS):
+            refuse_tracing()
         caller = caller.f_back if caller is not None else None
     raise _NoAddressError(
         f"{_name(function)} needs the address of a streamed parameter, which changes from use to use: call it in the forward() of the module "

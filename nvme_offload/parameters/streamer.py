@@ -388,6 +388,8 @@ class Streamer:
         running = self._running
         if module is self._model():
             self._leave(module)  # a KeyboardInterrupt may have left it running
+        if not running.frames:
+            _check_not_traced()
         if not running.frames and _untyped_torch._current_graph_task_id() == -1:
             if self._first_module is None:
                 self._first_module = weakref.ref(module)
@@ -456,6 +458,16 @@ def put_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
         parameter.data = values
 
 
+def _check_not_traced() -> None:
+    proxies = _untyped_torch._TorchDispatchModeKey.PROXY
+    if (
+        torch.compiler.is_compiling()
+        or _untyped_torch._is_tracing()
+        or _untyped_torch._get_dispatch_mode(proxies) is not None
+    ):
+        idle.refuse_tracing()
+
+
 class _Frame:
     """The forward pass of a module: the buckets in use, and hooks on saved tensors, until it ends."""
 
@@ -482,6 +494,10 @@ class _Hook:
 
     def __call__(self, *args: Any) -> Any:
         return self._method(*args)
+
+    @property
+    def __name__(self) -> str:
+        idle.refuse_tracing()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_copy()

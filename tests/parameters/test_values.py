@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from nvme_offload import Offload, UnsupportedError, UsageError
@@ -217,11 +218,24 @@ def test_an_address_is_refused(pair, use):
         getattr(pair[0][5].weight, use)()
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler warns
-def test_compilation_is_refused(pair):
-    compiled = torch.compile(pair[0], backend="eager")
-    with pytest.raises(Exception, match=r"torch\.compile cannot trace modules"):
-        compiled(torch.randn(2, 24))
+_X = torch.randn(2, 24)
+TRACERS = {
+    "compile": lambda model: torch.compile(model, backend="eager")(_X),
+    "fullgraph": lambda model: torch.compile(model, backend="eager", fullgraph=True)(_X),
+    "compile a block": lambda model: (model[0].compile(backend="eager"), model(_X)),
+    "export": lambda model: torch.export.export(model, (_X,)),
+    "export, strict": lambda model: torch.export.export(model, (_X,), strict=True),
+    "script": torch.jit.script,
+    "trace": lambda model: torch.jit.trace(model, _X),
+    "make_fx": lambda model: make_fx(model)(_X),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns, and torch.jit is deprecated
+@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS)
+def test_tracing_is_refused(pair, trace):
+    with pytest.raises(Exception, match=r"torch\.jit cannot trace modules whose parameters stream"):
+        trace(pair[0])
     torch._dynamo.reset()
 
 
