@@ -266,6 +266,8 @@ class Tier:
         if self._swapper is not None:
             _ = self.swapper  # releases abandoned values
         self._needed_bytes += nbytes
+        if self._needed_bytes > self.cap_bytes:
+            self._check_places()
         with contextlib.nullcontext() if self._share is None else self._share.memory.lock:
             cap = max(self.cap_bytes, self._exceeded_bytes)
             least = _LEAST_BYTES if self._share is None else min(_LEAST_BYTES, self._share // 16)
@@ -351,9 +353,9 @@ class Tier:
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes
         if held > available:
             raise UsageError(
-                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for offloaded values, "
+                f"{f'each of the {ranks} ranks here' if ranks > 1 else 'this process'} needs {format_bytes(held)} of host memory for offloaded values, "
                 f"and {format_bytes(available)} are available to it: "
-                'lower "host_memory", or use fewer ranks or a smaller model'
+                f'lower "host_memory", or use {"fewer ranks or " if ranks > 1 else ""}a smaller model'
             )
 
     def require_space(
@@ -390,13 +392,18 @@ class Tier:
                     )
                     return
             cure = ", or allow more host_memory"
+        self._check_places()
         raise NoSpaceError(
             28,
-            f"training needs {format_bytes(nbytes)} a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine, "
+            f"training needs {format_bytes(nbytes)}{f' a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine' if ranks > 1 else ''}, "
             f'and {format_bytes(free)} are free; free some, or name more drives in "paths"{cure}',
             operation="reservation",
             path=", ".join(self.paths),
         )
+
+    def _check_places(self) -> None:
+        for path in self.paths:
+            _check_place(path)
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int) -> None:
         """Announce the first values of the tier after `require`: see `TensorSwapper.foretell`."""
@@ -482,7 +489,6 @@ def _check_directory(path: str) -> None:
         raise UsageError(
             f"{path} {what}, and is not created: mount the drive, or create the directory on it with mkdir -p, or correct the path"
         )
-    _check_place(path)
 
 
 @functools.cache

@@ -75,17 +75,24 @@ def test_a_later_profile_takes_the_earlier_ones_place(tmp_path: Path, shelf: Pat
     assert len(list(shelf.iterdir())) == 1
 
 
+def _use(path: Path, host_memory: int) -> None:
+    tier = Tier([str(path)], AioConfig(backend="posix", direct="auto"), host_memory=host_memory)
+    tier.require(2 << 20)
+    tier.close()
+
+
 def test_a_directory_on_the_root_filesystem_is_named_until_it_is_swept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if tmp_path.stat().st_dev != Path("/").stat().st_dev:
         pytest.skip("the directory of the tests is not on the root filesystem")
-    swept, other = tmp_path / "swept", tmp_path / "other"
-    (swept / "below").mkdir(parents=True)
-    other.mkdir()
+    swept, other, fits = tmp_path / "swept", tmp_path / "other", tmp_path / "fits"
+    for path in (swept / "below", other, fits):
+        path.mkdir(parents=True)
     profile_shelf.keep(profile_of(swept))
-    for path in (swept, swept / "below", other):
-        Tier([str(path)], AioConfig(backend="posix")).close()
+    for path in (swept, swept / "below", other, fits):
+        # the values of the last tier do not need the drive
+        _use(path, host_memory=2 << 20 if path == fits else 1 << 20)
     warned = [line for line in caplog.messages if "is on the root filesystem" in line]
     assert [line.partition(" ")[0] for line in warned] == [str(other)]
     assert f"run `nvme-sweep {other}`" in warned[0]
@@ -186,9 +193,7 @@ def test_a_path_that_was_swept_on_another_drive_is_reported_once(
     def tell(directory: Path) -> list[str]:
         caplog.clear()
         for _ in range(2):
-            Tier(
-                [str(directory)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20
-            ).close()
+            _use(directory, host_memory=1 << 20)
         return [
             line
             for line in caplog.messages

@@ -428,12 +428,14 @@ def test_a_place_in_memory_and_a_key_that_nothing_reads_are_reported(caplog, mon
     monkeypatch.setattr(settings, "_warned", set())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         ds_config = {
-            "nvme_offload": {"paths": [place], "backend": "posix"},
+            "nvme_offload": {"paths": [place], "backend": "posix", "host_memory": 1 << 20},
             "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False},
             "zero_optimization": ON_NVME,
         }
         check(ds_config)
-        tier_of(ds_config).close()
+        tier = tier_of(ds_config)
+        tier.require(tier.cap_bytes + 1)
+        tier.close()
     assert caplog.messages == [
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
         f'{place} is in memory (tmpfs): values offloaded there take host memory in addition to "host_memory"',
