@@ -159,7 +159,7 @@ def test_ranks_share_a_drive_that_has_room_for_their_parts_alone(mounted, monkey
         memory = int(0.9 * STATES / 3)
         ranks.append((params, NVMeOptimizer(params, paths=place, host_memory=memory)))
     with pytest.raises(
-        NoSpaceError, match="training needs .* a rank and .* for the 2 on this machine"
+        NoSpaceError, match=r"training needs .* a rank and .* for the 2 on this machine"
     ):
         NVMeOptimizer(parameters(shapes=SHAPES[::3]), paths=place, host_memory=memory)
     plain = parameters(shapes=SHAPES[::3])
