@@ -218,12 +218,8 @@ def command(
         preflight.check_report_directory(report_dir)
         if json_to not in (None, "-"):
             preflight.check_file(Path(json_to), "--json")
-    # torch builds the op under a lock file, which stays when the build is killed
     if engine == "deepspeed" and backend == "libaio":
-        _progress.show(
-            "engine",
-            "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions",
-        )
+        _progress.show("engine", "loading DeepSpeed's op: a minute or more at its first use")
     preflight.check_engine(engine, backend)
     if sustained is not None and sustained < LEAST_SUSTAINED_BYTES:
         least, given = format_bytes(LEAST_SUSTAINED_BYTES), format_bytes(sustained)

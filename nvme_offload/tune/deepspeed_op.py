@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import importlib.metadata
 import logging
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,10 @@ from nvme_offload.hardware.profile import Setting
 from nvme_offload.io.engine import File
 
 _MEMORY_BYTES = 512 << 20  # the most memory that a sweep locks
+_BUILT = "async_io", "pin_memory", "utils"  # by the op's builder
+_LONGEST_BUILD_SECONDS = 900.0
+
+_log = logging.getLogger(__name__)
 
 
 class DeepSpeedOp:
@@ -152,6 +159,7 @@ def load() -> DeepSpeedOp:
         with standard_output_to_error():
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
+            await_builds()
             module = AsyncIOBuilder().load(verbose=False)
     except ImportError as error:
         raise UnsupportedError(
@@ -165,6 +173,28 @@ def load() -> DeepSpeedOp:
     # its warning of wear at the first write goes to standard output as well
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return DeepSpeedOp(module, sys.modules["torch"])  # which DeepSpeed has loaded
+
+
+def await_builds() -> None:
+    """Wait for other processes that build the op, as torch does without a limit. Raises:
+    UnsupportedError for the lock of a build that was killed.
+    """
+    cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
+    for name in _BUILT:
+        lock = Path(cpp_extension._get_build_directory(name, verbose=False)) / "lock"
+        has_warned = False
+        with contextlib.suppress(FileNotFoundError):
+            while time.time() - lock.stat().st_mtime < _LONGEST_BUILD_SECONDS:
+                if not has_warned:
+                    has_warned = True
+                    _log.warning(
+                        "waiting for another process that compiles DeepSpeed's %s: if none does, a compilation was killed, so remove %s",
+                        *(name, lock),
+                    )
+                time.sleep(0.1)
+            raise UnsupportedError(
+                f"a killed build of DeepSpeed's op has left a lock file, for which every later build waits: remove {lock}"
+            )
 
 
 @contextlib.contextmanager

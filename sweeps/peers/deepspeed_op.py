@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import resource
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.tune.deepspeed_op import standard_output_to_error
+from nvme_offload.tune.deepspeed_op import await_builds, standard_output_to_error
 
 from .buffers import Bytes, Shared, failed, memory_of, require_read, spoil
 from .job import Job
@@ -20,8 +18,6 @@ from .page_cache import sync
 from .stopwatch import Measurement, Stopwatch
 
 _SPARE_DESCRIPTORS = 256
-_OPS = ("async_io", "pin_memory", "utils")
-_LONGEST_BUILD_SECONDS = 900.0
 
 
 class DeepSpeedOp:
@@ -41,7 +37,7 @@ class DeepSpeedOp:
                 from deepspeed.accelerator import get_accelerator
                 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-                _require_no_stale_lock()
+                await_builds()
                 self._module: Any = AsyncIOBuilder().load(verbose=False)
         except ModuleNotFoundError as error:
             raise UnsupportedError(f"DeepSpeed is not installed: {error}") from None
@@ -101,21 +97,6 @@ class DeepSpeedOp:
         if "read" in buffers:
             require_read(buffers["read"], "DeepSpeed's op")
         return watch.measurement(job.nbytes)
-
-
-def _require_no_stale_lock() -> None:
-    """Raises: UnsupportedError where a killed build has left its lock file, for which every later
-    build would wait forever.
-    """
-    from torch.utils import cpp_extension
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    for name in _OPS:
-        for lock in root.glob(f"**/{name}/lock"):
-            if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
-                raise UnsupportedError(
-                    f"a killed build of DeepSpeed's op has left a lock file, for which every later build waits: remove {lock}"
-                )
 
 
 def _allow_open_files(count: int) -> None:

@@ -4,6 +4,7 @@ otherwise with a scripted handle.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 from processes import finished
 
-from nvme_offload.errors import IOFailure
-from nvme_offload.tune.deepspeed_op import DeepSpeedEngine
+from nvme_offload.errors import IOFailure, UnsupportedError
+from nvme_offload.tune.deepspeed_op import DeepSpeedEngine, await_builds
 
 
 class Handle:
@@ -120,6 +121,19 @@ def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None
     *_, last = result.stderr.splitlines()
     assert last.startswith("nvme-sweep: DeepSpeed is not installed here")
     assert last.endswith("pip install deepspeed, or leave out --engine deepspeed")
+
+
+def test_the_lock_of_a_killed_build_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for such a lock without an end."""
+    pytest.importorskip("torch")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    await_builds()
+    (lock := tmp_path / "async_io" / "lock").touch()
+    os.utime(lock, (0, 0))
+    with pytest.raises(UnsupportedError, match=f"remove {lock}$"):
+        await_builds()
 
 
 def test_a_sweep_of_the_op_itself(deepspeeds_op: Path, disk: Path, tmp_path: Path) -> None:
