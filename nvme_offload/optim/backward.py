@@ -78,10 +78,12 @@ class BackwardUpdates:
         if ranks > 1 and (
             not is_distributed(parameter) or parameter.device_mesh.size() < ranks  # type: ignore[attr-defined]
         ):
+            local = 'say step_in_backward="local" where nothing but autograd and FSDP2 works on gradients; '
             raise UnsupportedError(
-                "step_in_backward=True with several processes takes DTensors over all ranks, such as fully_shard makes: any other gradient that is complete on "
-                "this rank may be reduced afterwards, as DistributedDataParallel does. Use fully_shard in its place, which over a mesh of (ranks, 1) only "
-                'replicates; say step_in_backward="local" where nothing but autograd and FSDP2 works on gradients; or leave it out'
+                f"step_in_backward={self._when.step_in_backward!r} with several processes takes DTensors over all ranks, such as fully_shard makes: any other "
+                "gradient that is complete on this rank may be reduced afterwards, as DistributedDataParallel does. Use fully_shard in its place, which over a "
+                "mesh of (ranks, 1) only replicates; "
+                f"{'' if self._when.is_provisional else local}or leave it out"
             )
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -314,18 +314,17 @@ def what_cannot_be_known_is_refused() -> list[Any]:
         model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
     )
     found = []
-    for params in (
-        model().parameters(),
-        DistributedDataParallel(model()).parameters(),
-        part[0].parameters(),
-    ):
-        try:
-            ours(params, step_in_backward=True).step()
-        except UnsupportedError as error:
-            if 'step_in_backward="local"' not in str(error):
-                found.append(str(error))
-        else:
-            found.append("not refused")
+    for net in (model(), DistributedDataParallel(model()), part[0]):
+        for option in (True, "provisional"):
+            try:
+                ours(net.parameters(), step_in_backward=option).step()
+            except UnsupportedError as error:
+                # which does not clip
+                advises = 'step_in_backward="local"' in str(error)
+                if f"step_in_backward={option!r}" not in str(error) or advises != (option is True):
+                    found.append(str(error))
+            else:
+                found.append(f"{option!r} is not refused")
     frozen = model().requires_grad_(False)
     both = [*sharded().parameters(), *frozen.parameters()]
     ours(both, step_in_backward=True, foreach=False).step()
