@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.stayed import Stayed
+from ..device.stayed import ModifiedError, Stayed
 from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..swap.tier import Tier
@@ -202,6 +202,15 @@ class ActivationCache:
                 self._drop(value)
             self._look_ahead(value, saved.number)
             return saved.restore(storage, offset)
+
+    def unpack_in_checkpoint(self, saved: Packed) -> torch.Tensor:
+        """`unpack` of a tensor that a function under `torch.utils.checkpoint` has saved itself."""
+        try:
+            return self.unpack(saved)
+        except ModifiedError as error:
+            raise ModifiedError(
+                f"{error}; a save_on_nvme that a checkpointed function enters saves tensors, which are not recomputed then: enter it around the checkpoint"
+            ) from None
 
     def offloads(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is of the kind and size that `pack` offloads."""

@@ -122,14 +122,25 @@ def _within(generator: Iterator[None], cache: ActivationCache) -> Iterator[None]
         _forward.cache = None
 
 
+def is_innermost() -> bool:
+    """Whether the innermost hooks on saved tensors are a checkpoint's."""
+    return getattr(_innermost_pack(), "__module__", "") == checkpoint.__name__
+
+
 def _innermost_cache() -> ActivationCache | None:
     """The cache that the innermost hooks on saved tensors belong to."""
-    hooks = innermost_hooks(ignores_tracing=False)
-    owner: Any = getattr(hooks[0], "__self__", None) if hooks else None
-    # The hooks of streamed parameters pass all other tensors to the hooks outside of them.
-    while getattr(owner, "outer", None):
-        owner = getattr(owner.outer[0], "__self__", None)
+    owner = getattr(_innermost_pack(), "__self__", None)
     return owner if isinstance(owner, ActivationCache) else None
+
+
+def _innermost_pack() -> Any:
+    """The innermost hook on saved tensors, except that of streamed parameters, which passes all other
+    tensors to the hook outside of it.
+    """
+    hooks = innermost_hooks(ignores_tracing=False)
+    while hooks and getattr(getattr(hooks[0], "__self__", None), "outer", None):
+        hooks = hooks[0].__self__.outer
+    return hooks[0] if hooks else None
 
 
 class _Saved(torch.autograd.Function):

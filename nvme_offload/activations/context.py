@@ -102,13 +102,16 @@ class save_on_nvme:
         checkpointing.install()
         # The hooks hold the cache, not this object: a graph that outlives it still works, and no
         # reference cycle keeps the memory.
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._cache.pack, self._cache.unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        self._hooks = hooks(self._cache.pack, self._cache.unpack)
+        self._hooks_in_checkpoint = hooks(self._cache.pack, self._cache.unpack_in_checkpoint)
 
     # Of the compiler's graph these are no part: it would look into them, and warn or refuse.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> save_on_nvme:
+        in_checkpoint = checkpointing.is_innermost()
         self._cache.begin()
-        self._hooks.__enter__()
+        (self._hooks_in_checkpoint if in_checkpoint else self._hooks).__enter__()
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

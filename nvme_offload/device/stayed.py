@@ -24,10 +24,14 @@ def innermost_hooks(*, ignores_tracing: bool) -> Any:
     return _autograd._top_saved_tensors_default_hooks(ignores_tracing)
 
 
+class ModifiedError(RuntimeError):
+    """A tensor was modified since it was saved. Autograd raises a RuntimeError."""
+
+
 def check_version(version: int, saved_version: int, what: str) -> None:
-    """Raises: RuntimeError when *what* was modified since it was saved, as autograd does."""
+    """Raises: ModifiedError when *what* was modified since it was saved."""
     if version != saved_version:
-        raise RuntimeError(
+        raise ModifiedError(
             f"a tensor that backward needs ({what}) was modified by an inplace operation after it was saved: it is at version {version}, "
             f"and was saved at version {saved_version}"
         )

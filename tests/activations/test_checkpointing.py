@@ -167,6 +167,23 @@ def test_an_input_that_the_caller_changes_later_is_recomputed_with_as_changed(ma
     assert same(step(make()), step(contextlib.nullcontext()))
 
 
+def test_a_weight_that_changes_after_a_function_has_saved_it_itself_is_refused(make: Make) -> None:
+    """Without the context, the checkpoint would recompute with the new weight."""
+    offload, (blocks, x) = make(), blocks_and_input()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with offload:
+            return blocks[0](x)
+
+    loss = checkpoint(function, x, use_reentrant=False).sum()
+    with torch.no_grad():
+        blocks[0].down.weight.mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace .*enter it around the checkpoint"
+    ):
+        loss.backward()
+
+
 def test_a_retained_graph_is_recomputed_twice(make: Make) -> None:
     def step(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
         blocks, x = blocks_and_input()
