@@ -20,7 +20,6 @@ from nvme_offload import (
     IOFailure,
     NoSpaceError,
     OffloadError,
-    TruncatedError,
     UnsupportedError,
 )
 from nvme_offload._aio import FaultKind
@@ -223,14 +222,6 @@ def test_a_drive_that_never_takes_a_block_is_an_error_and_not_a_hang(
     at_once(fail, 2)
 
 
-def test_a_zero_at_the_end_of_the_file_is_truncation(tmp_path: Path, config: AioConfig) -> None:
-    place = Range(tmp_path, "aligned")
-    place.payload[:-1].tofile(place.path)
-    with Engine(config) as engine, pytest.raises(TruncatedError) as caught:
-        engine.read(place.buffer, place.path).wait()
-    assert 0 < caught.value.done < place.nbytes
-
-
 def test_completions_in_reverse_order(tmp_path: Path, config: AioConfig) -> None:
     """Sixteen requests whose blocks all come back late and shuffled: each gets its own bytes."""
     path = tmp_path / "data"
@@ -270,11 +261,3 @@ def test_one_failing_request_leaves_the_others_whole(tmp_path: Path, config: Aio
     written = np.fromfile(path, np.uint8).reshape(parts.shape)
     for place in set(range(8)) - set(failed):
         assert np.array_equal(written[place], parts[place])
-
-
-def test_an_unawaited_error_is_raised_by_close(tmp_path: Path, config: AioConfig) -> None:
-    engine = Engine(config, _faults=[(1, 1, FaultKind.FAIL, errno.EIO)])
-    engine.write(np.zeros(4 * BLOCK, np.uint8), tmp_path / "data")
-    with pytest.raises(IOFailure, match="Input/output error"):
-        engine.close()
-    engine.close()

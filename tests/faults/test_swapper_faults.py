@@ -62,32 +62,6 @@ def check(swapper: TensorSwapper, name: str, number: int) -> None:
     swapper.release(name, changed=False)
 
 
-def test_a_failed_read_is_raised_where_it_is_needed_and_may_be_tried_again(
-    make_swapper: MakeSwapper,
-) -> None:
-    swapper = make_swapper(1, (3, 1, EIO))
-    swapper.swap_out("a", value(1))
-    swapper.swap_out("b", value(2))  # writes a
-    with pytest.raises(IOFailure, match=r"read of .* of tensor 'a'"):
-        swapper.swap_in("a")  # writes b and reads
-    assert set(swapper.names()) == {"a", "b"}
-    check(swapper, "b", 2)
-    check(swapper, "a", 1)
-
-
-def test_a_failed_read_ahead_is_read_again_when_it_is_needed(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(1, (3, 1, EIO), lookahead=1)
-    for number, name in enumerate("ab"):
-        swapper.swap_out(name, value(number))
-    swapper.create("between", SIZE)
-    swapper.discard("between")
-    swapper.prefetch(["b"])  # the third transfer, after two writes
-    swapper.swap_out("c", value(2))  # waits for the end of it
-    assert swapper.stats().bytes_read == 0
-    for number, name in enumerate("abc"):
-        check(swapper, name, number)
-
-
 @pytest.mark.parametrize(("fault", "kind"), [(EIO, IOFailure), (FULL, NoSpaceError)])
 def test_a_failed_write_keeps_the_value_and_is_raised_where_the_room_is_needed(
     make_swapper: MakeSwapper, fault: Fault, kind: type[OffloadError]
@@ -120,34 +94,6 @@ def test_others_leave_in_place_of_what_cannot_be_written_and_close_tells_of_it(
     with pytest.raises(NoSpaceError, match=r"write of .* of tensor 'c'"):
         swapper.close()
     swapper.close()
-
-
-def test_flush_tells_of_a_failed_write_and_the_next_writes_it(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(4, (2, 1, EIO))
-    for number, name in enumerate("abc"):
-        swapper.swap_out(name, value(number))
-    with pytest.raises(IOFailure, match=r"write of .* of tensor 'b'"):
-        swapper.flush()
-    assert swapper.stats().bytes_written == 2 * SIZE  # the others were
-    swapper.flush()
-    swapper.flush()
-    assert swapper.stats().bytes_written == 3 * SIZE
-    for number, name in enumerate("abc"):
-        check(swapper, name, number)
-
-
-def test_a_new_value_takes_the_place_of_one_that_could_not_be_written(
-    make_swapper: MakeSwapper,
-) -> None:
-    swapper = make_swapper(2, (1, 1, EIO))
-    swapper.swap_out("a", value(1))
-    with pytest.raises(IOFailure):
-        swapper.flush()
-    swapper.swap_out("a", value(2))
-    swapper.swap_out("b", value(3))
-    swapper.flush()
-    check(swapper, "a", 2)
-    check(swapper, "b", 3)
 
 
 def until_well(call: Callable[[], object]) -> Any:
@@ -187,14 +133,3 @@ def test_whichever_transfers_fail_training_ends_with_the_right_bytes(
         tensor = until_well(partial(swapper.swap_in, name))
         assert torch.equal(tensor, value(number))
         swapper.release(name, changed=False)
-
-
-def test_a_value_that_was_never_written_can_be_discarded(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(2, (1, 2, EIO))
-    for name in "ab":
-        swapper.swap_out(name, value(1))
-    with pytest.raises(IOFailure):
-        swapper.flush()
-    swapper.discard("a")
-    assert swapper.names() == ["b"]
-    swapper.close()

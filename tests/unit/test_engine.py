@@ -71,50 +71,6 @@ def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(
 
 
 @pytest.mark.every_filesystem
-def test_a_write_past_the_end_makes_the_file_end_where_the_write_does(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    with Engine(configure(block_size=BLOCK)) as engine:
-        for case, (offset, size) in enumerate(
-            itertools.product((0, 1, 4095, 4096, BLOCK + 1), (1, 512, 4097, BLOCK, 2 * BLOCK + 1))
-        ):
-            path = directory / str(case)
-            data = random_bytes(size)
-            engine.write(data, path, offset).wait(PATIENCE)
-            assert_array_equal(
-                on_disk(path),
-                np.concatenate([np.zeros(offset, np.uint8), data]),
-                f"after writing {size} at {offset}",
-            )
-
-
-@pytest.mark.every_filesystem
-def test_a_write_across_the_end_keeps_what_was_before_it(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    before, data = random_bytes(5000), random_bytes(200_001)
-    before.tofile(path)
-    engine.write(data, path, 4999).wait(PATIENCE)
-    assert_array_equal(on_disk(path), np.concatenate([before[:4999], data]))
-
-
-@pytest.mark.every_filesystem
-def test_a_hole_reads_as_zeros(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
-    path = directory / "data"
-    data = random_bytes(10_000)
-    with path.open("wb") as file:
-        file.truncate(1_000_000)
-        file.seek(300_001)
-        file.write(data.tobytes())
-    target = random_bytes(1_000_000)
-    engine.read(target, path).wait(PATIENCE)
-    expected = np.zeros(1_000_000, np.uint8)
-    expected[300_001:310_001] = data
-    assert_array_equal(target, expected)
-
-
-@pytest.mark.every_filesystem
 def test_writes_that_share_a_page_do_not_undo_each_other(
     configure: Configure, directory: Path, random_bytes: RandomBytes
 ) -> None:
@@ -205,6 +161,22 @@ def test_a_read_into_a_view_leaves_the_rest_of_the_storage(
     )
 
 
+def assert_refused(engine: Engine, directory: Path, buffer: Any, offset: int = 0) -> None:
+    """That nothing is read or written at *offset*, and no file is made."""
+    path = directory / "data"
+    path.write_bytes(b"before")
+    calls: list[Callable[[], object]] = [
+        lambda: engine.write(buffer, path, offset),
+        lambda: engine.read(buffer, path, offset),
+        lambda: engine.write(buffer, directory / "new", offset),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    assert path.read_bytes() == b"before"
+    assert not (directory / "new").exists()
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -231,18 +203,7 @@ def test_a_read_into_a_view_leaves_the_rest_of_the_storage(
 def test_tensors_whose_bytes_are_not_their_values_are_refused(
     engine: Engine, directory: Path, tensor: torch.Tensor
 ) -> None:
-    path = directory / "data"
-    path.write_bytes(b"before")
-    calls: list[Callable[[], object]] = [
-        lambda: engine.write(tensor, path),
-        lambda: engine.read(tensor, path),
-        lambda: engine.write(tensor, directory / "new"),
-    ]
-    for call in calls:
-        with pytest.raises(UsageError):
-            call()
-    assert path.read_bytes() == b"before"
-    assert not (directory / "new").exists()
+    assert_refused(engine, directory, tensor)
 
 
 def buffers(count: int) -> dict[str, Any]:
@@ -326,36 +287,14 @@ def test_read_only_buffers_can_be_written_and_not_read_into(
     ],
 )
 def test_what_is_no_plain_memory_is_refused(engine: Engine, directory: Path, buffer: Any) -> None:
-    path = directory / "data"
-    path.write_bytes(bytes(1000))
-    calls: list[Callable[[], object]] = [
-        lambda: engine.write(buffer, path),
-        lambda: engine.read(buffer, path),
-        lambda: engine.write(buffer, directory / "new"),
-    ]
-    for call in calls:
-        with pytest.raises(UsageError):
-            call()
-    assert path.read_bytes() == bytes(1000)
-    assert not (directory / "new").exists()
+    assert_refused(engine, directory, buffer)
 
 
 @pytest.mark.parametrize("offset", [-1, -(1 << 62), (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 100])
 def test_an_offset_that_no_file_has_is_refused(
     engine: Engine, directory: Path, offset: int
 ) -> None:
-    path = directory / "data"
-    path.write_bytes(b"before")
-    calls: list[Callable[[], object]] = [
-        lambda: engine.write(b"after", path, offset),
-        lambda: engine.read(bytearray(5), path, offset),
-        lambda: engine.write(b"after", directory / "new", offset),
-    ]
-    for call in calls:
-        with pytest.raises(UsageError):
-            call()
-    assert path.read_bytes() == b"before"
-    assert not (directory / "new").exists()
+    assert_refused(engine, directory, bytearray(5), offset)
 
 
 def test_allocated_memory_is_aligned_writable_and_of_exactly_the_size_asked_for() -> None:
@@ -371,37 +310,6 @@ def test_allocated_memory_is_aligned_writable_and_of_exactly_the_size_asked_for(
 
 
 # Many concurrent requests
-
-
-def test_a_thousand_requests_waited_for_in_any_order(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    size, count = 16 << 10, 1024
-    data, target = random_bytes(size * count), np.zeros(size * count, np.uint8)
-    order = np.random.default_rng(2).permutation(count).tolist()
-    with (
-        Engine(configure(block_size=16 << 10, queue_depth=32)) as engine,
-        engine.open(path, "rw", size=data.size) as file,
-    ):
-        tickets = [
-            engine.write(data[place * size :][:size], file, place * size) for place in range(count)
-        ]
-        assert [tickets[place].wait(PATIENCE) for place in order] == [size] * count
-        assert_array_equal(on_disk(path), data)
-        tickets = [
-            engine.read(target[place * size :][:size], file, place * size) for place in order
-        ]
-        assert [ticket.wait(PATIENCE) for ticket in tickets] == [size] * count
-        assert_array_equal(target, data)
-        stats = engine.stats()
-        for direction in (stats.read, stats.write):
-            assert (direction.requests, direction.bytes, direction.in_flight) == (
-                count,
-                data.size,
-                0,
-            )
-            assert direction.busy_seconds > 0
 
 
 def test_one_ticket_waited_for_by_many_threads(
@@ -420,43 +328,6 @@ def test_one_ticket_waited_for_by_many_threads(
         barrier.wait(PATIENCE)
         assert list(results) == [data.size] * 8
     assert_array_equal(on_disk(directory / "data"), data)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"single_submit": True, "overlap_events": False},
-        {"queue_depth": 1, "overlap_events": False, "thread_count": 2},
-        {"block_size": 64 << 20},
-        {"queue_depth": 512, "block_size": 4096},
-        {"direct": False},
-    ],
-    ids=str,
-)
-def test_every_setting_moves_the_same_bytes(
-    configure: Configure, directory: Path, random_bytes: RandomBytes, settings: dict[str, Any]
-) -> None:
-    """`property/test_engine_transfers.py` has more, by chance."""
-    path = directory / "data"
-    model = random_bytes(2_000_003)
-    model.tofile(path)
-    low, high = 12_345, 1_987_654
-    with (
-        Engine(configure(**{"block_size": 64 << 10, "queue_depth": 8, **settings})) as engine,
-        engine.open(path, "rw") as file,
-    ):
-        model[low:high] = random_bytes(high - low)
-        middle = (low + high) // 2
-        tickets = [
-            engine.write(model[low:middle], file, low),
-            engine.write(model[middle:high], file, middle),
-        ]
-        assert [ticket.wait(PATIENCE) for ticket in tickets] == [middle - low, high - middle]
-        assert_array_equal(on_disk(path), model)
-        target = np.zeros_like(model)
-        tickets = [engine.read(target[:middle], file), engine.read(target[middle:], file, middle)]
-        assert [ticket.wait(PATIENCE) for ticket in tickets] == [middle, model.size - middle]
-        assert_array_equal(target, model)
 
 
 # Failures
@@ -488,40 +359,6 @@ def test_a_read_past_the_end_says_how_far_it_came(
             )
             assert_array_equal(target[: there.size], there)
         assert engine.read(np.zeros(0), path, length + 1).wait(PATIENCE) == 0
-
-
-def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    data = random_bytes(1_234_567)
-    data.tofile(path)
-    with pytest.raises(TruncatedError) as caught:
-        engine.read(np.zeros(4 << 20, np.uint8), path).wait(PATIENCE)
-    assert 0 <= caught.value.done <= data.size
-
-
-def test_a_file_that_shrinks_under_a_reader(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    data = random_bytes(1 << 20)
-    data.tofile(path)
-    with (
-        Engine(configure(block_size=64 << 10, queue_depth=1)) as engine,
-        engine.open(path, "r") as file,
-    ):
-        target = np.zeros_like(data)
-        engine.read(target, file).wait(PATIENCE)
-        os.truncate(path, 300_123)
-        target[:] = 0
-        ticket = engine.read(target, file)
-        with pytest.raises(TruncatedError) as caught:
-            ticket.wait(PATIENCE)
-        assert caught.value.done == 300_123
-        assert_array_equal(target[:300_123], data[:300_123])
-        assert engine.read(target[:300_123], file).wait(PATIENCE) == 300_123
-        assert file.size == 300_123
 
 
 def test_a_result_is_the_same_each_time_it_is_asked_for(engine: Engine, directory: Path) -> None:

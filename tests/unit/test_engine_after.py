@@ -61,22 +61,6 @@ def test_a_chain_runs_by_itself_in_order(
     assert_array_equal(on_disk(directory / "data").reshape(steps, ODD), np.tile(data, (steps, 1)))
 
 
-def test_one_follows_many_and_many_follow_one(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(16 * ODD)
-    parts = data.reshape(16, ODD)
-    outs = [np.zeros_like(data) for _ in range(4)]
-    with engine.open(directory / "data", "rw", size=data.size) as file:
-        written = [engine.write(part, file, place * ODD) for place, part in enumerate(parts)]
-        # named twice: no other than once
-        reads = [engine.read(out, file, after=[*written, *written]) for out in outs]
-        for read in reads:
-            read.wait(PATIENCE)
-    for out in outs:
-        assert_array_equal(out, data)
-
-
 def test_a_held_request_is_not_in_flight_and_starts_in_time(
     engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
 ) -> None:

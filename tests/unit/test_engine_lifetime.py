@@ -33,7 +33,7 @@ from nvme_offload.errors import (
     WaitTimeout,
 )
 from nvme_offload.hardware.config import BACKENDS, AioConfig
-from nvme_offload.io.engine import Engine, allocate
+from nvme_offload.io.engine import Engine
 
 
 def open_descriptors() -> int:
@@ -95,15 +95,6 @@ def test_the_first_unawaited_error_is_raised_at_close(
     with pytest.raises(TruncatedError):
         ticket.wait()
     engine.close()
-
-
-def test_an_error_that_was_waited_for_is_not_raised_again(
-    configure: Configure, directory: Path
-) -> None:
-    path = directory / "data"
-    path.write_bytes(bytes(1000))
-    with Engine(configure()) as engine, pytest.raises(TruncatedError):
-        engine.read(bytearray(1001), path).wait(PATIENCE)
 
 
 def test_the_end_of_with_raises_unawaited_errors(configure: Configure, directory: Path) -> None:
@@ -282,25 +273,6 @@ def test_reads_whose_everything_was_dropped_still_land(
     gc.collect()
     engine.close()
     assert_array_equal(np.frombuffer(memory, np.uint8), data)
-
-
-def test_allocated_memory_lives_as_long_as_its_request(
-    configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
-) -> None:
-    path = stalling_directory / "data"
-    data = random_bytes(1 << 20)
-    engine = Engine(configure())
-    with engine.open(path, "rw", size=data.size) as file, stall():
-        view = allocate(data.size)
-        np.frombuffer(view, np.uint8)[:] = data
-        engine.write(view, file)
-        del view
-        gc.collect()
-        others = [allocate(data.size) for _ in range(16)]
-        for other in others:
-            np.frombuffer(other, np.uint8)[:] = 7
-    engine.close()
-    assert_array_equal(on_disk(path), data)
 
 
 def test_nothing_of_a_finished_request_is_held(

@@ -19,7 +19,7 @@ import torch
 from numpy.testing import assert_array_equal
 from patience import PATIENCE
 from processes import finished
-from transfers import Bytes, Configure, RandomBytes, Stall
+from transfers import Bytes, RandomBytes, Stall
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
@@ -92,28 +92,6 @@ def needs_checksums(tmp_path: Path) -> None:
 
 
 # Values
-
-
-@pytest.mark.every_filesystem
-@pytest.mark.parametrize("checksum", [False, True])
-def test_tensors_of_every_size_come_back(
-    configure: Configure, directory: Path, random_bytes: RandomBytes, checksum: bool
-) -> None:
-    sizes = [0, 1, 511, PAGE - 1, PAGE, PAGE + 1, 100_003, MIB, 5 * MIB + 333, 9 * MIB]
-    try:
-        store = TensorStore(
-            directory, configure(block_size=64 << 10, queue_depth=8), checksum=checksum
-        )
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    with store:
-        wanted = {str(size): random_bytes(size) for size in sizes}
-        tickets = [store.put(name, data) for name, data in wanted.items()]
-        assert [ticket.wait(PATIENCE) for ticket in tickets] == sizes
-        assert [store.nbytes(name) for name in store.names()] == sizes
-        for name, data in wanted.items():
-            assert_array_equal(contents(store, name), data)
-        assert [entry.name for entry in directory.iterdir()] == []
 
 
 @pytest.mark.parametrize("nbytes", [600, 6 * MIB])

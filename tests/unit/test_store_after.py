@@ -213,16 +213,6 @@ def test_cancelled_transfers_are_not_reported(
         held.cancel()
 
 
-def test_closing_waits_for_what_is_held(
-    stalling_directory: Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(SIZES[1])
-    out = np.zeros_like(data)
-    with store_on(stalling_directory) as store:
-        store.get("a", out, after=[store.put("a", data)])
-    assert_array_equal(out, data)
-
-
 def test_another_stores_ticket(stalling_directory: Path, random_bytes: RandomBytes) -> None:
     """Of the same engine it can be followed, of another not: then nothing is left under way, and
     nothing is there.

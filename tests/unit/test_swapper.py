@@ -318,19 +318,6 @@ def test_tensors_of_every_kind_are_copied_in(
     assert torch.equal(found, tensor.reshape(-1).view(torch.uint8))
 
 
-def test_scratch_memory_is_part_of_the_budget(make_swapper: MakeSwapper) -> None:
-    swapper = make_swapper(3)
-    scratch = swapper.create("scratch", SIZE)
-    scratch.copy_(pattern(5))
-    contents = fill(swapper, 6)
-    for _ in range(3):
-        train(swapper, list(range(6)), contents)
-    assert torch.equal(scratch, pattern(5))
-    swapper.discard("scratch")
-    assert "scratch" not in swapper
-    train(swapper, list(range(6)), contents)
-
-
 def test_flush_writes_what_changed_once_and_keeps_it_in_memory(
     make_swapper: MakeSwapper, store: TensorStore
 ) -> None:
@@ -351,18 +338,6 @@ def test_flush_writes_what_changed_once_and_keeps_it_in_memory(
     swapper.swap_in("n1")  # in use: not written
     swapper.flush()
     assert swapper.stats().bytes_written == 4 * SIZE
-
-
-def test_a_discarded_value_is_gone_from_memory_and_drive(
-    make_swapper: MakeSwapper, store: TensorStore
-) -> None:
-    swapper = make_swapper(2)
-    fill(swapper, 5)
-    for name in list(swapper.names()):
-        swapper.discard(name)
-    assert swapper.names() == []
-    assert store.names() == []
-    assert swapper.stats().resident_bytes == 0
 
 
 def test_usage_errors_change_nothing(make_swapper: MakeSwapper) -> None:
