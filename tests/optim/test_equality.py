@@ -128,25 +128,6 @@ def test_without_masters_8_bits_are_refused(tmp_path):
         )
 
 
-def test_parameters_without_gradient_are_left_alone(tmp_path):
-    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    reference = Reference(plain, torch.optim.AdamW)
-    with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
-        for step in range(5):
-            for params, one in ((plain, reference), (ours, optimizer)):
-                set_gradients(params, step)
-                for index, parameter in enumerate(params):
-                    if (index + step) % 3 == 0 or (index == 2 and step < 3):
-                        parameter.grad = None
-                one.step()
-        assert differing(ours, plain) == []
-        for parameter in ours:
-            parameter.grad = None
-        optimizer.step()
-        assert optimizer.stats().bytes_read == 0
-    assert differing(ours, plain) == []
-
-
 def test_frozen_parameters_take_no_room(tmp_path):
     params = parameters(torch.bfloat16)
     for parameter in params[2:]:

@@ -26,7 +26,6 @@ from patience import PATIENCE
 from processes import finished
 from reference import (
     Lion,
-    Reference,
     batch,
     differing,
     loss_of,
@@ -160,40 +159,6 @@ def test_the_same_bits_as_without(tmp_path, state_format, in_backward):
                         seen.append(net(batch(200, torch.bfloat16)))
         results.append([*net.parameters(), *seen])
     assert differing(*results) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.usefixtures("only_when_awaited")
-def test_the_same_bits_as_in_memory(tmp_path, dtype, in_backward, masters):
-    plain, ours = model(dtype), model(dtype)
-    reference = (
-        Reference(list(plain.parameters()), torch.optim.AdamW)
-        if masters
-        else torch.optim.AdamW(plain.parameters())
-    )
-    with NVMeOptimizer(
-        ours.parameters(),
-        paths=tmp_path,
-        host_memory=200_000,
-        masters=masters,
-        step_in_backward=in_backward,
-        overlap_step=True,
-    ) as optimizer:
-        for step in range(STEPS):
-            plain.zero_grad()
-            loss_of(plain, step).backward()
-            reference.step()
-            ours.zero_grad()
-            loss_of(ours, step).backward()
-            optimizer.step()
-        assert all(waiting(ours))
-        assert optimizer.stats().step == STEPS
-        # all 16-bit states without masters fit
-        assert (optimizer.stats().bytes_read > 0) == (masters or dtype == torch.float32)
-        assert not any(waiting(ours))
-    assert differing(list(ours.parameters()), list(plain.parameters())) == []
 
 
 @pytest.mark.usefixtures("only_when_awaited")

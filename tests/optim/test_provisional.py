@@ -498,18 +498,6 @@ def test_a_forward_pass_that_backward_makes_undoes_nothing(tmp_path):
             assert_same(pairs)
 
 
-def test_a_rate_that_is_set_between_is_that_of_the_step(tmp_path):
-    pairs = both(tmp_path)
-    with closing(pairs):
-        for step in range(7):
-            for net, optimizer in pairs:
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                optimizer.param_groups[0]["lr"] = 0.01 / (1 + step // 2)
-                optimizer.step()
-        assert_same(pairs)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of", [lambda parameter: parameter, lambda parameter: parameter.data])
 def test_a_parameter_that_is_changed_between_is_an_error(tmp_path, dtype, of):
@@ -521,49 +509,6 @@ def test_a_parameter_that_is_changed_between_is_an_error(tmp_path, dtype, of):
     optimizer.zero_grad()
     assert set(differing(list(net.parameters()), before)) <= {2}
     optimizer.close()
-
-
-def test_parameters_that_are_changed_before_are_taken_up(tmp_path):
-    """Also by an update that is undone, and then made again."""
-    pairs = both(tmp_path, torch.bfloat16)
-    with closing(pairs):
-        for step in range(8):
-            for net, optimizer in pairs:
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    net[2].weight.mul_(0.75)
-                loss_of(net, step).backward()
-                sometimes(net, step)
-                optimizer.step()
-        assert_same(pairs)
-
-
-@pytest.mark.parametrize("clipping", ["never", "sometimes"])
-def test_with_overlap_step(tmp_path, clipping):
-    pairs = both(tmp_path)
-    net = model()
-    pairs.append(
-        (
-            net,
-            NVMeOptimizer(
-                net.parameters(),
-                lr=0.01,
-                host_memory=SMALL,
-                paths=tmp_path,
-                step_in_backward="provisional",
-                overlap_step=True,
-            ),
-        )
-    )
-    with closing(pairs):
-        made = 0
-        for step in range(STEPS):
-            for net, optimizer in pairs:
-                step_of(net, optimizer, step, CLIPPING[clipping])
-            made += pairs[2][1].stats().updated_in_backward
-        assert made > 0
-        assert_same(pairs[:2])
-        assert_same([pairs[0], pairs[2]])
 
 
 @pytest.mark.parametrize("state_format", [pytest.param("exact", marks=pytest.mark.slow), "compact"])

@@ -145,19 +145,6 @@ def test_what_is_kept_whole_is_in_the_file_as_in_a_state_dict(tmp_path, name):
     assert unlike(plain.state_dict()["state"], tree["state"]) == []
 
 
-def test_states_in_lists_and_objects(tmp_path):
-    params, path = parameters(shapes=[(40, 30), (300, 20)]), tmp_path / "saved"
-    with roomy(params, tmp_path, Odd) as optimizer:
-        train(params, optimizer)
-        optimizer.save(path)
-        resumed = copied(params)
-        train(params, optimizer, first=3)
-    with roomy(resumed, tmp_path, Odd) as again:
-        again.load_state_dict(torch.load(path, weights_only=False))
-        train(resumed, again, first=3)
-    assert differing(params, resumed) == []
-
-
 @covering(after=FORMATS, before=FORMATS)
 def test_from_one_format_to_another(tmp_path, before, after):
     """As by a state dict."""
