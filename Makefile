@@ -12,7 +12,7 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test test-slow test-portable test-all test-deepspeed test-deepspeed-own parity parity-models outside build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-slow test-gpu test-portable test-all test-deepspeed test-deepspeed-own parity parity-models outside build wheel docs lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,9 @@ test: ## run the tests, four files of them at once; more options of pytest in AR
 
 test-slow: ## run those that make test leaves out: they compile, start launchers, or train for long
 	@$(MAKE) --no-print-directory test ARGS="-m slow $(ARGS)"
+
+test-gpu: ## run the tests that need a GPU, in eight processes on it; more options of pytest in ARGS
+	@python=$$(tools/setup-env test) && exec "$$python" -m pytest --numprocesses 8 --dist load --max-worker-restart 0 tests/gpu $(ARGS)
 
 test-portable: ## run tests as other machines would: one core, AVX2, no rights, no headers, fio, browser or home; -m processor in ARGS
 	@tools/portable-tests $(ARGS)

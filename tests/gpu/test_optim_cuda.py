@@ -278,37 +278,11 @@ def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path):
     assert differing(run(True), run(False)) == []
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory):
-    return results_of_ranks("ranks.py", "cuda", tmp_path_factory.mktemp("drive"))
-
-
-@pytest.fixture(scope="module")
-def results_in_backward(tmp_path_factory):
-    return results_of_ranks("ranks_in_backward.py", "cuda", tmp_path_factory.mktemp("drive"))
-
-
-@pytest.fixture(scope="module")
-def results_overlapped(tmp_path_factory):
-    return results_of_ranks("ranks_overlap.py", "cuda", tmp_path_factory.mktemp("drive"))
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("case", cases_of("ranks.py"))
-def test_two_gpus(reported, case):
-    assert reported[case] == []
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("case", cases_of("ranks_in_backward.py"))
-def test_updates_in_backward_on_two_gpus(results_in_backward, case):
-    assert results_in_backward[case] == []
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("case", cases_of("ranks_overlap.py"))
-def test_overlapped_steps_on_two_gpus(results_overlapped, case):
-    assert results_overlapped[case] == []
+@pytest.mark.parametrize("script", ["ranks.py", "ranks_in_backward.py", "ranks_overlap.py"])
+def test_two_gpus(tmp_path, script):
+    found = results_of_ranks(script, "cuda", tmp_path)
+    assert found == {case: [] for case in cases_of(script)}
 
 
 def _train_with_surprises(params, optimizer, steps=8):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
-from launch import differences, train
+from launch import differences, in_groups, train
 from test_parity import CASES as ALL_CASES
 from test_parity import ON_TWO_RANKS as ALL_ON_TWO_RANKS
 
@@ -36,32 +36,22 @@ CASES, ON_TWO_RANKS = (
 )
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("drive")
-    mine, reference = (
-        train(list(CASES.values()), directory, ours=ours, accelerator="cuda")
+def unlike(cases, directory, ranks=1):
+    """The names of the *cases* whose results differ, and where."""
+    results = (
+        train(list(cases.values()), directory, ours=ours, ranks=ranks, accelerator="cuda")
         for ours in (True, False)
     )
-    return dict(zip(CASES, zip(mine, reference, strict=True), strict=True))
+    found = {name: differences(*pair) for name, *pair in zip(cases, *results, strict=True)}
+    return {name: at for name, at in found.items() if at}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("drive")
-    mine, reference = (
-        train(list(ON_TWO_RANKS.values()), directory, ours=ours, ranks=2, accelerator="cuda")
-        for ours in (True, False)
-    )
-    return dict(zip(ON_TWO_RANKS, zip(mine, reference, strict=True), strict=True))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_gpu(one_rank, name):
-    assert differences(*one_rank[name]) == []
+@pytest.mark.parametrize("cases", in_groups(CASES))
+def test_one_gpu(tmp_path, cases):
+    assert unlike(cases, tmp_path) == {}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_gpus(two_ranks, name):
-    assert differences(*two_ranks[name]) == []
+@pytest.mark.parametrize("cases", in_groups(ON_TWO_RANKS))
+def test_two_gpus(tmp_path, cases):
+    assert unlike(cases, tmp_path, ranks=2) == {}

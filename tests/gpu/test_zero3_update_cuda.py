@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
-from launch import Case, differences, train
+from launch import Case, differences, in_groups, train
 from test_parity import CASES as ALL_CASES
 from test_parity import SMALLEST
 
@@ -80,7 +80,8 @@ def on_gpu(cases: dict[str, Case]) -> list[Case]:
     return [case.but(section={**case.section, "update_device": "gpu"}) for case in cases.values()]
 
 
-def both(cases: dict[str, Case], directory: Path, ranks: int = 1) -> dict[str, tuple]:
+def unlike(cases: dict[str, Case], directory: Path, ranks: int = 1) -> dict[str, list[str]]:
+    """The names of the *cases* whose results differ, and where."""
     stock: dict[str, Any] = {"ours": False, "in_gpu_memory": True}
     jobs = [
         (on_gpu(cases), directory / "ours", {}),
@@ -92,28 +93,19 @@ def both(cases: dict[str, Case], directory: Path, ranks: int = 1) -> dict[str, t
         results = pool.map(
             lambda job: train(job[0], job[1], ranks=ranks, accelerator="cuda", **job[2]), jobs
         )
-        return dict(zip(cases, zip(*results, strict=True), strict=True))
+        found = {name: differences(*pair) for name, *pair in zip(cases, *results, strict=True)}
+    return {name: at for name, at in found.items() if at}
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    return both(CASES, tmp_path_factory.mktemp("drive"))
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return both(ON_TWO_RANKS, tmp_path_factory.mktemp("drive"), ranks=2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_gpu(one_rank, name):
-    assert differences(*one_rank[name]) == []
+@pytest.mark.parametrize("cases", in_groups(CASES))
+def test_one_gpu(tmp_path, cases):
+    assert unlike(cases, tmp_path) == {}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_gpus(two_ranks, name):
-    assert differences(*two_ranks[name]) == []
+@pytest.mark.parametrize("cases", in_groups(ON_TWO_RANKS))
+def test_two_gpus(tmp_path, cases):
+    assert unlike(cases, tmp_path, ranks=2) == {}
 
 
 @pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -108,6 +108,13 @@ def train(
     return each_by_itself(
         cases, lambda rest: run(rest, directory, ours=ours, ranks=ranks, timeout=timeout, **request)
     )
+
+
+def in_groups(cases: Mapping[str, Case], count: int = 8) -> list[dict[str, Case]]:
+    """*cases* in up to *count* groups, each for one `train`: a process takes seconds to start."""
+    names = [*cases]
+    groups = [names[first::count] for first in range(min(count, len(names)))]
+    return [{name: cases[name] for name in group} for group in groups]
 
 
 def each_by_itself(
