@@ -15,6 +15,7 @@ from ..errors import UnsupportedError, UsageError
 from .entrances import Entrances, instances
 
 _FRAMES = 12  # of a caller in torch
+_functorch: Any = torch._C._functorch
 _TRACERS = "torch._dynamo", "torch._export"
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
@@ -38,6 +39,14 @@ class _StreamedParameter(torch.nn.Parameter):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a Parameter: some programs call `type(parameter)`."""
         return torch.nn.Parameter(*args, **kwargs)
+
+    def detach(self) -> Any:
+        """As of a Tensor. Raises: UsageError for a new Parameter, which torch makes of the result."""
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            raise UsageError(
+                "nn.Parameter cannot be made of a streamed parameter: make it of a clone() of the parameter, or assign the same Parameter to both modules"
+            )
+        return super().detach()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """As an assignment to `data`: torch does not dispatch this method to `__torch_function__`."""
@@ -219,6 +228,17 @@ def refuse_tracing() -> NoReturn:
         "torch.compile, torch.export and torch.jit cannot trace modules whose parameters stream: call the model as it is, "
         "or trace another one, into which you load the state_dict()"
     )
+
+
+def check_no_derivative() -> None:
+    """Raises: UnsupportedError in a transform of torch.func other than vmap: it takes no hooks on saved
+    tensors, and no changes of memory such as those by which parameters stream.
+    """
+    transforms = _functorch.get_interpreter_stack()
+    if transforms and any(one.key() != _functorch.TransformType.Vmap for one in transforms):
+        raise UnsupportedError(
+            "torch.func.grad, vjp, jvp and their like cannot use streamed parameters: use torch.autograd.grad or torch.autograd.functional in their place"
+        )
 
 
 def _refuse_address(function: Any) -> NoReturn:

@@ -153,6 +153,11 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
             "offload.parameters is for one process: on several GPUs use FSDP2 with CPUOffloadPolicy and NVMeOptimizer, "
             "or DeepSpeed ZeRO-3 with nvme_offload.zero3"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no shape yet: call the model once before offload.parameters"
+            )
     for name, parameter in model.named_parameters():
         if idle.streamer_of(parameter) is not None:
             raise UsageError(f"parameter {name} streams already: call offload.parameters once")

@@ -88,6 +88,7 @@ class Streamer:
 
     def begin(self, bucket: Bucket) -> None:
         """Begin a use of *bucket*. Raises: as `TensorSwapper.swap_in`; no use has begun then."""
+        idle.check_no_derivative()
         with self._lock:
             self._present(bucket)
             bucket.users += 1
@@ -390,6 +391,7 @@ class Streamer:
             self._leave(module)  # a KeyboardInterrupt may have left it running
         if not running.frames:
             _check_not_traced()
+        idle.check_no_derivative()
         if not running.frames and _untyped_torch._current_graph_task_id() == -1:
             if self._first_module is None:
                 self._first_module = weakref.ref(module)

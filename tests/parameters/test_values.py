@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -10,7 +11,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from modules import Through
 from torch import nn
+from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -245,6 +248,42 @@ def test_transforms_of_functions_are_refused(pair):
         torch.func.grad(lambda weight: weight.sum())(model[0].weight)
 
 
+DERIVATIVES = {
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(_X),
+    "jacfwd": lambda model: torch.func.jacfwd(model)(_X),
+    "hessian": lambda model: torch.func.hessian(lambda x: model(x).sum())(_X),
+    "jvp": lambda model: torch.func.jvp(model, (_X,), (_X,)),
+    "vjp, within a module": lambda model: Through(
+        model, lambda one, x: torch.func.vjp(one[3], x)[0]
+    )(_X),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("derive", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivatives_of_the_model_by_functions_are_refused(pair, derive):
+    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.functional in their place"):
+        derive(pair[0])
+
+
+def test_derivatives_and_batches_of_the_model_are_those_in_memory(pair):
+    model, in_memory = pair
+    x = torch.randn(3, 24)
+    for function in (torch.func.vmap, lambda one: functools.partial(jacobian, one)):
+        for _ in range(2):
+            assert torch.equal(function(model)(x), function(in_memory)(x))
+
+
+def test_a_new_parameter_of_a_streamed_one_is_refused(pair):
+    model, in_memory = pair
+    with pytest.raises(UsageError, match="make it of a clone"):
+        nn.utils.parametrizations.weight_norm(model[0])
+    model[0].weight = nn.Parameter(model[0].weight.clone())
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.weight_norm(in_memory[0])
+    _assert_equal(model, in_memory)
+
+
 def test_a_swap_of_tensors_is_refused(pair):
     model, in_memory = pair
     with pytest.raises(UnsupportedError, match=r"torch\.utils\.swap_tensors cannot use"):
@@ -325,6 +364,17 @@ def test_parameters_of_other_kinds_are_refused(offload: Offload):
         offload.parameters(model, "cpu")
     with pytest.raises(UsageError, match="on the meta device"):
         offload.parameters(nn.Linear(24, 24, device="meta"), "cpu")
+
+
+def test_parameters_without_a_shape_are_refused(offload: Offload):
+    model = nn.Sequential(nn.LazyLinear(24), nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(UsageError, match=r"0\.weight has no shape yet"):
+        offload.parameters(model, "cpu")
+    model[0](torch.ones(2, 24))
+    with pytest.raises(UsageError, match=r"1\.running_mean has no shape yet"):
+        offload.parameters(model, "cpu")
+    model(torch.ones(2, 24))
+    offload.parameters(model, "cpu")
 
 
 def test_8_bit_weights_stream(offload: Offload):
