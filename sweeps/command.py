@@ -62,6 +62,14 @@ class Size(click.ParamType):
         return nbytes
 
 
+fio_bytes = option(
+    "--fio-bytes",
+    type=Size(),
+    default="1GB",
+    help="Size of two files that fio reads and writes beside the runs, for the floor; 0 for none.",
+)
+
+
 class Names(click.ParamType):
     """Names with commas between; each one of *known*, where that is given."""
 

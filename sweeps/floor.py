@@ -8,11 +8,12 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
+from nvme_offload.units import format_bytes
 
 from . import fio
 from .report import shown
@@ -29,26 +30,22 @@ class Speeds(NamedTuple):
     mixed: float
 
 
-Measured = TypeVar("Measured", bound=NamedTuple)
-
-
-def mean(before: Measured | None, after: Measured | None) -> Measured | None:
-    """The mean of two measurements, by field; None where one is missing."""
-    if before is None or after is None:
-        return None
-    return type(before)(*map(statistics.fmean, zip(before, after, strict=True)))
-
-
 def floor_seconds(read: float, written: float, drive: Any) -> float:
     """The least time in which a drive of those speeds moves the bytes."""
     return max(read / drive.read, written / drive.write, (read + written) / drive.mixed)
 
 
-def described(speeds: Sequence[Any]) -> str:
-    """fio's measurements as text."""
+def described(speeds: Sequence[Any], aio: AioConfig) -> str:
+    """fio's measurements with the settings *aio* as text; "" for none."""
+    if not speeds:
+        return ""
     each = {name: [getattr(one, name) / 1e9 for one in speeds] for name in Speeds._fields}
     figures = ", ".join(f"{name} {shown(values)} GB/s" for name, values in each.items())
-    return f"{figures}; mixed reads and writes equal amounts concurrently, the sum"
+    return (
+        f"fio, {len(speeds)} times between the runs, with block {format_bytes(aio.block_size)}, depth {aio.queue_depth}, threads {aio.thread_count}: "
+        f"{figures}; mixed reads and writes equal amounts concurrently, the sum. The floor is the least time in which the bytes can be moved: "
+        "the longest of read by read, written by write and both by mixed, at the mean of fio's figures before and after."
+    )
 
 
 class Floor:
@@ -75,6 +72,27 @@ class Floor:
 
     def _speed(self, paths: Mapping[str, Sequence[str]]) -> float:
         return fio.bytes_per_second(paths, self._nbytes, self._setting, _SECONDS, self._direct)
+
+
+class Beside:
+    """The speeds of *drive*, None without fio, beside runs; they are added to *speeds*."""
+
+    def __init__(self, drive: Floor | None, speeds: list[Speeds]) -> None:
+        self._drive = drive
+        self._speeds = speeds
+
+    def begin(self) -> None:
+        """Measure before the first of several runs."""
+        if self._drive is not None:
+            self._speeds.append(self._drive.measure())
+
+    def end(self) -> Speeds | None:
+        """Measure after a run: the mean with the last measurement before it."""
+        if self._drive is None:
+            return None
+        before = self._speeds[-1]
+        self.begin()
+        return Speeds(*map(statistics.fmean, zip(before, self._speeds[-1], strict=True)))
 
 
 @contextlib.contextmanager

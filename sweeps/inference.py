@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -24,28 +25,33 @@ import click
 import pandas as pd
 import torch
 
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.swap.tier import engine_config
+
 from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
+from .floor import Beside, Speeds, described, floor, floor_seconds
 from .machine import facts
 from .meter import Meter, restart_peak, status
 from .report import Medians, columns, document, escaped, listed, write
-from .systems import example, find_speeds, write_weights
+from .systems import example, write_weights
 
 _PROMPT = 16  # tokens
 
 
 @dataclasses.dataclass
 class Results:
-    """facts: machine and command, by name. options: of the command. nbytes: of the weights. speeds:
-    the drive's, in GB/s by phase; {} without a profile. runs: in order.
+    """facts: machine and command, by name. options: of the command. nbytes: of the weights. runs: in
+    order. speeds: fio's measurements, with the settings *aio*.
     """
 
     facts: dict[str, str]
     options: dict[str, Any]
     nbytes: int
-    speeds: dict[str, float]
     runs: list[dict[str, Any]]
     notes: list[str]
+    aio: AioConfig = dataclasses.field(default_factory=AioConfig)
+    speeds: list[Speeds] = dataclasses.field(default_factory=list)
 
 
 def _ours(job: dict[str, Any], device: torch.device) -> tuple[Any, int]:
@@ -142,6 +148,7 @@ def _infer(job: dict[str, Any]) -> None:
 @option("--timeout", type=float, default=560, help="Of a side, in seconds.")
 @option("--rounds", type=COUNT, default=2, help="Each runs every side once.")
 @command.seconds()
+@command.fio_bytes
 @command.output("Write OUTPUT.md and OUTPUT.json, after every side.")
 @command.note
 def main(
@@ -150,6 +157,7 @@ def main(
     timeout: float,
     rounds: int,
     seconds: float | None,
+    fio_bytes: int,
     output: Path | None,
     notes: tuple[str, ...],
     **options: Any,
@@ -158,17 +166,21 @@ def main(
     Markdown. Ratios are to the first of --sides.
     """
     command.stop_at_sigterm()
-    described = facts(directory, "sweeps.inference")
-    results = Results(described, options, 0, {}, [], list(notes))
-    find_speeds(results, directory)
-    with apart.place("inference", directory) as work:
+    about, aio = facts(directory, "sweeps.inference"), engine_config(str(directory))
+    results = Results(about, options, 0, [], list(notes), aio)
+    with (
+        apart.place("inference", directory) as work,
+        floor(directory, aio, fio_bytes, about, results.notes) as drive,
+    ):
         job = {**options, "weights": str(work / "weights")}
         _, error = apart.run("sweeps.inference", {**job, "side": "weights"}, work, timeout)
         if error is not None:
             raise click.ClickException(f"no weights: {error}")
         results.nbytes = sum(file.stat().st_size for file in (work / "weights").iterdir())
-        with turns.interruptible(described, results.notes):
+        beside = Beside(drive, results.speeds)
+        with turns.interruptible(about, results.notes):
             for number in turns.rounds(rounds, seconds, results.notes):
+                beside.begin()
                 for name in turns.there_and_back(sides, number):
                     with apart.place("side", work) as own:
                         events, error = apart.run(
@@ -179,6 +191,7 @@ def main(
                             on_event=lambda event: say(json.dumps(event)),
                         )
                     run = {"side": name, "round": number, "error": error, "events": events}
+                    run["drive"] = beside.end()
                     results.runs.append(run)
                     write(output, render(results), dataclasses.asdict(results))
     write(output, text := render(results), dataclasses.asdict(results))
@@ -193,10 +206,12 @@ def _figures(run: dict[str, Any]) -> dict[str, Any]:
     if not settled:
         return figures
     made, taken = apart.of(run["events"], "made")[0], pd.DataFrame(settled).median()
+    least = floor_seconds(taken["read_bytes"], 0, run["drive"]) if run["drive"] else math.nan
     return {
         **figures,
         "seconds": taken["seconds"],
         "read": taken["read_bytes"] / 1e9,
+        "floor": least / taken["seconds"],
         "loading": made["taken"]["seconds"],
         "over": made["over_bytes"] / 1e9,
         "gpu": tokens[-1]["gpu_bytes"] / 1e9,
@@ -220,6 +235,7 @@ def render(results: Results) -> str:
         f"time over {names[0] if names else 'the first'}": medians.ratio,
         "GB read a token": known(lambda run: f"{run.read:.2f}"),
         "GB/s": known(lambda run: f"{run.read / run.seconds:.2f}"),
+        "floor / time": known(lambda run: "" if math.isnan(run.floor) else f"{run.floor:.2f}"),
         "GPU, GB": known(lambda run: f"{run.gpu:.1f}"),
         "s to load": known(lambda run: f"{run.loading:.1f}"),
         "loaded, GB/s": known(lambda run: f"{nbytes / run.loading:.2f}"),
@@ -238,6 +254,7 @@ def render(results: Results) -> str:
         "each ratio is the median over the rounds of the ratio in one round. Bytes read are of the side's process. "
         "The budget is host_memory, and gpu_memory where the device is the CPU.",
         columns(names, cells),
+        described(results.speeds, results.aio),
         f"The logits of the first {shared} tokens are {'equal bit for bit in all runs' if same else 'not equal'}."
         if shared and len(digests) > 1
         else "",

@@ -33,14 +33,15 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from nvme_offload.errors import OffloadError, UsageError
-from nvme_offload.hardware import profile_shelf
+from nvme_offload.errors import UsageError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.machine import available_bytes
 from nvme_offload.parameters.weights import save
-from nvme_offload.planning import traffic
+from nvme_offload.swap.tier import engine_config
 
 from . import apart, command, turns
 from .command import COUNT, Names, Size, option, say
+from .floor import Beside, Speeds, described, floor, floor_seconds
 from .machine import facts
 from .meter import Meter
 from .report import Medians, columns, document, escaped, listed, write
@@ -56,15 +57,16 @@ Step = Callable[[torch.Tensor], float]
 @dataclasses.dataclass
 class Results:
     """facts: machine and command, by name. options: of the command. parameters: of the model.
-    speeds: the drive's, in GB/s by phase; {} without a profile. systems: the runs, in order.
+    speeds: fio's measurements, with the settings *aio*. systems: the runs, in order.
     """
 
     facts: dict[str, str]
     options: dict[str, Any]
     parameters: int
-    speeds: dict[str, float]
     systems: list[dict[str, Any]]
     notes: list[str]
+    aio: AioConfig = dataclasses.field(default_factory=AioConfig)
+    speeds: list[Speeds] = dataclasses.field(default_factory=list)
 
 
 class System(NamedTuple):
@@ -473,6 +475,7 @@ def _train(job: dict[str, Any]) -> None:
 @option("--timeout", type=float, default=560, help="Of a system, in seconds.")
 @option("--rounds", type=COUNT, default=1, help="Each runs every system once.")
 @command.seconds()
+@command.fio_bytes
 @command.output("Write OUTPUT.md and OUTPUT.json, after every system.")
 @command.note
 def main(
@@ -481,6 +484,7 @@ def main(
     timeout: float,
     rounds: int,
     seconds: float | None,
+    fio_bytes: int,
     output: Path | None,
     notes: tuple[str, ...],
     **options: Any,
@@ -489,31 +493,26 @@ def main(
     print a report in Markdown. Ratios are to the first system of --systems.
     """
     command.stop_at_sigterm()
-    described = facts(directory, "sweeps.systems")
-    described["training"] = (
+    about = facts(directory, "sweeps.systems")
+    about["training"] = (
         f"{options['model']} on {options['gpus']} GPU, {options['batch']} x {options['sequence']} tokens each"
     )
-    results = Results(described, options, _elements(options["model"]), {}, [], list(notes))
-    find_speeds(results, directory)
-    with turns.interruptible(described, results.notes):
+    aio = engine_config(str(directory))
+    results = Results(about, options, _elements(options["model"]), [], list(notes), aio)
+    with (
+        turns.interruptible(about, results.notes),
+        floor(directory, aio, fio_bytes, about, results.notes) as drive,
+    ):
+        beside = Beside(drive, results.speeds)
         for number in turns.rounds(rounds, seconds, results.notes):
+            beside.begin()
             for name in turns.there_and_back(systems, number):
-                results.systems.append(_run(name, number, directory, timeout, options))
+                run = _run(name, number, directory, timeout, options)
+                run["drive"] = beside.end()
+                results.systems.append(run)
                 write(output, render(results), dataclasses.asdict(results))
     write(output, text := render(results), dataclasses.asdict(results))
     click.echo(text)
-
-
-def find_speeds(results: Any, directory: Path) -> None:
-    """Take the speeds of the drive of *directory* from its profile, if there is one."""
-    try:
-        profile = profile_shelf.find(directory)
-    except OffloadError as error:
-        results.notes.append(f"Without the drive's floor: {error}.")
-        return
-    results.speeds = traffic.chosen_speeds(profile)
-    each = ", ".join(f"{phase} {speed:.2f}" for phase, speed in results.speeds.items())
-    results.facts["drive's profile"] = f"{profile.created}: {each} GB/s"
 
 
 def _run(
@@ -541,7 +540,7 @@ def _run(
     return {"system": name, "round": number, "error": error, "host_bytes": taken, "events": events}
 
 
-def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
+def _figures(one: dict[str, Any]) -> dict[str, Any]:
     """The figures of a run, medians over its settled steps; "count" is 0 if it had none."""
     steps = apart.of(one["events"], "step")
     settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]
@@ -550,7 +549,7 @@ def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
         return figures
     taken = pd.DataFrame(settled).median()
     moved = taken["disk_read_bytes"], taken["disk_written_bytes"]
-    floor = traffic.transfer(*moved, speeds).seconds if speeds and any(moved) else math.nan
+    least = floor_seconds(*moved, one["drive"]) if one["drive"] and any(moved) else math.nan
     return {
         **figures,
         "made": apart.of(one["events"], "made")[0]["seconds"],
@@ -558,7 +557,7 @@ def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
         "cpu": taken["cpu_seconds"],
         "read": moved[0] / 1e9,
         "written": moved[1] / 1e9,
-        "floor": floor / taken["seconds"],
+        "floor": least / taken["seconds"],
         "host": one["host_bytes"] / 1e9,
         "gpu": steps[-1]["gpu_bytes"] / 1e9,
         "first": steps[0]["loss"],
@@ -569,7 +568,7 @@ def _figures(one: dict[str, Any], speeds: dict[str, float]) -> dict[str, Any]:
 def render(results: Results) -> str:
     """The report in Markdown."""
     options, billions = results.options, results.parameters / 1e9
-    medians = Medians(_figures(one, results.speeds) for one in results.systems)
+    medians = Medians(map(_figures, results.systems))
     known, names = medians.cell, medians.names
     tokens = options["gpus"] * options["batch"] * options["sequence"]
     cells: dict[str, Callable[[str], str]] = {
@@ -598,9 +597,9 @@ def render(results: Results) -> str:
         f"# {options['model']} by each system",
         listed(results.facts),
         f"{billions:.2f} billion parameters. Each figure is the median over the rounds of the median over a run's steps past the first {_SETTLING}; "
-        "each ratio is the median over the rounds of the ratio in one round. The floor is the least time that a drive of the profile's speeds takes "
-        "for the bytes that a step moves. Host memory and bytes of the drive are the whole machine's.",
+        "each ratio is the median over the rounds of the ratio in one round. Host memory and bytes of the drive are the whole machine's.",
         columns(names, cells),
+        described(results.speeds, results.aio),
         "\n".join(stopped),
         *results.notes,
     )

@@ -12,7 +12,7 @@ import click
 
 from .. import apart, command
 from ..command import COUNT, option, say
-from ..floor import Floor, Speeds, floor, mean
+from ..floor import Beside, Floor, floor
 from ..machine import facts
 from ..report import write
 from ..turns import interruptible, rounds, there_and_back
@@ -69,19 +69,12 @@ def _measure(
 ) -> None:
     """Run the rounds of the plan; write the report after each run."""
 
-    def speeds() -> Speeds | None:
-        if drive is not None:
-            results.speeds.append(drive.measure())
-        return results.speeds[-1] if drive is not None else None
-
-    plan = results.plan
+    plan, beside = results.plan, Beside(drive, results.speeds)
     for number in rounds(plan.rounds, seconds, results.notes):
-        before = speeds()
+        beside.begin()
         for variant in there_and_back(plan.variants, number):
             run = train(results, variant, number, directory, ranks)
-            after = speeds() if variant.drives else before
-            run.drive = mean(before, after) if variant.drives else None
-            before = after
+            run.drive = beside.end() if variant.drives else None
             _note(results, run)
             results.runs.append(run)
             write(output, render(results), as_json(results))

@@ -9,8 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from nvme_offload.units import format_bytes
-
 from .. import floor
 from ..report import columns, document, escaped, listed, shown, table
 from ..report import ratios as of_rounds
@@ -179,14 +177,9 @@ def _times(results: Results, figures: Figures, there: Sequence[Variant]) -> Iter
 
 
 def _drive(results: Results, figures: Figures, there: Sequence[Variant]) -> Iterator[str]:
-    aio = results.plan.aio
     yield "## Bytes moved, compared with the drive's speed"
     if results.speeds:
-        yield (
-            f"fio, {len(results.speeds)} times between the runs, with block {format_bytes(aio.block_size)}, depth {aio.queue_depth}, threads "
-            f"{aio.thread_count}: {floor.described(results.speeds)}. The floor is the least time in which a "
-            "phase's bytes can be moved: the longest of read by read, written by write and both by mixed, at the mean of fio's figures before and after."
-        )
+        yield floor.described(results.speeds, results.plan.aio)
 
     def moved(variant: str, phase: str) -> list[float]:
         fields = ("read_bytes", "written_bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sweeps.floor import Speeds
 from sweeps.inference import SIDES, Results, render
 
 
@@ -14,12 +15,13 @@ def run(side, number, seconds, logits="a", error=None):
         events.append(
             {"event": "token", "number": token, "taken": taken, "logits": logits, "gpu_bytes": 1e9}
         )
-    return {"side": side, "round": number, "error": error, "events": events}
+    drive = Speeds(read=5e9, write=5e9, mixed=5e9)
+    return {"side": side, "round": number, "error": error, "drive": drive, "events": events}
 
 
 def report(*runs):
     """The row of each side in the report, by heading, and the whole text."""
-    text = render(Results({}, {"model": "tiny"}, 4 * 10**9, {}, list(runs), ["A note."]))
+    text = render(Results({}, {"model": "tiny"}, 4 * 10**9, list(runs), ["A note."]))
     head, _, *rows = [
         line.strip("| ").split(" | ") for line in text.split("\n") if line.startswith("|")
     ]
@@ -34,6 +36,7 @@ def test_a_row_has_the_ratio_within_each_round_and_the_speed_of_loading():
         run("offload", 1, 4.0),
     )
     assert ours["s a token"] == "3.000"
+    assert ours["floor / time"] == "0.60"  # 8 GB at 5 GB/s take 1.6 s, of 2 and of 4 s
     assert ours["loaded, GB/s"] == "2.00"
     assert ours["peak of memory in loading beyond the budget, GB"] == "0.30"
     assert others["time over offload"] == "2.00 [1.00 to 3.00]"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from sweeps.floor import Speeds
 from sweeps.systems import SYSTEMS, Results, render
 
 
-def run(system, number, seconds, moved=(0, 0), error=None):
-    """The events of a run of three steps, of which one counts."""
+def run(system, number, seconds, moved=(0, 0), error=None, drive=None):
+    """The events of a run of three steps, of which one counts, and the drive's speeds beside it."""
     events = [{"event": "made", "seconds": 7.0}]
     for step in range(3):
         taken = {
@@ -19,13 +20,14 @@ def run(system, number, seconds, moved=(0, 0), error=None):
             {"event": "step", "number": step, "loss": 9.0 - step, "gpu_bytes": 4e9, "taken": taken}
         )
     events = events[: 2 if error else None]
-    return {"system": system, "round": number, "error": error, "host_bytes": 3e9, "events": events}
+    found = {"system": system, "round": number, "error": error, "drive": drive}
+    return {**found, "host_bytes": 3e9, "events": events}
 
 
-def cells(found, speeds):
+def cells(found):
     """The cells of the report, by system and heading."""
     options = {"model": "tiny", "gpus": 1, "batch": 2, "sequence": 1000}
-    text = render(Results({}, options, 10**9, speeds, found, ["A note."]))
+    text = render(Results({}, options, 10**9, found, ["A note."]))
     head, _, *rows = [
         line.strip("| ").split(" | ") for line in text.split("\n") if line.startswith("|")
     ]
@@ -35,25 +37,27 @@ def cells(found, speeds):
 
 
 def test_a_row_has_the_drives_floor_and_the_ratio_within_each_round():
+    speeds = Speeds(read=4e9, write=4e9, mixed=5e9)
+    slower = Speeds(read=4e9, write=1e9, mixed=5e9)
     found = [
-        run("zero-infinity", 0, 4.0, (4e9, 8e9)),
-        run("zero3", 0, 2.0),
-        run("zero3", 1, 3.0),
-        run("zero-infinity", 1, 12.0, (4e9, 8e9)),
+        run("zero-infinity", 0, 4.0, (4e9, 8e9), drive=speeds),
+        run("zero3", 0, 2.0, drive=speeds),
+        run("zero3", 1, 3.0, drive=slower),
+        run("zero-infinity", 1, 12.0, (4e9, 8e9), drive=slower),
     ]
-    speeds = {"read": 4.0, "write": 4.0, "mixed": 5.0}
-    rows, _ = cells(found, speeds)
-    # 12 GB at 5 GB/s take 2.4 s, of 4 and of 12 s
-    assert rows["zero-infinity"]["floor / time"] == "0.40"
+    rows, _ = cells(found)
+    # 12 GB at 5 GB/s take 2.4 of 4 s, and writing 8 GB at 1 GB/s takes 8 of 12 s
+    assert rows["zero-infinity"]["floor / time"] == "0.63"
     assert rows["zero-infinity"]["s a step"] == "8.00"
     assert rows["zero3"]["floor / time"] == ""
     assert rows["zero3"]["over zero-infinity"] == "0.38 [0.25 to 0.50]"
     assert rows["zero3"]["tokens a second"] == "800"
-    assert cells(found, {})[0]["zero-infinity"]["floor / time"] == ""
+    rows, _ = cells([{**one, "drive": None} for one in found])
+    assert rows["zero-infinity"]["floor / time"] == ""
 
 
 def test_a_system_that_ended_before_a_step_that_counts_has_a_reason_and_no_figures():
-    rows, text = cells([run("zero3", 0, 2.0, error="out | of memory"), run("exact", 0, 2.0)], {})
+    rows, text = cells([run("zero3", 0, 2.0, error="out | of memory"), run("exact", 0, 2.0)])
     assert rows["zero3"]["steps that count"] == "0"
     assert rows["exact"]["over zero3"] == ""
     assert rows["exact"]["s a step"] == "2.00"
@@ -62,5 +66,5 @@ def test_a_system_that_ended_before_a_step_that_counts_has_a_reason_and_no_figur
 
 
 def test_an_interrupt_before_the_first_run_leaves_an_empty_table():
-    text = render(Results({}, {"model": "7b", "gpus": 1, "batch": 4, "sequence": 8}, 7, {}, [], []))
+    text = render(Results({}, {"model": "7b", "gpus": 1, "batch": 4, "sequence": 8}, 7, [], []))
     assert text.startswith("# 7b by each system\n")
