@@ -19,7 +19,7 @@ Sides   `apart.py`. A side that trains is a separate process that receives its j
         events as lines of JSON, and is ended after a time limit. The events of a side that fails
         are kept, with the reason. The first steps of a side are warm-up.
 Meters  `meter.py`: time, CPU, drive traffic and memory of a part of a process. The drive's floor
-        is from its profile (`systems`), or from fio runs between the sides (`floor.py`).
+        is from fio, which runs between the sides (`floor.py`).
 Results Records, one per run of a side, with its round, side and error, kept as JSON and grouped as
         a `pandas.DataFrame`.
 Report  `report.py`: facts of the machine, date and command (`machine.py`), then tables. A ratio is
