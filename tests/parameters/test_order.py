@@ -10,7 +10,7 @@ import pytest
 import torch
 from modules import Blocks
 from torch import nn
-from virtual_gpu import VirtualGpu, virtual_gpu
+from virtual_gpu import Event, VirtualGpu, virtual_gpu
 
 from nvme_offload import Offload
 from nvme_offload.parameters import setup
@@ -75,3 +75,30 @@ def test_events_order_all_accesses(
             assert optimizer.stats().updated_in_backward > 0
         for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("gpu_memory", [12 << 10, 30 << 10])
+def test_the_cpu_waits_for_no_copy_and_no_kernel(
+    make: Make, monkeypatch: Any, gpu_memory: int
+) -> None:
+    monkeypatch.setattr(setup, "POISON", False)
+    model = _model(False)
+    gpu = VirtualGpu()
+    waits: list[int] = []
+    synchronize = Event.synchronize
+
+    def counted(event: Event) -> None:
+        waits[-1] += bool(event.clock - gpu.host)
+        synchronize(event)
+
+    monkeypatch.setattr(Event, "synchronize", counted)
+    waits.append(0)
+    with virtual_gpu(gpu):
+        make(10 << 20).parameters(model, device="cuda", gpu_memory=gpu_memory)
+        with torch.no_grad():
+            for _ in range(6):
+                waits.append(0)
+                model(torch.ones(4, WIDTH))
+                for parameter in reversed(list(model.parameters())):
+                    parameter.mul_(0.9)
+        assert waits[4:] == [0, 0, 0], waits
