@@ -225,8 +225,8 @@ class _TracingError(UnsupportedError, AttributeError):
 def refuse_tracing() -> NoReturn:
     """Refuse to compile, export, trace or script a model. Raises: UnsupportedError."""
     raise _TracingError(
-        "torch.compile, torch.export and torch.jit cannot trace modules whose parameters stream: call the model as it is, "
-        "or trace another one, into which you load the state_dict()"
+        "torch.compile, torch.export and torch.jit cannot trace modules whose parameters stream: compile blocks before offload.parameters, "
+        "or trace another model, into which you load the state_dict()"
     )
 
 

@@ -127,7 +127,7 @@ def _pop_ended() -> None:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is fully described by its storage, dtype, size and stride."""
     return (
-        type(tensor) in (torch.Tensor, UsedParameter)
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, UsedParameter)
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not tensor._is_zerotensor()

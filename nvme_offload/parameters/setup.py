@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
@@ -16,6 +16,7 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import idle
 from .buckets import Bucket, Division, divide
+from .compiled import check_not_whole, compiled_blocks
 from .slots import Slots
 from .streamer import Streamer, put_data
 from .weights import SavedWeights
@@ -86,15 +87,27 @@ def stream(
 
 
 class _Divided:
-    """The *buckets* of a model, and the parameters that stay on the device."""
+    """The *buckets* of a model, and the parameters that stay on the device. *together*: parameters
+    that are used at once, of each compiled block.
+    """
 
-    def __init__(self, buckets: list[Bucket], stays: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        stays: list[torch.nn.Parameter],
+        together: Sequence[Set[torch.nn.Parameter]],
+    ) -> None:
         self.buckets = buckets
         self.stays = stays
         self.largest = max((bucket.nbytes for bucket in buckets), default=0)
         self.nbytes = sum(-(-bucket.nbytes // _PAGE_BYTES) * _PAGE_BYTES for bucket in buckets)
         self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
-        fewest = min(STREAMED_SLOTS, len(buckets))  # slots
+        at_once = [
+            sum(any(place.parameter in used for place in one.places) for one in buckets)
+            for used in together
+        ]
+        self._slots = max([STREAMED_SLOTS, *(count + 1 for count in at_once)])
+        fewest = min(self._slots, len(buckets))
         self.least_device_bytes = self.stays_bytes + fewest * self.largest
 
     def is_comfortable(self, host_memory: int, gpu_memory: int | None) -> bool:
@@ -103,13 +116,13 @@ class _Divided:
             self.nbytes <= host_memory or STREAMED_IN_MEMORY * self.largest <= host_memory
         ) and (
             gpu_memory is None
-            or self.stays_bytes + min(2 * STREAMED_SLOTS, len(self.buckets)) * self.largest
+            or self.stays_bytes + min(2 * self._slots, len(self.buckets)) * self.largest
             <= gpu_memory
         )
 
     def slot_count(self, gpu_memory: int | None) -> int:
         """The number of slots in *gpu_memory*."""
-        count = STREAMED_SLOTS
+        count = self._slots
         if gpu_memory is not None and self.largest:
             count = (gpu_memory - self.stays_bytes) // self.largest
         return min(count, len(self.buckets))
@@ -120,11 +133,12 @@ def _divide(model: torch.nn.Module, host_memory: int, gpu_memory: int | None) ->
     buckets in use. Raises: UsageError, which names the bytes that suffice.
     """
     prefix = f"parameters{next(_serials)}"
+    together = [set(block.parameters) for block in compiled_blocks(model)]
     tried: list[_Divided] = []
     for halvings in range(_HALVINGS):
         size = DIVISION.bucket_bytes >> halvings
         division = dataclasses.replace(DIVISION, bucket_bytes=size)
-        tried.append(_Divided(*divide(model, division, prefix)))
+        tried.append(_Divided(*divide(model, division, prefix), together))
         if tried[-1].is_comfortable(host_memory, gpu_memory):
             return tried[-1]
     held = [one for one in tried if one.largest <= host_memory]
@@ -147,6 +161,7 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
     must have values. Raises: UsageError, UnsupportedError.
     """
     require_hooks("offload.parameters")
+    check_not_whole(model)
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import weakref
@@ -18,6 +19,7 @@ from ..swap.access_order import AccessOrder
 from ..swap.tier import Tier
 from . import idle
 from .buckets import Bucket, Place
+from .compiled import CompiledBlock, check_not_frozen, compiled_blocks
 from .home import Home
 from .saved import SavedTensors, pop, push
 from .slots import Slot, Slots
@@ -364,14 +366,36 @@ class Streamer:
             raise
 
     def _watch(self, model: torch.nn.Module) -> None:
+        compiled: set[torch.nn.Module] = set()
+        for block in compiled_blocks(model):
+            block.replace(functools.partial(self._call_compiled, block))
+            compiled.update(block.modules)
         for module in model.modules():
             untyped: Any = module
-            if any(one in self._of for one in module._parameters.values()):
-                module._parameters = ModuleParameters(self, module._parameters)
+            streams = any(one in self._of for one in module._parameters.values())
+            if streams:
                 untyped.register_load_state_dict_pre_hook(_Hook(self._begin_load))
                 untyped.register_state_dict_post_hook(_Hook(self._copy_state))
+            if module in compiled:
+                continue  # the compiler would trace the rest
+            if streams:
+                module._parameters = ModuleParameters(self, module._parameters)
             module.register_forward_pre_hook(_Hook(self._enter), prepend=True)
             module.register_forward_hook(_Hook(self._leave), always_call=True)
+
+    def _call_compiled(self, block: CompiledBlock, *args: Any, **kwargs: Any) -> Any:
+        """Call *block* with all of its parameters in use, as the plain ones that were compiled."""
+        check_not_frozen()
+        self._begin(block.module, block.parameters)
+        streamed = [one for one in block.parameters if one in self._of]
+        try:
+            for parameter in streamed:
+                parameter.__class__ = torch.nn.Parameter
+            return block.call(*args, **kwargs)
+        finally:
+            for parameter in streamed:
+                parameter.__class__ = idle.UsedParameter
+            self._leave(block.module)
 
     def read(self, parameter: torch.nn.Parameter) -> None:
         """A program has read *parameter* from its module: it is in use until the forward pass ends
@@ -386,6 +410,12 @@ class Streamer:
             self._show(parameter, bucket)
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        self._begin(module, module._parameters.values())
+
+    def _begin(
+        self, module: torch.nn.Module, parameters: Iterable[torch.nn.Parameter | None]
+    ) -> None:
+        """The forward pass of *module* begins: *parameters* are in use until it ends."""
         running = self._running
         if module is self._model():
             self._leave(module)  # a KeyboardInterrupt may have left it running
@@ -399,7 +429,7 @@ class Streamer:
                 with self._lock:
                     self._begin_period()
         running.frames.append(_Frame(module, push(self)))
-        for parameter in module._parameters.values():
+        for parameter in parameters:
             if parameter is not None:
                 self.read(parameter)
 
