@@ -16,7 +16,6 @@ from nvme_offload.ds_config.edit import (
     apply,
     edit,
     locate,
-    parse,
     read_aio,
     zero_infinity,
 )
@@ -107,21 +106,13 @@ def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
     ("before", "after"),
     [
         pytest.param('{"a":1}', '{"a":1, "aio": ' + ONE_LINE + "}", id="minified"),
-        pytest.param('{ "a": 1 }', '{ "a": 1, "aio": ' + ONE_LINE + " }", id="one line"),
-        pytest.param(
-            '{"a": 1,}', '{"a": 1, "aio": ' + ONE_LINE + "}", id="one line, trailing comma"
-        ),
         pytest.param(
             '{"a": 1 /* c */}', '{"a": 1, /* c */ "aio": ' + ONE_LINE + "}", id="one line, comment"
         ),
-        pytest.param('{"aio": {}}', '{"aio": ' + ONE_LINE + "}", id="empty section on one line"),
         pytest.param(
             '{"aio": null, "b": 1}',
             '{"aio": ' + ONE_LINE + ', "b": 1}',
             id="null, which DeepSpeed takes for its defaults",
-        ),
-        pytest.param(
-            '{"aio": {"block_size": 1}}', '{"aio": ' + ONE_LINE + "}", id="section on one line"
         ),
         pytest.param('{"\\u0061io": {}}', '{"\\u0061io": ' + ONE_LINE + "}", id="escaped key"),
     ],
@@ -135,24 +126,9 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
     [
         pytest.param("{}", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty object"),
         pytest.param(
-            '{"a": 1 // c\n}',
-            '{"a": 1, // c\n  "aio": {\n    "queue_depth": 2\n  }\n}',
-            id="comment to the end of the first line",
-        ),
-        pytest.param(
             '{\n  "a": 1 // one\n  // end\n}\n',
             '{\n  "a": 1, // one\n  // end\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
             id="comment behind the last member",
-        ),
-        pytest.param(
-            '{\n  "a": 1 /* one\n  more */ # end\n}\n',
-            '{\n  "a": 1, /* one\n  more */ # end\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
-            id="comment over two lines",
-        ),
-        pytest.param(
-            '{\n  "a": 1,\n}\n',
-            '{\n  "a": 1,\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
-            id="trailing comma",
         ),
         pytest.param(
             '{\n\t"a": [\n\t\t1\n\t]\n}',
@@ -166,12 +142,6 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
             '{\n  "aio": { // none\n  }\n}',
             '{\n  "aio": { // none\n    "queue_depth": 2\n  }\n}',
             id="empty section with a comment",
-        ),
-        pytest.param(
-            '{\n  "aio": {}\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty section"
-        ),
-        pytest.param(
-            '{\n  "aio": null\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="null"
         ),
     ],
 )
@@ -213,12 +183,6 @@ def test_a_value_that_is_not_the_boolean_itself_is_replaced(value: str) -> None:
         edit(f'{{"aio": {{"single_submit":{value}}}}}', {"single_submit": False})
         == '{"aio": {"single_submit":false}}'
     )
-
-
-def test_a_second_edit_changes_nothing() -> None:
-    once = edit(TUNED_BY_HAND, AIO)
-    assert edit(once, AIO) == once
-    assert parse(once)["notes"] == '# "aio": { not this one }'
 
 
 # Refusals

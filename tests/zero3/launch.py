@@ -251,6 +251,15 @@ def finish(process: Process, timeout: float = PATIENCE) -> Rank:
     return Rank([json.loads(line) for line in reported.splitlines()], status, complaints[-4000:])
 
 
+def run_script(script: Path, directory: Path, **request: Any) -> list[Rank]:
+    """The report of each rank of *script*, which end well; *request* as for `start`."""
+    with start([], directory, script=script, **request) as processes:
+        ended = [finish(process) for process in processes]
+    for rank in ended:
+        assert rank.status == 0, rank.complaints
+    return ended
+
+
 COMPARED = (
     "losses",
     "norms",

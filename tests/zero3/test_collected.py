@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from covering import covering
-from launch import Case, finish, start
+from launch import Case, run_script
 
 SCRIPT = Path(__file__).with_name("collecting.py")
 CASE = Case(
@@ -21,15 +21,8 @@ CASES = {
 
 @covering(name=list(CASES), destroyed=[False, True])
 def test_an_engine_found_by_the_collector_stops_and_leaves_nothing(name, destroyed, tmp_path):
-    with start(
-        [],
-        tmp_path,
-        script=SCRIPT,
-        case=dataclasses.asdict(CASES[name]),
-        destroyed=destroyed,
-    ) as (process,):
-        ended = finish(process)
-    assert ended.status == 0, ended.complaints
+    case = dataclasses.asdict(CASES[name])
+    (ended,) = run_script(SCRIPT, tmp_path, case=case, destroyed=destroyed)
     (result,) = ended.results
     assert result["among"] == result["alone"]
     assert result["amid"] >= 3

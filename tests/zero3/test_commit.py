@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from checkpointing import Life
-from launch import Case, finish, start
+from launch import Case, run_script
 
 from nvme_offload.files import commit
 from nvme_offload.io import manifest
@@ -28,17 +28,9 @@ KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
 def run(lives: list[Life], directory: Path, ranks: int = 1) -> dict[str, dict[str, Any]]:
     """Rank 0's report of each life."""
-    with start(
-        [],
-        directory,
-        script=SCRIPT,
-        ranks=ranks,
-        lives=[dataclasses.asdict(life) for life in lives],
-    ) as processes:
-        ended = [finish(process, 300) for process in processes]
-    for rank in ended:
-        assert rank.status == 0, rank.complaints
-    return {result.pop("name"): result for result in ended[0].results}
+    of_each = [dataclasses.asdict(life) for life in lives]
+    first, *_ = run_script(SCRIPT, directory, ranks=ranks, lives=of_each)
+    return {result.pop("name"): result for result in first.results}
 
 
 def contents(directory: Path) -> dict[str, bytes]:

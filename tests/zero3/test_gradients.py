@@ -219,23 +219,6 @@ def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbyte
     assert tier.swapper.names() == []
 
 
-def test_last_ones_of_a_skipped_step_stay_until_the_next_last_micro_batch(make):
-    """No update uses them: the loss scale overflows."""
-    _, gradients = make(1 << 20, kind=LastGradients)
-    gradients.add(0, [(0, some(100, 1)), (100, some(100, 2))], to_earlier=False)
-    gradients.complete(0, [0, 100])
-    gradients.spend()
-    gradients.add(0, [(0, some(100, 3))], to_earlier=False)  # an early micro-batch
-    expected = torch.zeros(6000)
-    expected[:100], expected[100:200] = some(100, 1).float(), some(100, 2).float()
-    assert torch.equal(gradients.widened(0), expected)
-    (total,) = gradients.add(0, [(0, some(100, 4))], to_earlier=True)
-    assert torch.equal(total, some(100, 3) + some(100, 4))
-    gradients.complete(0, [0])
-    expected[:100] = (some(100, 3) + some(100, 4)).float()
-    assert torch.equal(gradients.widened(0, last=True), expected)
-
-
 @settings(deadline=None, max_examples=30)
 @given(slices=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=20))
 def test_any_part_of_a_sub_group_may_be_reduced(tmp_path_factory, slices):

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from checkpointing import Life
-from launch import Case, finish, start
+from launch import Case, run_script
 from nodes import Node, cluster
-from patience import PATIENCE
 
 pytestmark = [pytest.mark.releases, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("checkpointing.py")
@@ -29,17 +28,8 @@ def run(
     lives: list[Life], directory: Path, on_nodes: list[Node] | None = None
 ) -> list[dict[str, dict[str, Any]]]:
     """The results of each rank, by the name of the life."""
-    with start(
-        [],
-        directory,
-        script=SCRIPT,
-        ranks=2,
-        on_nodes=on_nodes,
-        lives=[dataclasses.asdict(life) for life in lives],
-    ) as processes:
-        ended = [finish(process, PATIENCE) for process in processes]
-    for rank in ended:
-        assert rank.status == 0, rank.complaints
+    of_each = [dataclasses.asdict(life) for life in lives]
+    ended = run_script(SCRIPT, directory, ranks=2, on_nodes=on_nodes, lives=of_each)
     return [{result["name"]: result for result in rank.results} for rank in ended]
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import Case, finish, start
-from patience import PATIENCE
+from launch import Case, run_script
 
 SCRIPT = Path(__file__).with_name("recovering.py")
 SMALLEST = {"host_memory": "smallest"}
@@ -19,12 +18,10 @@ LAST = {**SMALLEST, "missing_gradients": "last"}
 
 
 def run(directory: Path, case: Case, cut: str, **request: Any) -> dict[str, Any]:
-    with start([], directory, script=SCRIPT, case=dataclasses.asdict(case), cut=cut, **request) as (
-        process,
-    ):
-        ended = finish(process, PATIENCE)
-    assert ended.status == 0, ended.complaints
-    (result,) = ended.results
+    case = dataclasses.asdict(case)
+    ((result,),) = (
+        rank.results for rank in run_script(SCRIPT, directory, case=case, cut=cut, **request)
+    )
     return result
 
 

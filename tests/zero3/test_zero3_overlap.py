@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from covering import covering
-from launch import Case, differences, finish, start, train
-from patience import PATIENCE
+from launch import Case, differences, run_script, train
 
 SCRIPT = Path(__file__).with_name("overlapping.py")
 SMALLEST = {"host_memory": "smallest"}
@@ -224,16 +223,8 @@ def test_cpu_adam_of_deepspeed(cpu_adam, tmp_path_factory):
 
 
 def run(directory: Path, what: str, case: Case, **request: Any) -> dict[str, Any]:
-    with start(
-        [],
-        directory,
-        script=SCRIPT,
-        case=dataclasses.asdict(overlapped(case)),
-        what=what,
-        **request,
-    ) as (process,):
-        ended = finish(process, PATIENCE)
-    assert ended.status == 0, ended.complaints
+    case = dataclasses.asdict(overlapped(case))
+    (ended,) = run_script(SCRIPT, directory, case=case, what=what, **request)
     (result,) = ended.results
     return {**result, "complaints": ended.complaints}
 
