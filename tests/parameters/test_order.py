@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from modules import Blocks
 from torch import nn
 from virtual_gpu import Event, VirtualGpu, virtual_gpu
@@ -47,9 +48,11 @@ LITTLE = {"of the program": 60 << 10, "in backward": 176 << 10, "provisional": 1
 # with the host memory that keeps values on the drive
 
 
-@pytest.mark.parametrize("place", ["on the drive", "in memory"])
-@pytest.mark.parametrize("gpu_memory", ["auto", 12 << 10, 30 << 10])
-@pytest.mark.parametrize("updates", list(LITTLE))
+@covering(
+    gpu_memory=["auto", 12 << 10, 30 << 10],
+    place=["in memory", "on the drive"],
+    updates=list(LITTLE),
+)
 def test_events_order_all_accesses(
     make: Make, monkeypatch: Any, place: str, gpu_memory: Any, updates: str
 ) -> None:
