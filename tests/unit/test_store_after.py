@@ -112,24 +112,6 @@ def test_a_get_after_a_put_has_its_value_whatever_its_size(
     assert store.used_bytes == -(-third.size // PAGE) * PAGE
 
 
-def test_a_put_that_names_the_gets_need_not_wait_for_them(
-    store: TensorStore, stall: Stall, random_bytes: RandomBytes
-) -> None:
-    old, new, other = random_bytes(PAGE), random_bytes(PAGE), random_bytes(PAGE)
-    store.put("a", old).wait(PATIENCE)
-    outs = [np.zeros_like(old) for _ in range(3)]
-    with stall() as let_go:
-        blocker = store.put("b", other)
-        gets = [store.get("a", out, after=[blocker]) for out in outs]
-        put = store.put("a", new, after=gets)
-        assert not put.done()
-        let_go()
-        assert put.wait(PATIENCE) == PAGE
-    for out in outs:
-        assert_array_equal(out, old)
-    assert_array_equal(contents(store, "a"), new)
-
-
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_cancelled_put_leaves_what_was_there(
     store: TensorStore, stall: Stall, random_bytes: RandomBytes, nbytes: int
@@ -163,44 +145,6 @@ def test_a_cancelled_put_leaves_what_was_there(
     assert store.used_bytes == used + PAGE
     assert_array_equal(contents(store, "same"), old)
     assert_array_equal(contents(store, "other"), old)
-
-
-def test_a_cancelled_get_leaves_its_memory_and_the_value(
-    store: TensorStore, stall: Stall, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(SIZES[1])
-    store.put("a", data).wait(PATIENCE)
-    out = np.zeros_like(data)
-    with stall() as let_go:
-        blocker = store.put("b", random_bytes(PAGE))
-        get = store.get("a", out, after=[blocker])
-        assert get.cancel()
-        assert get.done()
-        let_go()
-        blocker.wait(PATIENCE)
-    assert not out.any()
-    assert not store.get("a", out).cancel() or not out.any()
-    store.put("a", data[::-1].copy()).wait(PATIENCE)  # no read is pending
-    assert_array_equal(contents(store, "a"), data[::-1])
-
-
-def test_what_started_is_not_cancelled(
-    store: TensorStore, stall: Stall, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(SIZES[1])
-    with stall() as let_go:
-        put = store.put("a", data)
-        follower = store.get("a", np.zeros_like(data), after=[put])
-        while put.cancel():  # until a worker was quicker
-            with pytest.raises(CancelledError):
-                follower.wait(PATIENCE)
-            put = store.put("a", data)
-            follower = store.get("a", np.zeros_like(data), after=[put])
-        let_go()
-        assert follower.wait(PATIENCE) == data.size
-        assert not put.cancel()
-        assert not follower.cancel()
-    assert_array_equal(contents(store, "a"), data)
 
 
 def test_cancelled_transfers_are_not_reported(

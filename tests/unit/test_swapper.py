@@ -111,17 +111,6 @@ def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(
     assert after.peak_bytes <= values * SIZE
 
 
-def test_there_and_back_finds_what_it_left_near_the_turn(make_swapper: MakeSwapper) -> None:
-    count, values, ahead = 10, 6, 1
-    swapper = make_swapper(values, lookahead_bytes=ahead * SIZE)
-    contents = fill(swapper, count)
-    order = [*range(count), *reversed(range(count))]
-    for _ in range(3):
-        before, after = train(swapper, order, contents, changed=False)
-    assert after.misses - before.misses <= 2 * (count - values + ahead + 1)
-    assert after.bytes_written == before.bytes_written  # it is on the drive as it is
-
-
 def _renewed_beside(swapper: TensorSwapper, name: str, number: int) -> None:
     """Give *name* a newer version with the pattern of *number*."""
     swapper.renew_beside(name).copy_(pattern(number))
