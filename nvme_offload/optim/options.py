@@ -130,11 +130,17 @@ def samples_of(params: Any) -> list[Any]:
 
 
 def _sample(items: Any) -> torch.Tensor:
-    """A parameter with the dimensions and the device of the first tensor of *items*, if any."""
+    """A parameter with the dimensions and the device of the first tensor of *items*, if any. Raises:
+    UsageError for a parameter of a lazy module.
+    """
     given = [items] if isinstance(items, torch.Tensor) else items or ()
     unnamed = (item[-1] if isinstance(item, tuple) else item for item in given)
-    found = (local(one) for one in unnamed if isinstance(one, torch.Tensor))
-    first = next(found, torch.zeros(1))
+    found = [one for one in unnamed if isinstance(one, torch.Tensor)]
+    if any(map(torch.nn.parameter.is_lazy, found)):
+        raise UsageError(
+            "a parameter has no shape yet: call the model once before its optimizer is made"
+        )
+    first = local(found[0]) if found else torch.zeros(1)
     device = None if first.is_meta else first.device
     shape = (1,) * max(first.dim(), 1)
     return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))

@@ -503,6 +503,14 @@ def test_what_cannot_work_is_refused(tmp_path, make, error, said):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_without_a_shape_is_refused(tmp_path):
+    lazy = torch.nn.LazyLinear(4)
+    with pytest.raises(UsageError, match="call the model once before its optimizer is made"):
+        NVMeOptimizer([*parameters(), *lazy.parameters()], paths=tmp_path)
+    lazy(torch.ones(2, 3))
+    NVMeOptimizer(lazy.parameters(), paths=tmp_path).close()
+
+
 def test_a_parameter_twice_is_refused(tmp_path):
     with pytest.raises(UsageError, match="more than once"):
         NVMeOptimizer([*parameters()[:1]] * 2, paths=tmp_path)
