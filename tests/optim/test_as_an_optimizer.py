@@ -430,12 +430,13 @@ class TogetherOptimizer(torch.optim.SGD):
         (lambda at: NVMeOptimizer([], paths=at), ValueError, "empty parameter list"),
         (lambda at: NVMeOptimizer(torch.ones(3), paths=at), TypeError, "iterable of Tensors"),
         (lambda at: NVMeOptimizer([3], paths=at), TypeError, "can only optimize Tensors"),
-        (
-            lambda at: NVMeOptimizer(parameters(), lr=-1.0, paths=at),
-            ValueError,
-            "Invalid learning rate",
-        ),
+        (lambda at: NVMeOptimizer(parameters(), lr=-1.0, paths=at), ValueError, "Invalid learning"),
         (lambda at: NVMeOptimizer(parameters(), rate=1.0, paths=at), TypeError, "rate"),
+        (
+            lambda at: NVMeOptimizer(torch.nn.LazyLinear(4).parameters(), paths=at),
+            UsageError,
+            "call the model once before its optimizer is made",
+        ),
         (lambda at: NVMeOptimizer(parameters(), paths=[]), UsageError, "at least one path"),
         (lambda at: NVMeOptimizer(parameters(), paths=""), UsageError, "a path is empty"),
         (
@@ -503,14 +504,6 @@ def test_what_cannot_work_is_refused(tmp_path, make, error, said):
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_parameter_without_a_shape_is_refused(tmp_path):
-    lazy = torch.nn.LazyLinear(4)
-    with pytest.raises(UsageError, match="call the model once before its optimizer is made"):
-        NVMeOptimizer([*parameters(), *lazy.parameters()], paths=tmp_path)
-    lazy(torch.ones(2, 3))
-    NVMeOptimizer(lazy.parameters(), paths=tmp_path).close()
-
-
 def test_a_parameter_twice_is_refused(tmp_path):
     with pytest.raises(UsageError, match="more than once"):
         NVMeOptimizer([*parameters()[:1]] * 2, paths=tmp_path)
