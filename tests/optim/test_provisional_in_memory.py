@@ -17,7 +17,6 @@ from test_provisional import (  # noqa: F401  # again, with the fixture of this 
     closing,
     step_of,
     test_a_model_that_is_loaded_after_backward_stays_loaded,
-    test_a_rate_that_is_set_between_is_that_of_the_step,
     test_accumulation_under_no_sync,
     test_an_undo_that_is_cut_short_is_not_taken_for_whole,
     test_any_program,
@@ -26,7 +25,6 @@ from test_provisional import (  # noqa: F401  # again, with the fixture of this 
     test_until_the_step_there_was_none,
     test_what_changes_one_gradient_undoes_one_update,
     test_whatever_was_undone_comes_in_the_step,
-    test_with_overlap_step,
 )
 from virtual_gpu import VirtualGpu, virtual_gpu
 
