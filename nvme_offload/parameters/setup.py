@@ -88,7 +88,7 @@ def stream(
 
 class _Divided:
     """The *buckets* of a model, and the parameters that stay on the device. *together*: parameters
-    that are used at once, of each compiled block.
+    that are used together, of each compiled block.
     """
 
     def __init__(
