@@ -3,13 +3,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nvme_offload.errors import UsageError
 from sweeps.apart import last_error
-from sweeps.floor import Speeds, floor_seconds
+from sweeps.floor import Beside, Speeds, floor_seconds
 from sweeps.training.plan import Plan, read_plan
 from sweeps.training.report import Results, render, unequal
 from sweeps.training.runs import Run, assemble
@@ -188,6 +189,19 @@ def test_the_floor_is_the_slowest_way() -> None:
         floor_seconds(0, 12, drive) == 4
     )  # not 3: reading and writing together is faster than either alone
     assert floor_seconds(12, 12, drive) == 8
+
+
+def test_a_run_has_the_mean_speed_before_and_after_it() -> None:
+    measured = [Speeds(float(each), 1.0, 1.0) for each in (2, 4, 8)]
+    drive: Any = SimpleNamespace(measure=iter(measured).__next__)
+    speeds: list[Speeds] = []
+    beside = Beside(drive, speeds)
+    beside.begin()
+    assert [beside.end(), beside.end()] == [Speeds(3.0, 1.0, 1.0), Speeds(6.0, 1.0, 1.0)]
+    assert speeds == measured
+    without = Beside(None, speeds)
+    without.begin()
+    assert without.end() is None
 
 
 def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:
