@@ -84,6 +84,17 @@ class SavedView:
         return streamer.view(self._bucket, self._dtype, self._offset, self._size, self._stride)
 
 
+def hide_from_compiler() -> None:
+    """Let the compiler pass over the hooks, which run wherever the code of a compiled block saves a
+    tensor that the compiler has left to torch.
+    """
+    disable: Any = torch.compiler.disable  # untyped there
+    for name in "pack", "unpack":
+        hook = getattr(SavedTensors, name)
+        if not hasattr(hook, "_torchdynamo_disable"):
+            setattr(SavedTensors, name, disable(hook))
+
+
 def push(streamer: Streamer) -> SavedTensors | None:
     """Hooks for *streamer* on the tensors that this thread saves from now on, until `pop`; None if
     these would have no effect, or are the innermost ones already.

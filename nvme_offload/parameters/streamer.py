@@ -21,7 +21,7 @@ from . import idle
 from .buckets import Bucket, Place
 from .compiled import CompiledBlock, check_not_frozen, compiled_blocks
 from .home import Home
-from .saved import SavedTensors, pop, push
+from .saved import SavedTensors, hide_from_compiler, pop, push
 from .slots import Slot, Slots
 
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
@@ -370,6 +370,7 @@ class Streamer:
         for block in compiled_blocks(model):
             block.replace(functools.partial(self._call_compiled, block))
             compiled.update(block.modules)
+            hide_from_compiler()
         for module in model.modules():
             untyped: Any = module
             streams = any(one in self._of for one in module._parameters.values())

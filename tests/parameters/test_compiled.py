@@ -120,20 +120,28 @@ def test_compiled_blocks_train_as_in_memory(
     assert "more is taken" not in caplog.text
 
 
-def test_the_compiled_code_serves_all_blocks_and_steps(make: Make) -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_is_compiled_is_the_same_as_in_memory(make: Make, breaks: bool) -> None:
     graphs = []
 
     def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
+        graphs.append(str(graph.code))
         return graph.forward
 
-    model = _Model()
-    for block in model.blocks:
+    model = _Model(breaks)
+    model.blocks.append(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))  # dynamo skips torch's code
+    in_memory = copy.deepcopy(model)
+    for block in (*in_memory.blocks, *model.blocks):
         block.compile(backend=backend)
-    make().parameters(model, "cpu", gpu_memory=_GPU_BYTES)
     for _ in range(3):
+        in_memory(torch.arange(7)).sum().backward()
+    expected, graphs = graphs, []
+    assert len(expected) == (2 if breaks else 1)
+    torch._dynamo.reset()
+    make().parameters(model, "cpu", gpu_memory=_GPU_BYTES)
+    for _ in range(3):  # one graph serves all blocks
         model(torch.arange(7)).sum().backward()
-    assert len(graphs) == 1
+    assert graphs == expected
 
 
 def test_an_exception_in_a_compiled_block_ends_its_uses(make: Make) -> None:
