@@ -166,9 +166,7 @@ def test_an_exception_in_a_compiled_block_ends_its_uses(make: Make) -> None:
     assert torch.equal(model(torch.arange(7)), expected)
 
 
-def test_a_compiled_model_and_frozen_parameters_are_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_and_frozen_parameters_are_refused(make: Make) -> None:
     whole = _Model()
     whole.compile(backend="eager")
     for model in (whole, torch.compile(_Model(), backend="eager")):
@@ -179,6 +177,11 @@ def test_a_compiled_model_and_frozen_parameters_are_refused(
     make().parameters(model, "cpu")
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "freezing", True)
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="freezing makes parameters"):
+    untyped: Any = config
+    with (
+        untyped.patch(freezing=True),
+        torch.no_grad(),
+        pytest.raises(UnsupportedError, match="freezing makes parameters"),
+    ):
         model(torch.arange(7))
+    assert not untyped.freezing
