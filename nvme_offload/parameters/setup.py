@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -95,17 +95,15 @@ class _Divided:
         self,
         buckets: list[Bucket],
         stays: list[torch.nn.Parameter],
-        together: Sequence[Set[torch.nn.Parameter]],
+        together: Sequence[Sequence[torch.nn.Parameter]],
     ) -> None:
         self.buckets = buckets
         self.stays = stays
         self.largest = max((bucket.nbytes for bucket in buckets), default=0)
         self.nbytes = sum(-(-bucket.nbytes // _PAGE_BYTES) * _PAGE_BYTES for bucket in buckets)
         self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
-        at_once = [
-            sum(any(place.parameter in used for place in one.places) for one in buckets)
-            for used in together
-        ]
+        bucket_of = {place.parameter: one for one in buckets for place in one.places}
+        at_once = [len({bucket_of[one] for one in used if one in bucket_of}) for used in together]
         self._slots = max([STREAMED_SLOTS, *(count + 1 for count in at_once)])
         fewest = min(self._slots, len(buckets))
         self.least_device_bytes = self.stays_bytes + fewest * self.largest
@@ -133,7 +131,7 @@ def _divide(model: torch.nn.Module, host_memory: int, gpu_memory: int | None) ->
     buckets in use. Raises: UsageError, which names the bytes that suffice.
     """
     prefix = f"parameters{next(_serials)}"
-    together = [set(block.parameters) for block in compiled_blocks(model)]
+    together = [block.parameters for block in compiled_blocks(model)]
     tried: list[_Divided] = []
     for halvings in range(_HALVINGS):
         size = DIVISION.bucket_bytes >> halvings
