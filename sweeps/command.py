@@ -66,7 +66,7 @@ fio_bytes = option(
     "--fio-bytes",
     type=Size(),
     default="1GB",
-    help="Size of two files that fio reads and writes beside the runs, for the floor; 0 for none.",
+    help="Size of two files that fio reads and writes between the runs, for the floor; 0 for none.",
 )
 
 

@@ -75,7 +75,7 @@ class Floor:
 
 
 class Beside:
-    """The speeds of *drive*, None without fio, beside runs; they are added to *speeds*."""
+    """The speeds of *drive*, None without fio, before and after runs, added to *speeds*."""
 
     def __init__(self, drive: Floor | None, speeds: list[Speeds]) -> None:
         self._drive = drive

@@ -50,7 +50,7 @@ def check_not_whole(model: torch.nn.Module) -> None:
     """Raises: UnsupportedError if *model* itself is compiled."""
     if _is_compiled(model):
         raise UnsupportedError(
-            "all parameters of a compiled module are on the device at once: compile the blocks of the model, not the model, before offload.parameters"
+            "all parameters of a compiled module are on the device together: compile the blocks of the model, not the model, before offload.parameters"
         )
 
 

@@ -85,7 +85,7 @@ class SavedView:
 
 
 def hide_from_compiler() -> None:
-    """Let the compiler pass over the hooks, which run wherever the code of a compiled block saves a
+    """Keep the compiler out of the hooks, which run wherever the code of a compiled block saves a
     tensor that the compiler has left to torch.
     """
     disable: Any = torch.compiler.disable  # untyped there

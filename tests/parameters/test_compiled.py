@@ -24,7 +24,7 @@ _GPU_BYTES = 6 * 10_240
 
 
 class _Block(nn.Module):
-    """With a parameter of its own, and a part whose code the compiler leaves."""
+    """With its own parameter, and a break of the graph if *breaks*."""
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()

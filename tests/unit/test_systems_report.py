@@ -7,7 +7,7 @@ from sweeps.systems import SYSTEMS, Results, render
 
 
 def run(system, number, seconds, moved=(0, 0), error=None, drive=None):
-    """The events of a run of three steps, of which one counts, and the drive's speeds beside it."""
+    """The events of a run of three steps, of which one counts, and the drive's speeds."""
     events = [{"event": "made", "seconds": 7.0}]
     for step in range(3):
         taken = {
