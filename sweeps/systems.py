@@ -334,6 +334,9 @@ def _megatrain(job: dict[str, Any]) -> Step:
 
 SYSTEMS = {
     "compact": System('NVMeOptimizer, "compact", in backward', functools.partial(_ours, "compact")),
+    "compact24": System(
+        'NVMeOptimizer, "compact24", in backward', functools.partial(_ours, "compact24")
+    ),
     "compact-after": System(
         'NVMeOptimizer, "compact", after backward',
         functools.partial(_ours, "compact", step_in_backward=False),
