@@ -12,6 +12,7 @@ import torch
 from ..errors import UnsupportedError
 from ..sizes import STREAMED_BUCKET_BYTES
 
+_PAGE_BYTES = 4096
 _ALIGNED_BYTES = 512  # the alignment of PyTorch's CUDA allocator
 
 
@@ -66,6 +67,11 @@ class Bucket:
         self.next_use = 0.0
         self.leaves = 0.0, 0.0
         self._offsets = [place.offset for place in self.places]
+
+    @property
+    def tier_nbytes(self) -> int:
+        """The bytes that it takes in a tier: whole pages."""
+        return -(-self.nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
     def at(self, offset: int) -> torch.nn.Parameter:
         """The parameter that has the byte at *offset*."""

@@ -25,7 +25,6 @@ from .weights import SavedWeights
 DIVISION = Division()
 POISON = False
 
-_PAGE_BYTES = 4096
 _HALVINGS = 24  # of the size of a bucket, from 256 MB to a few bytes
 _serials = itertools.count()
 
@@ -63,7 +62,6 @@ def stream(
     division = _divide(model, tier.cap_bytes, gpu_memory)
     tier.require_memory(division.nbytes)
     tier.require_space(max(division.nbytes - tier.cap_bytes, 0))
-    tier.require(division.nbytes)
     idle.refuse_in_transforms()
     grows = gpu_memory is None and device.type == "cuda"
     slots = Slots(device, division.slot_count(gpu_memory), division.largest)
@@ -100,7 +98,7 @@ class _Divided:
         self.buckets = buckets
         self.stays = stays
         self.largest = max((bucket.nbytes for bucket in buckets), default=0)
-        self.nbytes = sum(-(-bucket.nbytes // _PAGE_BYTES) * _PAGE_BYTES for bucket in buckets)
+        self.nbytes = sum(bucket.tier_nbytes for bucket in buckets)
         self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
         bucket_of = {place.parameter: one for one in buckets for place in one.places}
         at_once = [len({bucket_of[one] for one in used if one in bucket_of}) for used in together]

@@ -83,7 +83,7 @@ class Streamer:
         self._running = _Running()
         self._model = weakref.ref(model)
         self._admit(buckets, load)
-        tier.abandon_with(self, list(self._buckets), [bucket.nbytes for bucket in buckets])
+        tier.abandon_with(self, list(self._buckets), [bucket.tier_nbytes for bucket in buckets])
         self._watch(model)
 
     # Uses.
@@ -344,10 +344,14 @@ class Streamer:
     # Modules.
 
     def _admit(self, buckets: Sequence[Bucket], load: Load) -> None:
-        """Move all parameters to the tier. After an exception they are in memory again."""
+        """Move all parameters to the tier, which grows as the memory of the parameters is freed. After
+        an exception they are in memory again.
+        """
         moved: list[Bucket] = []
         try:
+            self._tier.require(0, pin=False)
             for bucket in buckets:
+                self._tier.require(bucket.tier_nbytes, pin=False, ahead=False)
 
                 def fill(memory: torch.Tensor, places: Sequence[Place] = bucket.places) -> None:
                     load({place.parameter: place.within(memory) for place in places})
@@ -357,6 +361,7 @@ class Streamer:
                 for place in bucket.places:
                     put_data(place.parameter, self._placeholder(place))
                     idle.bind(place.parameter, self)
+            self._tier.pin()
         except BaseException:
             for bucket in moved:
                 for place in bucket.places:

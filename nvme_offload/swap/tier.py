@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # The smallest pool. Without a minimum, the pool would grow with every small parameter.
 _LEAST_BYTES = 64 << 20
+# The most by which an unpinned pool grows ahead: the values may come from memory that the caller has
+# yet to free.
+_STEP_BYTES = 1 << 30
 
 # The number of ranks on this machine: torchrun, the deepspeed launcher, Open MPI, other MPIs.
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"
@@ -258,10 +261,10 @@ class Tier:
         left = names, announced
         weakref.finalize(owner, self._abandoned.append, left).atexit = False
 
-    def require(self, nbytes: int, *, pin: bool = True) -> None:
+    def require(self, nbytes: int, *, pin: bool = True, ahead: bool = True) -> None:
         """Announce that *nbytes* more of host memory are useful, until `give_back`: the pool grows as
-        far as the budget allows. Without *pin*, a later call or `pin` pins the memory. Raises:
-        MemoryError.
+        far as the budget allows, with *ahead* also for later calls. Without *pin*, a later call or
+        `pin` pins the memory. Raises: MemoryError.
         """
         if self._swapper is not None:
             _ = self.swapper  # releases abandoned values
@@ -282,7 +285,9 @@ class Tier:
                 self._resources.callback(self._swapper.close)
             elif wanted > self._held_bytes:
                 # Doubled, since every change registers the whole pool with CUDA again.
-                grown = min(max(wanted, 2 * self._held_bytes), cap, self._most_bytes)
+                step = self._held_bytes if pin else min(self._held_bytes, _STEP_BYTES)
+                most = max(wanted, self._held_bytes + ahead * step)
+                grown = min(most, cap, self._most_bytes)
                 self._swapper.grow(grown, pin=pin)
                 if pin:
                     self._log_memory()

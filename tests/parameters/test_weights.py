@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,26 @@ def test_weights_get_the_strides_of_the_model(make: Make, tmp_path: Path, device
     make().parameters(model, "cpu", weights=path)
     assert torch.equal(model.weight, in_memory.weight)
     assert model.weight.stride() == in_memory.weight.stride()
+
+
+_PEAK = """
+import sys, torch
+from nvme_offload import Offload
+def kilobytes(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])
+model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(10)))
+offload = Offload(sys.argv[1], host_memory="1GB")
+before = kilobytes("VmHWM")
+offload.parameters(model, "cpu", gpu_memory="300MB")
+print(kilobytes("VmHWM") - before >> 10)
+"""
+
+
+def test_a_model_in_memory_is_not_there_twice(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _PEAK, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) <= 400, "MiB more, for a model of 640 MiB"
 
 
 def test_save_needs_a_model_that_streams(offload: Offload, tmp_path: Path) -> None:
