@@ -34,7 +34,7 @@ from .floor import Beside, Speeds, described, floor, floor_seconds
 from .machine import facts
 from .meter import Meter, restart_peak, status
 from .report import Medians, columns, document, escaped, listed, write
-from .systems import example, write_weights
+from .system_steps import example, write_weights
 
 _PROMPT = 16  # tokens
 

@@ -18,10 +18,14 @@ _SECTOR_BYTES = 512  # of /proc/diskstats, independent of the drive
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written on all drives."""
+    """Bytes read and written on all drives. busy: seconds with requests in flight, the mean over the
+    drives. waiting: the sum of the seconds that requests were in flight.
+    """
 
     read: int
     written: int
+    busy: float
+    waiting: float
 
 
 class Disk:
@@ -42,16 +46,16 @@ class Disk:
 
 def parse_diskstats(text: str, names: set[str]) -> Traffic:
     """Sum the lines of /proc/diskstats with these names."""
-    found = Traffic(0, 0)
-    for line in text.splitlines():
-        fields = line.split()
-        if fields[2] in names:
-            read, written = (int(fields[number]) for number in (5, 9))
-            found = Traffic(
-                found.read + read * _SECTOR_BYTES,
-                found.written + written * _SECTOR_BYTES,
-            )
-    return found
+    table = [fields for line in text.splitlines() if (fields := line.split())[2] in names]
+    read, written, busy, waiting = (
+        sum(int(fields[column]) for fields in table) for column in (5, 9, 12, 13)
+    )
+    return Traffic(
+        read * _SECTOR_BYTES,
+        written * _SECTOR_BYTES,
+        busy / 1e3 / max(len(table), 1),
+        waiting / 1e3,
+    )
 
 
 class Meter:
@@ -66,7 +70,8 @@ class Meter:
 
         "began" and "ended" are of the monotonic clock, which all processes of a machine share. The
         kernel counts "read_bytes" and "written_bytes" for this process, "disk_read_bytes" and
-        "disk_written_bytes" for the drives.
+        "disk_written_bytes" for the drives; "disk_busy_seconds" and "disk_request_seconds" are of
+        `Traffic`.
         """
         found: dict[str, float] = {}
         before, began = self._now(), time.monotonic()
@@ -82,6 +87,8 @@ class Meter:
             "written_bytes": written,
             "disk_read_bytes": disk.read,
             "disk_written_bytes": disk.written,
+            "disk_busy_seconds": disk.busy,
+            "disk_request_seconds": disk.waiting,
             "cpu_seconds": cpu_seconds(),
         }
 

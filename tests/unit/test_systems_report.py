@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sweeps.floor import Speeds
-from sweeps.systems import SYSTEMS, Results, render
+from sweeps.system_steps import SYSTEMS
+from sweeps.systems import Results, render
 
 
 def run(system, number, seconds, moved=(0, 0), error=None, drive=None):
@@ -15,6 +16,8 @@ def run(system, number, seconds, moved=(0, 0), error=None, drive=None):
             "cpu_seconds": 1.5,
             "disk_read_bytes": moved[0],
             "disk_written_bytes": moved[1],
+            "disk_busy_seconds": 0.5 * seconds,
+            "disk_request_seconds": 6 * seconds,
         }
         events.append(
             {"event": "step", "number": step, "loss": 9.0 - step, "gpu_bytes": 4e9, "taken": taken}
@@ -49,6 +52,7 @@ def test_a_row_has_the_drives_floor_and_the_ratio_within_each_round():
     # 12 GB at 5 GB/s take 2.4 of 4 s, and writing 8 GB at 1 GB/s takes 8 of 12 s
     assert rows["zero-infinity"]["floor / time"] == "0.63"
     assert rows["zero-infinity"]["s a step"] == "8.00"
+    assert rows["zero-infinity"]["drive busy, requests in flight"] == "0.50, 6.0"
     assert rows["zero3"]["floor / time"] == ""
     assert rows["zero3"]["over zero-infinity"] == "0.38 [0.25 to 0.50]"
     assert rows["zero3"]["tokens a second"] == "800"
