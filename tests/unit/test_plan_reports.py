@@ -120,7 +120,6 @@ NOT_PREDICTED = {
     "big-models-streamed-h200.md: 13B: `Offload` with 4 GB of GPU memory for weights": (
         "the drive read at 0.84 of its profile's speed in the same hour, as the report says"
     ),
-    "zero3-drive-h200.md: 7B: parameters and states": "it read 26 GB, 8 GB less than predicted",
 }
 # Adam of a billion parameters in a GPU's memory takes 0.02 s, of which launches are a half.
 _SHORT_SECONDS = 0.06
