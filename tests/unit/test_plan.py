@@ -275,7 +275,7 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
             # More states with old versions: the old weights take GPU memory from weights that stream.
             one = before.strategy
             if not (what == "host" and one.provisional and one.streams):
-                assert after.seconds <= before.seconds * (1 + 1e-6)
+                assert after.seconds <= before.seconds * (1 + 1e-3)
     before, after = (fastest([pair[index] for pair in pairs]) for index in (0, 1))
     if before is not None:
         assert after is not None
@@ -283,7 +283,7 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
         assert after.concession <= before.concession
         # the simplest of those that are as fast
         if after.concession == before.concession:
-            assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-6)
+            assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-3)
 
 
 @given(
