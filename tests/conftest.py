@@ -64,8 +64,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         # By default an example fails that takes longer than 200 ms, and data that take long to draw.
-        too_slow = [HealthCheck.too_slow]
-        settings.register_profile("untimed", deadline=None, suppress_health_check=too_slow)
+        # CI tries the same examples in every run: others are for those who can look into a failure.
+        settings.register_profile(
+            "untimed",
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+            derandomize="CI" in os.environ,
+            database=None if "CI" in os.environ else settings.default.database,
+        )
         settings.load_profile("untimed")
     # A job in the background of a shell, or under nohup, ignores signals, and so would every
     # interpreter that a test starts and sends them to.
