@@ -677,7 +677,7 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
         with path.open("rb") as file:
             os.fsync(file.fileno())
         before = free_bytes(directory)
-        for _ in range(10):
+        for _ in range(5):
             with interpreter(
                 WRITE_GENERATIONS, backend, FILE_BYTES, PART_BYTES, directory=directory
             ) as process:

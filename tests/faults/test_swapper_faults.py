@@ -7,9 +7,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -94,42 +92,3 @@ def test_others_leave_in_place_of_what_cannot_be_written_and_close_tells_of_it(
     with pytest.raises(NoSpaceError, match=r"write of .* of tensor 'c'"):
         swapper.close()
     swapper.close()
-
-
-def until_well(call: Callable[[], object]) -> Any:
-    """What *call* gives, once neither of the two transfers that fail is in its way."""
-    failures: list[OffloadError] = []
-    while True:
-        try:
-            return call()
-        except OffloadError as error:
-            failures.append(error)
-        assert len(failures) <= 2, failures
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [EIO, FULL, (FaultKind.CUT, 0), (FaultKind.CUT, 100), (FaultKind.DELAY, 2)],
-    ids=["EIO", "ENOSPC", "cut", "short", "late"],
-)
-@pytest.mark.parametrize("first", range(1, 60, 3))
-def test_whichever_transfers_fail_training_ends_with_the_right_bytes(
-    make_swapper: MakeSwapper, fault: Fault, first: int
-) -> None:
-    swapper = make_swapper(3, (first, 2, fault), lookahead=1)
-    numbers = dict.fromkeys("abcdefg", 0)
-    for name in numbers:
-        until_well(partial(swapper.swap_out, name, value(0)))
-    for step in range(1, 4):
-        swapper.step()
-        for name in numbers:
-            tensor = until_well(partial(swapper.swap_in, name))
-            assert torch.equal(tensor, value(numbers[name]))
-            numbers[name] += step
-            tensor.copy_(value(numbers[name]))
-            swapper.release(name, changed=True)
-    until_well(swapper.flush)
-    for name, number in numbers.items():
-        tensor = until_well(partial(swapper.swap_in, name))
-        assert torch.equal(tensor, value(number))
-        swapper.release(name, changed=False)

@@ -421,7 +421,7 @@ def test_the_swapper_is_a_dict_of_bytes(machine: type[SwapperMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

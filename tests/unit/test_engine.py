@@ -70,30 +70,6 @@ def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(
             assert_array_equal(around, expected, f"after reading {size} at {offset}")
 
 
-@pytest.mark.every_filesystem
-def test_writes_that_share_a_page_do_not_undo_each_other(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    meetings = [5000, *np.random.default_rng(3).integers(4097, 8192, 99).tolist()]
-    settings = configure(block_size=4096, queue_depth=4)
-    with (
-        Engine(settings) as first,
-        Engine(settings) as second,
-        first.open(path, "rw") as here,
-        second.open(path, "rw") as there,
-    ):
-        for meeting in meetings:
-            data = random_bytes(10_000)
-            tickets = [
-                first.write(data[:meeting], here),
-                second.write(data[meeting:], there, meeting),
-            ]
-            for ticket in tickets:
-                ticket.wait(PATIENCE)
-            assert_array_equal(on_disk(path), data, f"which two writes that meet at {meeting} made")
-
-
 # Buffers
 
 
@@ -145,20 +121,6 @@ def test_tensors_of_every_shape_and_kind(engine: Engine, directory: Path) -> Non
             ), name
             assert engine.read(target, path).wait(PATIENCE) == nbytes, name
         assert torch.equal(source, target), name
-
-
-def test_a_read_into_a_view_leaves_the_rest_of_the_storage(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    data = random_bytes(8 * 20_000)
-    data.tofile(path)
-    storage = torch.zeros(20_010, dtype=torch.int64)
-    engine.read(storage[3:20_003], path).wait(PATIENCE)
-    assert_array_equal(
-        storage.numpy().view(np.uint8),
-        np.concatenate([np.zeros(24, np.uint8), data, np.zeros(56, np.uint8)]),
-    )
 
 
 def assert_refused(engine: Engine, directory: Path, buffer: Any, offset: int = 0) -> None:

@@ -43,41 +43,6 @@ def open_descriptors() -> int:
 # Waiting
 
 
-def test_a_wait_that_runs_out_leaves_the_request_going(
-    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
-) -> None:
-    path = stalling_directory / "data"
-    data = random_bytes(2_000_001)
-    with engine.open(path, "rw", size=data.size) as file, stall() as let_go:
-        ticket = engine.write(data, file)
-        for timeout in (0, 0.01, -1):
-            with pytest.raises(WaitTimeout):
-                ticket.wait(timeout)
-        assert not ticket.done()
-        stats = engine.stats().write
-        assert (stats.requests, stats.in_flight) == (1, 1)
-        let_go()
-        assert ticket.wait(PATIENCE) == data.size
-        assert ticket.done()
-        assert ticket.wait(0) == data.size
-        stats = engine.stats().write
-        assert (stats.requests, stats.bytes, stats.in_flight) == (1, data.size, 0)
-    assert_array_equal(on_disk(path), data)
-
-
-def test_a_request_that_was_only_waited_for_in_vain_still_reports_at_close(
-    configure: Configure, directory: Path
-) -> None:
-    path = directory / "data"
-    path.write_bytes(bytes(1000))
-    engine = Engine(configure())
-    ticket = engine.read(bytearray(1001), path)
-    assert eventually(ticket.done)
-    with pytest.raises(TruncatedError):
-        engine.close()
-    engine.close()
-
-
 def test_the_first_unawaited_error_is_raised_at_close(
     configure: Configure, directory: Path
 ) -> None:

@@ -5,37 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from nvme_offload.swap.access_order import AccessOrder, Period
-from nvme_offload.swap.residents import Chooser
 from nvme_offload.swap.schedule import Schedule
-
-
-def period(reported: str) -> Period:
-    """Of a letter, a value is used from there on; of a letter in capitals, its use ends."""
-    order = AccessOrder()
-    for letter in reported:
-        if letter.islower():
-            order.use(letter, 1, created=False)
-        else:
-            order.ended(letter.lower())
-    order.step()
-    return order.period
-
-
-def chooser(
-    reported: str, sizes: dict[str, int], carried: int = 0, ahead: int | None = None
-) -> Chooser:
-    return Chooser(period(reported), sizes, carried, ahead)
-
-
-def test_a_value_far_larger_than_all_others_stays_so_that_these_pass_through_little() -> None:
-    small = "bcdefghijklmnopqrstuvwxyz"
-    sizes = {"a": 40, **dict.fromkeys(small, 1)}
-    found = chooser("".join(f"{letter}{letter.upper()}" for letter in sizes), sizes).choose(48)
-    assert "a" in found.names
-    assert found.transient_bytes == 3
-    assert sum(sizes[name] for name in found.names) == 45
-    assert found.saved_bytes == 45
 
 
 def run_period(schedule, order, sizes):

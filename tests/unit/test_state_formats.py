@@ -286,29 +286,6 @@ def test_a_weight_that_was_changed_outside_has_a_master_that_rounds_to_it_or_its
     assert ((master - now).abs() <= now.abs() * 2**-8).all()
 
 
-@pytest.mark.parametrize("name", ["exact", "split"])
-def test_adamw_steps_as_it_does_on_fp32_weights(name):
-    sizes = [(40, 30), (7,), (1,), (3, 3, 5)]
-    plain = [
-        torch.nn.Parameter(normal(*size, seed=number).bfloat16().float())
-        for number, size in enumerate(sizes)
-    ]
-    weights = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in plain]
-    adam = torch.optim.AdamW(plain, lr=1e-2, weight_decay=0.1)
-    ours = PackedAdamW(weights, name, lr=1e-2, weight_decay=0.1)
-    for step in range(20):
-        for number, (parameter, weight) in enumerate(zip(plain, weights, strict=True)):
-            weight.grad = normal(*weight.shape, seed=100 * step + number).bfloat16()
-            parameter.grad = weight.grad.float()
-        adam.step()
-        ours.step()
-    master, states = ours.unpacked()
-    assert torch.equal(master, torch.cat([parameter.detach().flatten() for parameter in plain]))
-    for key in ADAM:
-        expected = torch.cat([adam.state[parameter][key].flatten() for parameter in plain])
-        assert torch.equal(states[key], expected)
-
-
 # Eight bits
 
 

@@ -90,27 +90,6 @@ def test_what_fits_never_touches_the_drive(make_swapper: MakeSwapper, store: Ten
     assert store.names() == []
 
 
-@pytest.mark.parametrize(("values", "ahead"), [(2, 0), (3, 1), (6, 1), (6, 2), (8, 2), (11, 3)])
-def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(
-    make_swapper: MakeSwapper, values: int, ahead: int
-) -> None:
-    count, steps = 12, 6
-    swapper = make_swapper(values, lookahead_bytes=ahead * SIZE)
-    contents = fill(swapper, count)
-    train(swapper, list(range(count)), contents)
-    before = swapper.stats()
-    for _ in range(steps):
-        _, after = train(swapper, list(range(count)), contents)
-    streams = ahead + 1  # the one in use is part of the window
-    misses = after.misses - before.misses
-    assert (count - values) * steps <= misses <= (count - values + streams) * steps
-    assert after.hits - before.hits == count * steps - misses
-    # values prefetched for the next step
-    assert (after.bytes_read - before.bytes_read) // SIZE <= misses + streams
-    assert after.unused_prefetches == 0
-    assert after.peak_bytes <= values * SIZE
-
-
 def _renewed_beside(swapper: TensorSwapper, name: str, number: int) -> None:
     """Give *name* a newer version with the pattern of *number*."""
     swapper.renew_beside(name).copy_(pattern(number))
@@ -441,23 +420,3 @@ def test_a_long_wait_says_what_it_is_for(
         f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are in flight"
         for seconds in (5, 10)
     ]
-
-
-def test_small_values_and_none_come_back_when_the_room_that_they_wait_for_is_written(
-    make_swapper: MakeSwapper,
-) -> None:
-    """A value without bytes takes room like any other, and waits for it, although nothing
-    is read.
-    """
-    swapper = make_swapper(2)
-    for number in range(12):
-        nbytes = 0 if number % 3 == 0 else 1000 * number
-        swapper.swap_out(f"n{number}", pattern(number, nbytes))
-    for step in range(4):
-        for number in range(12):
-            nbytes = 0 if number % 3 == 0 else 1000 * number
-            room = swapper.swap_in(f"n{number}")
-            assert torch.equal(room, pattern(number + step, nbytes))
-            room.copy_(pattern(number + step + 1, nbytes))
-            swapper.release(f"n{number}", changed=True)
-        swapper.step()

@@ -47,7 +47,7 @@ def family(trees: list[ast.Module]) -> set[str]:
             for base in node.bases
         }
         for tree in trees
-        for node in ast.walk(tree)
+        for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
     found = set(FAMILY)
@@ -72,10 +72,9 @@ class Reader:
     """Finds the messages of one module."""
 
     def __init__(self, tree: ast.Module, kinds: set[str]) -> None:
-        self.functions = {
-            node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-        }
+        self.functions: dict[str, ast.FunctionDef] = {}
         self.inside: dict[ast.AST, ast.FunctionDef | None] = {}
+        self.assigned: dict[ast.FunctionDef | None, list[ast.Assign]] = {}
         self._note(tree, None)
         self.raisers = set(kinds)
         # A function that passes one of its parameters on as a message says what its callers say.
@@ -84,6 +83,10 @@ class Reader:
 
     def _note(self, node: ast.AST, function: ast.FunctionDef | None) -> None:
         self.inside[node] = function
+        if isinstance(node, ast.Assign):
+            self.assigned.setdefault(function, []).append(node)
+        if isinstance(node, ast.FunctionDef):
+            self.functions[node.name] = node
         for child in ast.iter_child_nodes(node):
             self._note(child, node if isinstance(node, ast.FunctionDef) else function)
 
@@ -170,12 +173,8 @@ class Reader:
             for side in (node.body, node.orelse):
                 yield from self.strings(side, function, depth)
         elif isinstance(node, ast.Name) and function is not None and depth < 2:
-            for other, place in self.inside.items():
-                if (
-                    place is function
-                    and isinstance(other, ast.Assign)
-                    and any(node.id in names_of(target) for target in other.targets)
-                ):
+            for other in self.assigned.get(function, ()):
+                if any(node.id in names_of(target) for target in other.targets):
                     yield from self.strings(other.value, function, depth + 1)
         elif (
             isinstance(node, ast.Call)
