@@ -5,14 +5,12 @@ with their number.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from offloading import Make, left
 
-from nvme_offload import TensorSwapper, save_on_nvme
+from nvme_offload import save_on_nvme
 
 ELEMENTS = 256  # a KiB
 
@@ -53,31 +51,6 @@ def test_what_a_saved_tensor_costs_does_not_grow_with_their_number(part: float, 
     }
     assert counts[many] <= 1.1 * counts[few]
     assert counts[many] < 250  # about 130; how many depends on how soon the drive ends what
-
-
-def test_the_swapper_is_called_for_chunks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[str] = Counter()
-
-    def count(name: str) -> None:
-        method = getattr(TensorSwapper, name)
-
-        def counted(*arguments: Any, **options: Any) -> Any:
-            calls[name] += 1
-            return method(*arguments, **options)
-
-        monkeypatch.setattr(TensorSwapper, name, counted)
-
-    for name in ("create", "swap_in", "release", "discard", "prefetch"):
-        count(name)
-    x = torch.linspace(0, 1, ELEMENTS, requires_grad=True)
-    offload = make(host_memory=256 << 10)
-    chain(x, 1024, offload).backward()
-    assert left(offload) == (0, 0, [])
-    chunks = 1024 * ELEMENTS * 4 // (32 << 10)
-    assert chunks <= calls["create"] == calls["discard"] <= chunks + 2
-    assert calls["swap_in"] <= chunks + 2
-    assert calls["prefetch"] <= chunks + 2
-    assert calls["release"] <= 2 * chunks + 4
 
 
 def test_a_chunk_lasts_as_long_as_any_tensor_in_it_and_no_longer(make: Make) -> None:

@@ -95,8 +95,9 @@ def operation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("budget", [24 << 10, 64 << 10, 1 << 20])
+@pytest.mark.parametrize(
+    ("budget", "late"), [(24 << 10, False), (24 << 10, True), (64 << 10, True), (1 << 20, False)]
+)
 def test_random_programs(budget: int, late: bool, tmp_path: Path) -> None:
     aio = AioConfig(block_size=16 << 10, queue_depth=4, direct="auto")
     changed = 0

@@ -19,7 +19,6 @@ from nvme_offload import (
     Engine,
     IOFailure,
     NoSpaceError,
-    OffloadError,
     UnsupportedError,
 )
 from nvme_offload._aio import FaultKind
@@ -201,16 +200,14 @@ def test_faults_on_every_transfer_at_once(
     place.assert_moved()
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [(FaultKind.FAIL, errno.EAGAIN), (FaultKind.CUT, 0), (FaultKind.REFUSE, errno.EAGAIN)],
-)
 def test_a_drive_that_never_takes_a_block_is_an_error_and_not_a_hang(
-    tmp_path: Path, config: AioConfig, kind: FaultKind, value: int
+    tmp_path: Path, config: AioConfig
 ) -> None:
+    faults = [(FaultKind.FAIL, errno.EAGAIN), (FaultKind.CUT, 0), (FaultKind.REFUSE, errno.EAGAIN)]
+
     def fail(number: int) -> None:
-        operation = ("read", "write")[number]
-        place = Range(tmp_path / operation, "aligned")
+        operation, (kind, value) = ("read", "write")[number % 2], faults[number // 2]
+        place = Range(tmp_path / str(number), "aligned")
         place.lay_for(operation)
         start = time.monotonic()
         with pytest.raises(IOFailure) as caught:
@@ -219,7 +216,7 @@ def test_a_drive_that_never_takes_a_block_is_an_error_and_not_a_hang(
         assert caught.value.errno == (value or errno.EIO)
         assert caught.value.done == 0
 
-    at_once(fail, 2)
+    at_once(fail, 2 * len(faults))
 
 
 def test_completions_in_reverse_order(tmp_path: Path, config: AioConfig) -> None:
@@ -240,24 +237,3 @@ def test_completions_in_reverse_order(tmp_path: Path, config: AioConfig) -> None
             ticket.wait(timeout=PATIENCE)
     assert np.array_equal(back, parts)
     assert np.array_equal(np.fromfile(path, np.uint8), parts.ravel())
-
-
-def test_one_failing_request_leaves_the_others_whole(tmp_path: Path, config: AioConfig) -> None:
-    path = tmp_path / "data"
-    parts = np.random.default_rng(5).integers(0, 256, (8, 2 * BLOCK), dtype=np.uint8)
-    with Engine(config, _faults=[(5, 1, FaultKind.FAIL, errno.EIO)]) as engine:
-        file = engine.open(path, "rw", size=parts.nbytes)
-        tickets = [
-            engine.write(part, file, place * parts.shape[1]) for place, part in enumerate(parts)
-        ]
-        outcomes: list[int | OffloadError] = []
-        for ticket in tickets:
-            try:
-                outcomes.append(ticket.wait(timeout=PATIENCE))
-            except OffloadError as error:
-                outcomes.append(error)
-    failed = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, OffloadError)]
-    assert len(failed) == 1
-    written = np.fromfile(path, np.uint8).reshape(parts.shape)
-    for place in set(range(8)) - set(failed):
-        assert np.array_equal(written[place], parts[place])

@@ -24,7 +24,7 @@ import damage
 
 ROOT = Path(__file__).parents[2]
 # faults in each kind of file; 10,000 including tests/zero3/test_checkpoint_faults.py
-FEW, MANY = 150, 2500
+FEW, MANY = 50, 2500
 Check = Callable[[], bool]  # raises the reader's error; True if the reader reported no fault
 
 

@@ -505,33 +505,6 @@ def test_there_and_back_again_reads_less_than_round_and_round():
     assert max(reads for reads, _ in there_and_back[3:]) <= 2 * (12 - 6 + 1)
 
 
-def test_what_is_discarded_and_created_again_wastes_no_reads():
-    """Like ZeRO-3's gradients: all are discarded when the first of a step is created."""
-    schedule = Schedule(175 * PAGE, granule=PAGE)
-    machine = Machine(schedule, random.Random(0))
-    sizes = [size for _ in range(8) for size in (8 * PAGE, PAGE)]
-    numbers = range(len(sizes))
-    for number in numbers:
-        machine.create(f"states{number}", 6 * sizes[number])
-        machine.release(f"states{number}", changed=True)
-    reads = []
-    for period in range(10):
-        before = machine.reads
-        for number in numbers if period else ():
-            machine.discard(f"gradient{number}")
-        for number in reversed(numbers):
-            machine.create(f"gradient{number}", sizes[number])
-            machine.release(f"gradient{number}", changed=True)
-        for number in numbers:
-            for name in (f"gradient{number}", f"states{number}"):
-                machine.need(name)
-                machine.release(name, changed=name.startswith("s"))
-        schedule.step()
-        reads.append(machine.reads - before)
-    assert max(reads[4:]) <= 12, reads
-    assert schedule.blocks.unused_prefetches <= 4
-
-
 def test_unchanged_values_are_written_once():
     counts = cycle([f"n{number}" for number in range(9)], memory=4, lookahead=1, changed=False)
     assert sum(writes for _, writes in counts) <= 9
@@ -576,29 +549,6 @@ def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted, sca
     assert reads[3] <= (40 - 12) * scale + 5
     assert reads[4] <= reads[3] + 30 * scale + (3 if hinted else 30 * scale)
     assert max(reads[6:]) <= reads[3]
-
-
-@pytest.mark.parametrize("changed", [True, False])
-def test_who_gives_the_drive_the_time_never_waits(changed):
-    """Room is made and filled ahead of need: whatever was started is over before the next call, and
-    then all is there.
-    """
-    machine = Machine(Schedule(4 * PAGE, PAGE), random.Random(0))
-    for name in "abcdefg":
-        machine.create(name, PAGE)
-        machine.release(name, changed=True)
-    for period in range(6):
-        machine.schedule.step()
-        machine.start()
-        for name in "abcdefg":
-            while machine.flying:
-                machine.end_any()
-            machine.schedule.need(name)
-            assert machine.schedule.ready(name) or period == 0
-            machine.obtain(name)
-            machine.release(name, changed)
-    assert machine.reads > 12
-    assert machine.writes > 12 or not changed
 
 
 def test_room_for_what_is_created_every_period_is_made_ahead():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import pty
@@ -290,28 +289,10 @@ def damaged(self):
     verify(self)
 trial._Lane.verify = damaged
 """
-EIO = """
-import errno
-from nvme_offload import _aio
-from nvme_offload.io.engine import Engine
-def faulty(config):
-    return Engine(config, _faults=[(9, 1000, _aio.FaultKind.FAIL, errno.EIO)] if config.queue_depth == 8 else [])
-trial.Engine = faulty
-"""
 
 
-@pytest.mark.parametrize(
-    ("patch", "beginning", "message"),
-    [
-        (DAMAGE, "nvme-sweep: read of 4 KiB at ", "differ from the data written"),
-        (EIO, "nvme-sweep: read of 16 MiB at ", os.strerror(errno.EIO)),
-    ],
-    ids=["damage", "EIO"],
-)
-def test_a_broken_drive_fails_with_one_line_and_changes_nothing(
-    disk: Path, tmp_path: Path, patch: str, beginning: str, message: str
-) -> None:
-    script = f"import sys\nfrom nvme_offload.tune import cli, trial\n{patch}\nsys.exit(cli.main())"
+def test_a_broken_drive_fails_with_one_line_and_changes_nothing(disk: Path, tmp_path: Path) -> None:
+    script = f"import sys\nfrom nvme_offload.tune import cli, trial\n{DAMAGE}\nsys.exit(cli.main())"
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
     result = run(
@@ -321,8 +302,8 @@ def test_a_broken_drive_fails_with_one_line_and_changes_nothing(
     assert (result.returncode, result.stdout) == (1, "")
     *progress, last = result.stderr.splitlines()
     assert all(line.startswith(("filling: ", "screen: ")) for line in progress)
-    assert last.startswith(beginning)
-    assert message in last
+    assert last.startswith("nvme-sweep: read of 4 KiB at ")
+    assert "differ from the data written" in last
     assert config.read_text() == PLAIN_CONFIG
     assert not (tmp_path / "reports").exists()
     assert list(disk.iterdir()) == []

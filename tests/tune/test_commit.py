@@ -127,16 +127,16 @@ for number in range(0, 10_000, step):
 """
 
 
-@pytest.mark.parametrize("listener", ["main", "thread"])
 @pytest.mark.parametrize(
-    ("what", "step"),
+    ("what", "step", "listener"),
     [
-        ("config", 1),
-        ("hard link", 1),
-        ("shelf", 1),
-        pytest.param("report", 12, marks=pytest.mark.slow),
+        ("config", 1, "main"),
+        ("config", 1, "thread"),
+        ("hard link", 1, "main"),
+        ("shelf", 1, "thread"),
+        pytest.param("report", 12, "thread", marks=pytest.mark.slow),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_a_sweep_that_is_stopped_leaves_nothing_aside(
     tmp_path: Path,

@@ -494,11 +494,6 @@ def test_the_wear_in_the_faq_is_computed_from_the_reports():
         ]
 
 
-def test_the_readme_is_short():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.partition("\n[chart]: ")[0].splitlines()) <= 120
-
-
 def sides(block: Block) -> tuple[str, str]:
     """The code of a diff without and with its change."""
     lines = block.text.splitlines()

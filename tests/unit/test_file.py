@@ -80,18 +80,6 @@ def test_a_filesystem_without_direct_io_is_refused_unless_asked_for(
         path.unlink()
 
 
-def test_the_page_cache_is_used_where_that_is_asked_for(
-    configure: Configure, directory: Path, random_bytes: RandomBytes
-) -> None:
-    data = random_bytes(100_001)
-    with Engine(configure(direct=False)) as engine, engine.open(directory / "data", "rw") as file:
-        assert not file.direct
-        engine.write(data, file, 7).wait(PATIENCE)
-        target = np.zeros_like(data)
-        engine.read(target, file, 7).wait(PATIENCE)
-    assert_array_equal(target, data)
-
-
 @pytest.mark.parametrize("mode", ["w", "rw"])
 def test_opening_never_truncates(
     engine: Engine, directory: Path, random_bytes: RandomBytes, mode: str
@@ -296,19 +284,6 @@ def test_anonymous_files_need_a_directory(engine: Engine, directory: Path) -> No
     with pytest.raises(IOFailure) as caught:
         engine.open_anonymous(directory / "file", 4096)
     assert caught.value.errno == errno.ENOTDIR
-
-
-@pytest.mark.every_filesystem
-def test_syncing_leaves_the_bytes(
-    engine: Engine, directory: Path, random_bytes: RandomBytes
-) -> None:
-    path = directory / "data"
-    data = random_bytes(100_001)
-    with engine.open(path, "rw") as file:
-        engine.write(data, file, 3).wait(PATIENCE)
-        file.sync()
-        assert_array_equal(on_disk(path)[3:], data)
-        assert file.size == 100_004
 
 
 def test_a_closed_file_finishes_what_was_asked_and_takes_no_more(

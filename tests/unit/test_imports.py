@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import functools
 import graphlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,14 +172,6 @@ def test_what_is_slow_is_imported_where_it_is_used():
         name = str(path.relative_to(PACKAGE))
         lazy = LAZY - {"torch", "triton", "deepspeed"} if name in ON_FIRST_USE else LAZY
         assert [found for found in imports if found.when_loaded and found.root in lazy] == [], name
-
-
-def test_the_architecture_has_every_part():
-    """In its table of rooms."""
-    page = (PACKAGE.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|.*\|$", page, re.MULTILINE)
-    parts = {name for row in rows for name in re.findall(r"`(\w+)", row)}
-    assert {part_of(path) for path in MODULES} - {"__init__"} <= parts
 
 
 def module_of(path: Path) -> str:

@@ -48,7 +48,6 @@ from nvme_offload.planning.plan import (
     Machine,
     Plan,
     drive_at,
-    drive_described,
     fastest,
     plans,
     this_machine,
@@ -742,15 +741,6 @@ def test_inference_saves_no_activations_on_a_drive(activations):
     work = Work(8192, 2, activations=activations)
     found = by_name(plans(SEVEN, here, World(), work, strategies=INFERENCE))["inference-gpu"]
     assert (found.seconds, found.written_bytes) == (pytest.approx(0.574, rel=0.1), 0)
-
-
-def test_drives_described_by_two_speeds_share_their_time():
-    assert drive_described(3.0, 2.0).speeds == {
-        "read": 3.0,
-        "write": 2.0,
-        "mixed": pytest.approx(2.4),
-    }
-    assert drive_described(3.0, 2.0, 4.5, 10).speeds["mixed"] == 4.5
 
 
 def _beside_bytes(state_format: str, *, in_one_pass: bool) -> int:

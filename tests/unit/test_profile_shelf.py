@@ -158,21 +158,6 @@ def test_without_a_home_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = profile_shelf.keep(profile_of(tmp_path))
-    before = kept.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        profile_shelf.keep(profile_of(tmp_path))
-    assert (kept.read_bytes(), list(kept.parent.iterdir())) == (before, [kept])
-
-
 def test_a_path_that_was_swept_on_another_drive_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
