@@ -44,7 +44,7 @@ def events(offload: save_on_nvme, length: int) -> int:
 
 @pytest.mark.parametrize("part", [2, 0.25], ids=["in memory", "a quarter of it"])
 def test_what_a_saved_tensor_costs_does_not_grow_with_their_number(part: float, make: Make) -> None:
-    few, many = 256, 2048
+    few, many = 256, 1024
     counts = {
         length: events(make(host_memory=int(part * length * ELEMENTS * 4)), length) / length
         for length in (few, many)
@@ -77,7 +77,7 @@ def test_a_chunk_lasts_as_long_as_any_tensor_in_it_and_no_longer(make: Make) -> 
     assert left(offload) == (0, 0, [])
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 7])
+@pytest.mark.parametrize("pieces", [1, 4])
 def test_graphs_that_take_turns(pieces: int, make: Make) -> None:
     offload = make(host_memory=64 << 10)
     inputs = [torch.randn(ELEMENTS, requires_grad=True) for _ in range(pieces)]

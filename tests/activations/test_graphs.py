@@ -33,7 +33,7 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+@pytest.mark.parametrize("order", [[2, 1, 0], [1, 2, 0]])
 def test_several_graphs_at_once(order: list[int], make: Make) -> None:
     model, x = made("layers")
     offload = make()

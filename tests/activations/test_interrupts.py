@@ -84,7 +84,7 @@ def test_a_pass_works_after_an_exception_at_any_line(late: bool, every: bool, ma
     assert len(found) > 500
     below = [place for place in found if place.file.startswith(BELOW)]
     own = each_line([place for place in found if not place.file.startswith(BELOW)])
-    chosen = [*own[late::2], *sample(below, 60, first=late)] if every else sample(found, 12)
+    chosen = [*own[late::2], *sample(below, 20, first=late)] if every else sample(found, 12)
     wrong = {}
     for number, place in enumerate(chosen):
         error = (KeyboardInterrupt(), MemoryError())[number % 2]

@@ -79,7 +79,7 @@ def transfers_of(run: Callable[[TensorStore], object], paths: list[Path]) -> int
             return True
         return False
 
-    low, high = 0, 1024
+    low, high = 0, 64
     assert not feels(high)
     while low < high:
         middle = (low + high) // 2

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pty
 import re
 import signal
 import stat
@@ -256,29 +255,6 @@ def test_two_at_once_are_refused_until_the_first_is_dead(disk: Path, tmp_path: P
     assert not (tmp_path / "reports").exists()
     with started(disk, "--report-dir", tmp_path / "reports", "--seconds", "60") as process:
         wait_for(process, "screen")
-
-
-def test_progress_on_a_terminal_is_one_line_until_ctrl_c(disk: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    command = [*SWEEP, str(disk), "--report-dir", str(tmp_path), "--seconds", "2"]
-    environment = {**os.environ, "COLUMNS": "60"}
-    shown = bytearray()
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment, preexec_fn=_undisturbed
-    ) as process:
-        os.close(theirs)
-        with contextlib.suppress(OSError):  # no process has the terminal any more
-            while data := os.read(ours, 4096):
-                shown.extend(data)
-                if shown.count(b"\r") == 12:
-                    process.send_signal(signal.SIGINT)
-    os.close(ours)
-    assert process.returncode == 130
-    empty, *lines, last = shown.decode().split("\r\x1b[K")
-    assert empty == ""
-    assert len(lines) >= 11
-    assert all(len(line) < 60 and "\n" not in line for line in lines)
-    assert last == "nvme-sweep: stopped by SIGINT; nothing was left on the drive\r\n"
 
 
 DAMAGE = """

@@ -62,7 +62,8 @@ def test_a_setting_in_few_words() -> None:
     assert str(Setting(128 << 10, 32, 4)) == "128 KiB x 32, 4 threads"
 
 
-def test_the_last_line_is_said_in_the_middle_of_another() -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_last_line_is_said_in_the_middle_of_another(is_terminal: bool) -> None:
     """As a signal's handler does it, which finds the stream's buffer locked."""
     reader, writer = os.pipe()
 
@@ -73,13 +74,21 @@ def test_the_last_line_is_said_in_the_middle_of_another() -> None:
         def fileno(self) -> int:
             return writer
 
+        def isatty(self) -> bool:
+            return is_terminal
+
         def write(self, data: bytes) -> int:
             shown.say_in_handler("stopped")
             return os.write(writer, data)
 
     shown = Progress(io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    shown.show("screen", "a")
     shown.say("a line")
-    assert os.read(reader, 100) == b"stopped\na line\n"
+    said = os.read(reader, 200).decode()
+    if is_terminal:
+        assert said.startswith("\r\x1b[Kstopped\n")
+    else:
+        assert said.startswith("stopped\nscreen: a\n")
     os.close(reader)
     os.close(writer)
     shown.say_in_handler("no handler shows it")

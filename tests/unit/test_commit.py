@@ -24,7 +24,6 @@ with commit.new_file(place / "file") as aside, aside.open("wb") as file:
     file.flush()
     os.fsync(file.fileno())
 """,
-    "overwrite_file": "commit.overwrite_file(place / 'file', NEW)",
     "directory": """
 with commit.partial_directory(place / "directory") as aside:
     (aside / "one").write_bytes(NEW)
@@ -72,21 +71,6 @@ def test_a_file_is_the_old_one_or_the_new_one(
     turn = seen.index(NEW)
     assert seen == [OLD] * turn + [NEW] * (len(seen) - turn)
     assert turn >= 3
-    assert [entry.name for entry in place.iterdir()] == ["file"]
-
-
-def test_an_overwritten_file_is_old_or_new_or_its_old_bytes_are_next_to_it(
-    tmp_path: Path, kill_points: KillPoints
-) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    (place / "file").write_bytes(OLD)
-    inode = (place / "file").stat().st_ino
-    for image in states(SCRIPTS["overwrite_file"], place, kill_points):
-        now, kept = (image / "file").read_bytes(), commit.kept_of(image / "file")
-        assert now in (OLD, NEW) or (now.rstrip(b"\n") == NEW and kept.read_bytes() == OLD)
-    assert (place / "file").read_bytes() == NEW
-    assert (place / "file").stat().st_ino == inode
     assert [entry.name for entry in place.iterdir()] == ["file"]
 
 

@@ -536,7 +536,7 @@ print("started", flush=True)
             process.stdin.flush()
             assert process.stdout.readline() == "started\n"
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.5)
+                process.wait(0.2)
         assert (process.wait(PATIENCE), process.stderr.read()) == (0, "")
     assert_array_equal(on_disk(path), expected_data())
 
@@ -721,7 +721,7 @@ engine.close()
             # write.
             assert any("KeyboardInterrupt" in line for line in iter(process.stderr.readline, ""))
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.5)
+                process.wait(0.2)
         assert process.wait(PATIENCE) == -signal.SIGINT
     assert_array_equal(on_disk(path), expected_data())
 

@@ -53,15 +53,14 @@ def test_the_text_is_the_same_every_time_and_its_parts_share_no_file():
 def test_the_command_trains_and_writes_its_report(tmp_path):
     (drive := tmp_path / "drive").mkdir()
     options = "--at-once 2 --layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2"
-    arguments = [str(drive), *options.split(), "--formats", "exact,split,compact24"]
+    arguments = [str(drive), *options.split(), "--formats", "exact,compact24"]
     output = tmp_path / "new" / "formats"
     called = CliRunner().invoke(main, [*arguments, "--output", str(output)], catch_exceptions=False)
     assert called.exit_code == 0
-    assert "| split | 10." in called.output
     assert "| compact24 | 3." in called.output
     written = json.loads(output.with_suffix(".json").read_text())
     assert [(run["format"], run["seed"], len(run["losses"])) for run in written["trained"]] == [
-        (name, seed, 3) for seed in (0, 1) for name in ("exact", "split", "compact24")
+        (name, seed, 3) for seed in (0, 1) for name in ("exact", "compact24")
     ]
     assert output.with_suffix(".md").read_text() in called.output
     assert list(drive.iterdir()) == []
