@@ -230,9 +230,11 @@ def _write(path: Path, entries: Sequence[Entry]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for entry in ordered:
-            flat = entry.values().contiguous().reshape(-1).view(torch.uint8)
-            values: Any = flat.numpy()
-            file.write(values)
+            file.write(_bytes_of(entry.values()))  # no name keeps one tensor while the next is made
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _tensors_in(path: Path, file: File) -> dict[str, _Saved]:
