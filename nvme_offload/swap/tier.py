@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import threading
@@ -11,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import NoSpaceError, OffloadError, UsageError, known
 from ..hardware import profile_shelf
@@ -34,6 +35,8 @@ _LEAST_BYTES = 64 << 20
 # The most by which an unpinned pool grows ahead: the values may come from memory that the caller has
 # yet to free.
 _STEP_BYTES = 1 << 30
+# Growth of pools after which the next tier collects garbage first.
+_UNCOLLECTED_BYTES = 256 << 20
 
 # The number of ranks on this machine: torchrun, the deepspeed launcher, Open MPI, other MPIs.
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"
@@ -92,6 +95,8 @@ class Tier:
     UsageError if a directory is missing; IOFailure, UnsupportedError if it cannot be used.
     """
 
+    grown_bytes: ClassVar[int] = 0  # of all pools, since `_collect_dropped` has collected
+
     def __init__(
         self,
         paths: Sequence[str],
@@ -101,6 +106,7 @@ class Tier:
         weights: Sequence[float] = (),
         checksum: bool = False,
     ) -> None:
+        _collect_dropped()
         self.aio = aio
         self.paths = tuple(paths)
         for path in paths:
@@ -275,6 +281,7 @@ class Tier:
             cap = max(self.cap_bytes, self._exceeded_bytes)
             least = _LEAST_BYTES if self._share is None else min(_LEAST_BYTES, self._share // 16)
             wanted = min(max(self._needed_bytes, least), cap)
+            held = self._held_bytes
             if self._swapper is None:
                 self._most_bytes = max(wanted, physical_bytes())
                 self._pool = PinnedPool(wanted, reserve=self._most_bytes)
@@ -291,6 +298,7 @@ class Tier:
                 self._swapper.grow(grown, pin=pin)
                 if pin:
                     self._log_memory()
+            Tier.grown_bytes += self._held_bytes - held
         if pin:
             self.pin()
 
@@ -420,8 +428,18 @@ class Tier:
         return sum(space.f_bavail * space.f_frsize for space in spaces.values())
 
 
+def _collect_dropped() -> None:
+    """Free the memory of models and tiers that the program has dropped. They are in cycles, and
+    Python's garbage collector counts objects, not bytes.
+    """
+    if Tier.grown_bytes > _UNCOLLECTED_BYTES:
+        Tier.grown_bytes = 0
+        gc.collect()
+
+
 def automatic_bytes() -> int:
     """The budget "auto": a share of the memory available now, divided by the ranks of this machine."""
+    _collect_dropped()
     return int(available_bytes() * AUTO_SHARE / local_ranks())
 
 
