@@ -379,8 +379,9 @@ class Streamer:
         for module in model.modules():
             untyped: Any = module
             streams = any(one in self._of for one in module._parameters.values())
-            if streams:
+            if streams or module is model:
                 untyped.register_load_state_dict_pre_hook(_Hook(self._begin_load))
+            if streams:
                 untyped.register_state_dict_post_hook(_Hook(self._copy_state))
             if module in compiled:
                 continue  # the compiler would trace the rest
@@ -450,10 +451,21 @@ class Streamer:
             if frame.module is module:
                 break
 
-    def _begin_load(self, *_: Any) -> None:
+    def _begin_load(
+        self,
+        _module: torch.nn.Module,
+        _state: Any,
+        _prefix: str,
+        metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
         """The program is about to load weights. If an exception has interrupted a call of the tier,
-        its values are lost: they are NaN until the program has loaded them.
+        its values are lost: they are NaN until the program has loaded them. Raises: UsageError.
         """
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) would replace parameters that stream by others: leave assign out"
+            )
         with self._lock, torch.inference_mode(False):
             if not (self._tier.interrupted or self._is_reset):
                 return

@@ -65,6 +65,14 @@ def test_a_loaded_state_dict_is_used(pair):
     _assert_equal(model, in_memory)
 
 
+def test_assigned_weights_are_refused(pair):
+    model, in_memory = pair
+    for loaded in (model, model[3]):
+        with pytest.raises(UsageError, match="leave assign out"):
+            loaded.load_state_dict(loaded.state_dict(), assign=True)
+    _assert_equal(model, in_memory)
+
+
 def test_torch_saves_the_values_of_the_state_dict(pair):
     model, in_memory = pair
     file = io.BytesIO()
