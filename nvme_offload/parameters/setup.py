@@ -25,6 +25,8 @@ from .weights import SavedWeights
 DIVISION = Division()
 POISON = False
 
+# What is allocated at a time where values come from memory, which they free: all cores populate it.
+_STEP_BYTES = 1 << 30
 _HALVINGS = 24  # of the size of a bucket, from 256 MB to a few bytes
 _serials = itertools.count()
 
@@ -66,7 +68,15 @@ def stream(
     grows = gpu_memory is None and device.type == "cuda"
     slots = Slots(device, division.slot_count(gpu_memory), division.largest)
     streamer = Streamer(
-        model, tier, device, division.buckets, slots, load, grows=grows, poison=POISON
+        model,
+        tier,
+        device,
+        division.buckets,
+        slots,
+        load,
+        step=_STEP_BYTES if saved is None else division.nbytes,
+        grows=grows,
+        poison=POISON,
     )
     if device.type == "cuda" and any(isinstance(one, torch.nn.RNNBase) for one in model.modules()):
         # The user cannot follow the advice: cuDNN copies weights that stream at every call.

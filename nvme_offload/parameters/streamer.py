@@ -40,7 +40,8 @@ class Streamer:
     A parameter is in use while the forward pass runs of the module that owns it, or of a module
     that has read it from its owner. Its class is then `UsedParameter`. At other times the class is
     `IdleParameter`, and a function that gets it brings the values for the time of the call. In
-    backward, a tensor that autograd has saved brings the values back. *load* writes the first values of parameters to memory.
+    backward, a tensor that autograd has saved brings the values back. *load* writes the first values
+    of parameters to memory, which is allocated *step* bytes at a time.
 
     A bucket keeps its slot after its use until another bucket needs the slot. *poison*: fill the
     memory of a slot with NaN when its bucket leaves, for tests.
@@ -55,6 +56,7 @@ class Streamer:
         slots: Slots,
         load: Load,
         *,
+        step: int,
         grows: bool = False,
         poison: bool = False,
     ) -> None:
@@ -82,7 +84,7 @@ class Streamer:
         self._is_reset = False  # `_begin_load` has reset the tier, and not ended
         self._running = _Running()
         self._model = weakref.ref(model)
-        self._admit(buckets, load)
+        self._admit(buckets, load, step)
         tier.abandon_with(self, list(self._buckets), [bucket.tier_nbytes for bucket in buckets])
         self._watch(model)
 
@@ -343,15 +345,20 @@ class Streamer:
 
     # Modules.
 
-    def _admit(self, buckets: Sequence[Bucket], load: Load) -> None:
-        """Move all parameters to the tier, which grows as the memory of the parameters is freed. After
-        an exception they are in memory again.
+    def _admit(self, buckets: Sequence[Bucket], load: Load, step: int) -> None:
+        """Move all parameters to the tier, which grows by *step* bytes. After an exception they are in
+        memory again.
         """
         moved: list[Bucket] = []
+        left, free = sum(bucket.tier_nbytes for bucket in buckets), 0
         try:
             self._tier.require(0, pin=False)
             for bucket in buckets:
-                self._tier.require(bucket.tier_nbytes, pin=False, ahead=False)
+                if bucket.tier_nbytes > free:
+                    more = min(max(bucket.tier_nbytes, step), left)
+                    self._tier.require(more, pin=False, ahead=False)
+                    left, free = left - more, free + more
+                free -= bucket.tier_nbytes
 
                 def fill(memory: torch.Tensor, places: Sequence[Place] = bucket.places) -> None:
                     load({place.parameter: place.within(memory) for place in places})

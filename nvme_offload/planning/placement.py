@@ -407,7 +407,7 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     stays = max(stays, 0.0)
     on_host = strategy.door == "plain" or strategy.gradients == "host"
     gradients = strategy.gradient_bytes * trained if on_host else 0
-    # Parameters stay first: one that stays saves three transfers, and a state two.
+    # Parameters stay first: staying saves three transfers of a parameter, and two of a state.
     lacking = max(1 - stays / weights, 0.0) if strategy.parameters == "drive" else 0.0
     if strategy.parameters == "drive":
         stays = max(stays - weights, 0.0)

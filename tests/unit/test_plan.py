@@ -161,7 +161,7 @@ class Steps:
             self.schedule.take("scratch")
 
     def step(self) -> tuple[int, int]:
-        """The bytes read in the passes, and all that were moved."""
+        """The bytes read in the passes, and the bytes moved in total."""
         self.read = self.written = 0
         if self.both:
             for layer in [*range(self.layers), *reversed(range(self.layers))]:
