@@ -18,7 +18,8 @@ from nvme_offload.units import format_bytes
 from . import fio
 from .report import shown
 
-_SECONDS = 3.0  # of each measurement
+_SECONDS = 3.0  # of each measurement, at least
+_BYTES_PER_SECOND = 2e9  # large files are moved about once: a drive may be faster for a few seconds
 _CHUNK_BYTES = 16 << 20
 
 
@@ -71,7 +72,8 @@ class Floor:
         return Speeds(*map(self._speed, (read, write, read | write)))
 
     def _speed(self, paths: Mapping[str, Sequence[str]]) -> float:
-        return fio.bytes_per_second(paths, self._nbytes, self._setting, _SECONDS, self._direct)
+        seconds = max(_SECONDS, self._nbytes / _BYTES_PER_SECOND)
+        return fio.bytes_per_second(paths, self._nbytes, self._setting, seconds, self._direct)
 
 
 class Beside:
