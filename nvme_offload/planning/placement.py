@@ -408,10 +408,9 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     on_host = strategy.door == "plain" or strategy.gradients == "host"
     gradients = strategy.gradient_bytes * trained if on_host else 0
     # Parameters stay first: staying saves three transfers of a parameter, and two of a state.
-    lacking = max(1 - stays / weights, 0.0) if strategy.parameters == "drive" else 0.0
-    if strategy.parameters == "drive":
-        stays = max(stays - weights, 0.0)
-    changed = max(states * trained + gradients - stays, 0.0)
-    written = changed + lacking * strategy.parameter_bytes * trained
+    parameters = strategy.parameter_bytes * model.parameters / world.size
+    missing = max(parameters - stays, 0.0)
+    changed = max(states * trained + gradients - max(stays - parameters, 0.0), 0.0)
+    written = changed + missing * model.trained / model.parameters
     in_backward = min(gradients, written)
-    return Streamed(2 * lacking * weights, in_backward, changed, written - in_backward)
+    return Streamed(2 * missing, in_backward, changed, written - in_backward)
