@@ -12,7 +12,7 @@ import torch
 from ..device.stayed import require_hooks
 from ..errors import TooLittleMemoryError, UnsupportedError, UsageError
 from ..sizes import STREAMED_IN_MEMORY, STREAMED_SLOTS
-from ..swap.tier import Tier
+from ..swap.tier import STEP_BYTES, Tier
 from ..units import format_bytes
 from . import idle
 from .buckets import Bucket, Division, divide
@@ -25,8 +25,6 @@ from .weights import SavedWeights
 DIVISION = Division()
 POISON = False
 
-# What is allocated at a time where values come from memory, which they free: all cores populate it.
-_STEP_BYTES = 1 << 30
 _HALVINGS = 24  # of the size of a bucket, from 256 MB to a few bytes
 _serials = itertools.count()
 
@@ -74,7 +72,7 @@ def stream(
         division.buckets,
         slots,
         load,
-        step=_STEP_BYTES if saved is None else division.nbytes,
+        step=STEP_BYTES if saved is None else division.nbytes,
         grows=grows,
         poison=POISON,
     )

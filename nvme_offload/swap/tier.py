@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 # The smallest pool. Without a minimum, the pool would grow with every small parameter.
 _LEAST_BYTES = 64 << 20
-# The most by which an unpinned pool grows ahead: the values may come from memory that the caller has
-# yet to free.
-_STEP_BYTES = 1 << 30
+# The steps in which an unpinned pool grows for values from memory that the caller has yet to free: all
+# cores populate a step.
+STEP_BYTES = 1 << 30
 # Growth of pools after which the next tier collects garbage first.
 _UNCOLLECTED_BYTES = 256 << 20
 
@@ -292,7 +292,7 @@ class Tier:
                 self._resources.callback(self._swapper.close)
             elif wanted > self._held_bytes:
                 # Doubled, since every change registers the whole pool with CUDA again.
-                step = self._held_bytes if pin else min(self._held_bytes, _STEP_BYTES)
+                step = self._held_bytes if pin else min(self._held_bytes, STEP_BYTES)
                 most = max(wanted, self._held_bytes + ahead * step)
                 grown = min(most, cap, self._most_bytes)
                 self._swapper.grow(grown, pin=pin)
