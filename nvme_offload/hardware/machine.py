@@ -90,13 +90,23 @@ def available_bytes(root: Path = Path("/")) -> int:
     return max(min([available, *_left_in_groups(root)]), 0)
 
 
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's, in bytes; 0 without /proc. Source: proc(5)."""
+    return _kibibytes(Path("/proc/self/status"), "RssAnon") or 0
+
+
 def _meminfo(root: Path, name: str) -> int | None:
     """A field of /proc/meminfo in bytes; None without /proc."""
+    return _kibibytes(root / "proc/meminfo", name)
+
+
+def _kibibytes(path: Path, name: str) -> int | None:
+    """A field of a file of *proc*, which is in kB there, in bytes; None without the file."""
     try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    return int(dict(line.split(":") for line in lines)[name].split()[0]) * 1024
+    return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) * 1024
 
 
 def _pages(name: str) -> int:

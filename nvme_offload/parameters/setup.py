@@ -60,7 +60,7 @@ def stream(
             target.copy_(one.detach())
 
     division = _divide(model, tier.cap_bytes, gpu_memory)
-    tier.require_memory(division.nbytes)
+    tier.require_memory(division.nbytes, freed_bytes=0 if saved is not None else division.cpu_bytes)
     tier.require_space(max(division.nbytes - tier.cap_bytes, 0))
     idle.refuse_in_transforms()
     grows = gpu_memory is None and device.type == "cuda"
@@ -107,6 +107,12 @@ class _Divided:
         self.stays = stays
         self.largest = max((bucket.nbytes for bucket in buckets), default=0)
         self.nbytes = sum(bucket.tier_nbytes for bucket in buckets)
+        self.cpu_bytes = sum(
+            place.nbytes
+            for bucket in buckets
+            for place in bucket.places
+            if place.parameter.device.type == "cpu"
+        )
         self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
         bucket_of = {place.parameter: one for one in buckets for place in one.places}
         at_once = [len({bucket_of[one] for one in used if one in bucket_of}) for used in together]

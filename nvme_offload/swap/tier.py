@@ -18,7 +18,7 @@ from ..errors import NoSpaceError, OffloadError, UsageError, known
 from ..hardware import profile_shelf
 from ..hardware.config import AioConfig
 from ..hardware.drive import describe, filesystem_space
-from ..hardware.machine import available_bytes, gpu_count, physical_bytes
+from ..hardware.machine import anonymous_bytes, available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
 from ..sizes import AUTO_SHARE, overflow
 from ..store.store import TensorStore, paths_of
@@ -355,12 +355,14 @@ class Tier:
             pool.pinned,
         )
 
-    def require_memory(self, whole_bytes: int) -> None:
+    def require_memory(self, whole_bytes: int, *, freed_bytes: int = 0) -> None:
         """Check that the machine has host memory for *whole_bytes* of values, up to the budget: the
-        kernel's OOM killer would end the process later. Raises: UsageError.
+        kernel's OOM killer would end the process later. *freed_bytes* of this process are freed while
+        the tier takes them. Raises: UsageError.
         """
         ranks = local_ranks()
-        available = available_bytes() // ranks
+        # to free memory that maps a file makes no more available
+        available = available_bytes() // ranks + min(freed_bytes, anonymous_bytes())
         if self._swapper is None and self._automatic:
             self.cap_bytes = min(self.cap_bytes, int(available * AUTO_SHARE))
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes

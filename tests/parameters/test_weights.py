@@ -283,6 +283,18 @@ def test_the_peak_of_host_memory_is(program: str, most: int, tmp_path: Path) -> 
     assert int(ran.stdout) <= most, "MiB more"
 
 
+def test_memory_that_the_model_frees_is_available(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    from_files = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    monkeypatch.setattr("nvme_offload.swap.tier.available_bytes", lambda: 1 << 20)
+    make(host_memory="16MB").parameters(model, "cpu")
+    with pytest.raises(UsageError, match="of host memory for offloaded values"):
+        make(host_memory="16MB").parameters(from_files, "cpu", weights=tmp_path)
+
+
 def test_save_needs_a_model_that_streams(offload: Offload, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a model whose parameters stream"):
         offload.save(tmp_path / "saved")
