@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,13 @@ def asked(given: Mapping[str, Any]) -> Question:
             raise click.UsageError(
                 f"directory {path!r} does not exist: give one on the drive, or describe a drive by --drive-read and --drive-write"
             )
-    if given["inference"] and given["state_format"]:
-        raise click.UsageError("--inference has no optimizer states: leave out --state-format")
+    for option, value in (
+        ("--state-format", given["state_format"]),
+        ("--trainable", given["trainable"]),
+        ("--accumulate", given["accumulate"] > 1),
+    ):
+        if given["inference"] and value:
+            raise click.UsageError(f"--inference plans forward passes only: leave out {option}")
     model = _model(given)
     if given["trainable"] is not None:
         trainable = models.of_count(given["trainable"]).parameters
@@ -52,6 +58,8 @@ def asked(given: Mapping[str, Any]) -> Question:
     )
     drives = _drives(given, here)
     if given["drive_rated"]:
+        if not drives:
+            raise click.UsageError("--drive-rated describes no drive: give --path, or its speeds")
         drives = tuple(dataclasses.replace(one, rating=given["drive_rated"]) for one in drives)
     gpu = _gpu(given, here)
     machine = Machine(
@@ -63,10 +71,18 @@ def asked(given: Mapping[str, Any]) -> Question:
     gpus = given["gpus"]
     if gpus is None:
         gpus = 1 if given["gpu_name"] or given["gpu_memory"] else ranks_here
-    world = World(given["ranks"] or max(gpus, 1), given["nodes"], not given["no_zero_init"])
+    ranks = given["ranks"] or max(gpus, 1)
+    if gpu is not None and ranks > gpus:
+        raise click.UsageError(f"--ranks {ranks} needs as many GPUs: give --gpus {ranks}")
+    world = World(ranks, given["nodes"], not given["no_zero_init"])
     work = Work(given["seq"], given["micro_batch"], given["accumulate"], given["activations"])
-    asked = (given[name] for name in ("budget", "state_format", "way", "inference"))
-    return Question(model, machine, world, work, *asked)
+    options = (given[name] for name in ("budget", "state_format", "way", "inference"))
+    question = Question(model, machine, world, work, *options)
+    if not question.strategies:
+        other = f"--state-format {each}" if (each := given["state_format"]) else "--inference"
+        how = "with" if each or given["inference"] else "without"
+        raise click.UsageError(f"{given['way']!r} is no way {how} {other}")
+    return question
 
 
 def _model(given: Mapping[str, Any]) -> Model:
@@ -99,12 +115,15 @@ def _gpu(given: Mapping[str, Any], here: Machine) -> Gpu | None:
         if name or memory:
             raise click.UsageError("--gpus 0 trains without GPUs: leave out --gpu and --gpu-memory")
         return None
-    if name:
+    if name is not None:
         known = gpu_models.find(name)
         memory = memory or (known.memory_bytes(name) if known else None)
         if memory is None and known:
-            choices = " or ".join(f'--gpu "{name} {size}GB"' for size in known.sizes)
-            raise click.UsageError(f"{name} is sold with different memory: give {choices}")
+            bare = re.sub(r"[\s-]*\d+\s*GB?\b", "", name, flags=re.IGNORECASE)
+            choices = " or ".join(f'--gpu "{bare} {size}GB"' for size in known.sizes)
+            raise click.UsageError(
+                f"{name} is sold with different memory: give {choices}, or --gpu-memory"
+            )
         if memory is None:
             raise click.UsageError(
                 f"the memory of a GPU {name!r} is not known here: give --gpu-memory, such as 8GB. Known are {', '.join(gpu_models.MODELS)}"

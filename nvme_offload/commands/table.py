@@ -173,7 +173,8 @@ def _conceded(
         text += "."
     places = {plan.strategy.optimizer, plan.strategy.parameters}
     if places == {"gpu"} and question.world.ranks * question.world.nodes == 1:
-        text += " Everything fits on one GPU, so torch.optim.AdamW does without DeepSpeed, too."
+        where = "on one GPU" if question.machine.gpu else "in host memory"
+        text += f" Everything fits {where}, so torch.optim.AdamW does without DeepSpeed, too."
     if roomy is not None:
         space = format_gb(roomy.drive_bytes * question.world.ranks)
         text += f" With {space} free on the drive, {roomy.strategy.title} fits."

@@ -49,9 +49,9 @@ class GpuModel(NamedTuple):
         return LANE_BYTES_PER_SECOND[self.generation] * self.lanes * LINK_SHARE
 
     def memory_bytes(self, name: str = "") -> int | None:
-        """Bytes of memory; None where several sizes are sold and *name* does not say which."""
+        """Bytes of memory; None where several sizes are sold and *name* does not say which, or names another."""
         named = {int(number) for number in re.findall(r"(\d+)\s*G", name, re.IGNORECASE)}
-        fitting = [size for size in self.sizes if size in named] or list(self.sizes)
+        fitting = [size for size in self.sizes if size in named or not named]
         return self.sizes[fitting[0]] << 20 if len(fitting) == 1 else None
 
 

@@ -109,7 +109,7 @@ def schema_keys(object_name: str) -> set[str]:
 def test_a_plan_as_json_has_everything(tmp_path):
     keep_profile(tmp_path, 4.0)
     done = plan(
-        *("--params", "7B", "--path", tmp_path, "--ranks", 2, "--nodes", 8, "--seq", 2048),
+        *("--params", "7B", "--path", tmp_path, "--gpus", 2, "--nodes", 8, "--seq", 2048),
         *("--micro-batch", 2, "--json"),
     )
     reported: dict[str, Any] = json.loads(done.output)
@@ -323,11 +323,19 @@ def test_the_code_of_any_title_in_the_table_can_be_asked_for():
     assert "plan --all" in refused.message
 
 
-@pytest.mark.parametrize(("gpus", "needless"), [(1, True), (2, False)])
-def test_a_model_that_fits_one_gpu_needs_no_deepspeed(gpus, needless):
-    done = plan("--params", "7B", "--trainable", "40M", *CARD, "--gpus", gpus)
+@pytest.mark.parametrize(
+    ("machine", "where"),
+    [
+        ((*CARD, "--gpus", 1), "on one GPU"),
+        ((*CARD, "--gpus", 2), None),
+        (("--gpus", 0, "--host-memory", "64GB"), "in host memory"),
+    ],
+)
+def test_a_model_that_fits_one_device_needs_no_deepspeed(machine, where):
+    done = run("plan", "--params", "7B", "--trainable", "40M", *machine)
     assert done.output.startswith("Train it with ZeRO-")
-    assert ("torch.optim.AdamW does without DeepSpeed" in " ".join(done.output.split())) is needless
+    said = re.search(r"Everything fits (.+?), so torch.optim.AdamW", " ".join(done.output.split()))
+    assert (said and said[1]) == where
 
 
 def test_six_ways_are_shown_unless_all_are_asked_for():
@@ -447,10 +455,27 @@ def test_what_would_help_is_reported_where_nothing_fits(tmp_path):
         (["plan", "--params", "7B", "--drive-read", "3GB"], "both --drive-read and --drive-write"),
         (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "--path is a drive of this machine"),
         (["plan", "--params", "7B", "--budget", "-1"], "'-1' is not a size"),
-        (
-            ["plan", "--params", "7B", "--inference", "--state-format", "split"],
-            "leave out --state-format",
+        *(
+            (["plan", "--params", "7B", "--inference", option, value], f"leave out {option}")
+            for option, value in (
+                ("--state-format", "split"),
+                ("--trainable", "40M"),
+                ("--accumulate", "2"),
+            )
         ),
+        (["plan", "--params", "7B", "--inference", "--way", "ZeRO-1"], "no way with --inference"),
+        (["plan", "--params", "7B", "--way", "ZeRO-Inference, on GPU"], "without --inference"),
+        (
+            ["plan", "--params", "7B", "--way", "NVMeOptimizer", "--state-format", "split"],
+            "'NVMeOptimizer' is no way with --state-format split",
+        ),
+        (["plan", "--params", "7B", "--gpu", "L4", "--ranks", "2"], "give --gpus 2"),
+        (["plan", "--params", "7B", "--drive-rated", "1TB"], "--drive-rated describes no drive"),
+        (
+            ["plan", "--params", "7B", "--gpu", "RTX 4090 48GB"],
+            'give --gpu "RTX 4090 24GB", or --gpu-memory',
+        ),
+        (["plan", "--params", "7B", "--gpu", ""], "the memory of a GPU '' is not known"),
         (["repair"], "No such command 'repair'"),
     ],
 )
