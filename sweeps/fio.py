@@ -69,8 +69,10 @@ def bytes_per_second(
     setting: Setting,
     seconds: float,
     direct: bool,
-) -> float:
-    """The speed that fio reaches in *seconds*, all files together. Raises: UnsupportedError."""
+) -> list[float]:
+    """The speeds that fio reaches in *seconds* with all files of each direction of *paths*. Raises:
+    UnsupportedError.
+    """
     words = command(paths, file_bytes, setting, seconds, direct)
     ran = subprocess.run(
         words,
@@ -81,19 +83,13 @@ def bytes_per_second(
     )
     if ran.returncode != 0:
         raise UnsupportedError(f"fio failed: {' '.join((ran.stderr or ran.stdout).split())[:300]}")
-    return parse(ran.stdout)
+    return [parse(ran.stdout, direction) for direction in paths]
 
 
-def parse(output: str) -> float:
-    """Bytes per second of all jobs in fio's JSON, which ran at the same time. Raises: UnsupportedError."""
-    jobs = json.loads(output[output.index("{") :])["jobs"]
-    moved = [
-        job[direction]
-        for job in jobs
-        for direction in ("read", "write")
-        if job[direction]["runtime"]
-    ]
-    total = sum(one["io_bytes"] / one["runtime"] * 1000 for one in moved)
+def parse(output: str, direction: str) -> float:
+    """Bytes per second in *direction* of all jobs in fio's JSON. Raises: UnsupportedError."""
+    jobs = [one[direction] for one in json.loads(output[output.index("{") :])["jobs"]]
+    total = sum(one["io_bytes"] / one["runtime"] * 1000 for one in jobs if one["runtime"])
     if not total:
         raise UnsupportedError("fio moved nothing")
     return float(total)

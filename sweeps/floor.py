@@ -24,16 +24,19 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Speeds(NamedTuple):
-    """fio's bytes per second: reading, writing, and both concurrently (the sum)."""
+    """fio's bytes per second: reading and writing alone, and each during the other."""
 
     read: float
     write: float
-    mixed: float
+    mixed_read: float
+    mixed_write: float
 
 
 def floor_seconds(read: float, written: float, drive: Any) -> float:
-    """The least time in which a drive of those speeds moves the bytes."""
-    return max(read / drive.read, written / drive.write, (read + written) / drive.mixed)
+    """The least time in which a drive of those speeds moves the bytes, concurrently or alone."""
+    both = min(read / drive.mixed_read, written / drive.mixed_write)
+    saved = both * (drive.mixed_read / drive.read + drive.mixed_write / drive.write - 1)
+    return read / drive.read + written / drive.write - max(saved, 0.0)
 
 
 def described(speeds: Sequence[Any], aio: AioConfig) -> str:
@@ -41,11 +44,11 @@ def described(speeds: Sequence[Any], aio: AioConfig) -> str:
     if not speeds:
         return ""
     each = {name: [getattr(one, name) / 1e9 for one in speeds] for name in Speeds._fields}
-    figures = ", ".join(f"{name} {shown(values)} GB/s" for name, values in each.items())
+    figures = ", ".join(f"{name} {shown(values)}" for name, values in each.items())
     return (
-        f"fio, {len(speeds)} times between the runs, with block {format_bytes(aio.block_size)}, depth {aio.queue_depth}, threads {aio.thread_count}: "
-        f"{figures}; mixed reads and writes equal amounts concurrently, the sum. The floor is the least time in which the bytes can be moved: "
-        "the longest of read by read, written by write and both by mixed, at the mean of fio's figures before and after."
+        f"fio, {len(speeds)} times between the runs, with block {format_bytes(aio.block_size)}, depth {aio.queue_depth}, threads {aio.thread_count}, GB/s: "
+        f"{figures}; mixed is both concurrently. The floor is the least time to move the bytes, "
+        "concurrently or alone, at the mean of fio's figures before and after."
     )
 
 
@@ -69,9 +72,9 @@ class Floor:
     def measure(self) -> Speeds:
         """Measure reading, writing, and both concurrently."""
         read, write = ({direction: paths} for direction, paths in self._paths.items())
-        return Speeds(*map(self._speed, (read, write, read | write)))
+        return Speeds(*self._speeds(read), *self._speeds(write), *self._speeds(read | write))
 
-    def _speed(self, paths: Mapping[str, Sequence[str]]) -> float:
+    def _speeds(self, paths: Mapping[str, Sequence[str]]) -> list[float]:
         seconds = max(_SECONDS, self._nbytes / _BYTES_PER_SECOND)
         return fio.bytes_per_second(paths, self._nbytes, self._setting, seconds, self._direct)
 

@@ -41,9 +41,10 @@ def test_jobs_at_once_add_up() -> None:
         {"read": {"io_bytes": 3_000_000, "runtime": 1000}, "write": idle},
         {"read": idle, "write": {"io_bytes": 1_000_000, "runtime": 500}},
     ]
-    assert fio.parse("fio: a note\n" + json.dumps({"jobs": jobs})) == 5e6
+    output = "fio: a note\n" + json.dumps({"jobs": [*jobs, jobs[0]]})
+    assert [fio.parse(output, direction) for direction in ("read", "write")] == [6e6, 2e6]
     with pytest.raises(UnsupportedError, match="moved nothing"):
-        fio.parse(json.dumps({"jobs": [{"read": idle, "write": idle}]}))
+        fio.parse(json.dumps({"jobs": [{"read": idle, "write": idle}]}), "read")
 
 
 def test_fio_on_files(tmp_path: Path) -> None:
@@ -54,7 +55,8 @@ def test_fio_on_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(nbytes))
     for directions in (["read"], ["read", "write"]):
         paths = {direction: [str(tmp_path / direction)] for direction in directions}
-        assert 1e6 < fio.bytes_per_second(paths, nbytes, SETTING, 0.2, False) < 1e12
+        for speed in fio.bytes_per_second(paths, nbytes, SETTING, 0.2, False):
+            assert 1e6 < speed < 1e12
     assert (tmp_path / "write").stat().st_size == nbytes
     assert not any((tmp_path / "read").read_bytes())
     with pytest.raises(UnsupportedError, match="fio failed"):

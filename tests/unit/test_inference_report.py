@@ -15,7 +15,7 @@ def run(side, number, seconds, logits="a", error=None):
         events.append(
             {"event": "token", "number": token, "taken": taken, "logits": logits, "gpu_bytes": 1e9}
         )
-    drive = Speeds(read=5e9, write=5e9, mixed=5e9)
+    drive = Speeds(5e9, 5e9, 2.5e9, 2.5e9)
     return {"side": side, "round": number, "error": error, "drive": drive, "events": events}
 
 
