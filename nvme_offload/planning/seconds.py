@@ -263,7 +263,9 @@ class Step(NamedTuple):
     def _drive(self, read: float, written: float) -> Term:
         share, speeds = DRIVE_SHARE[self.strategy.door], self.speeds
         seconds, bound = transfer(read, written, speeds)
-        speed = f"{bound} {share:g} x {speeds[bound]:.3g} GB/s"
+        # of mixed, the rest of the larger amount is alone
+        reached = (read + written) / seconds / 1e9 if bound == "mixed" else speeds[bound]
+        speed = f"{bound} {share:g} x {reached:.3g} GB/s"
         how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {speed})"
         return Term("drive", seconds / share, how)
 

@@ -71,16 +71,16 @@ def floor(each: Streamed, parameters: float, speeds: Mapping[str, float]) -> Flo
 
 def transfer(read_bytes: float, written_bytes: float, speeds: Mapping[str, float]) -> Floor:
     """Reads and writes at the same time: they take as long as the slowest of reading, of writing,
-    and, if there are both, of both through one drive.
+    and, if there are both, of equal amounts of both through one drive and then the rest alone.
 
     Units: *speeds* by phase in GB/s.
     """
-    bytes_by_phase = {"read": read_bytes, "write": written_bytes}
-    if read_bytes and written_bytes:
-        bytes_by_phase["mixed"] = read_bytes + written_bytes
-    seconds = {phase: amount / (speeds[phase] * 1e9) for phase, amount in bytes_by_phase.items()}
+    seconds = {"read": read_bytes / speeds["read"], "write": written_bytes / speeds["write"]}
+    if both := min(read_bytes, written_bytes):
+        alone = (read_bytes - both) / speeds["read"] + (written_bytes - both) / speeds["write"]
+        seconds["mixed"] = 2 * both / speeds["mixed"] + alone
     bound = max(seconds, key=lambda phase: seconds[phase])
-    return Floor(seconds[bound], bound)
+    return Floor(seconds[bound] / 1e9, bound)
 
 
 def chosen_speeds(profile: Profile) -> dict[str, float]:

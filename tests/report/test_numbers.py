@@ -25,6 +25,9 @@ def test_a_step_takes_as_long_as_its_tightest_bound():
         "mixed",
     )
     assert traffic.floor(traffic.STATES, 1e9, {**speeds, "write": 4.0}) == (8.0, "mixed")
+    # as many reads as writes concurrently, and 18 GB of reads alone
+    found = traffic.transfer(20e9, 2e9, {"read": 7.0, "write": 2.0, "mixed": 3.0})
+    assert found == (pytest.approx(4 / 3 + 18 / 7), "mixed")
     # Parameters: 2 bytes more are written, and 4 read before the step.
     assert traffic.floor(traffic.PARAMETERS, 1e9, speeds) == (18.0 + 4 / 4.0, "write")
 
