@@ -14,6 +14,7 @@ from ..errors import UnsupportedError, known
 from .buckets import Bucket, Weight, is_distributed, like, local, local_as_it_is
 from .host_gradient import HostGradient
 from .modes import fixed_modes
+from .options import refuse_second_backward
 from .placeholders import SpentGradient
 from .provisional import Before
 
@@ -303,7 +304,9 @@ class BackwardUpdates:
         self._waiting.clear()
 
     def _complete(self, weight: Weight) -> list[Bucket]:
-        """The gradient of *weight* is complete; return the buckets that waited only for it."""
+        """The gradient of *weight* is complete; return the buckets that waited only for it. Raises:
+        UsageError if one is updated already.
+        """
         ready = []
         for bucket in dict.fromkeys(fragment.bucket for fragment in weight.fragments):
             waiting = self._waiting.get(bucket, set())
@@ -312,7 +315,9 @@ class BackwardUpdates:
                 waiting = {fragment.weight for fragment in bucket.fragments}
                 self._waiting[bucket] = waiting
             waiting.discard(weight)
-            if waiting or bucket in self._updated:
+            if bucket in self._updated:
+                refuse_second_backward(self._when.step_in_backward)
+            if waiting:
                 continue
             # a gradient that was complete in an aborted backward() may have been dropped since
             waiting |= {

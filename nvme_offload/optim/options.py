@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -40,6 +40,15 @@ class When:
     def is_provisional(self) -> bool:
         """Whether `step` may undo updates of backward()."""
         return self.step_in_backward == "provisional"
+
+
+def refuse_second_backward(step_in_backward: object) -> NoReturn:
+    """Refuse gradients of parameters that this step has updated. Raises: UsageError."""
+    raise UsageError(
+        f"a second backward() before step(): with step_in_backward={step_in_backward!r} the parameters are updated already. To accumulate gradients, or to "
+        "drop them, run all but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad(). A layer that several "
+        "checkpointed regions use needs checkpoint(..., use_reentrant=False): otherwise each region runs its own backward()"
+    )
 
 
 class StepOptions:

@@ -22,7 +22,7 @@ from ..parameters.idle import exposure_of
 from ..sizes import FORWARD_SHARE, evenly
 from ..swap.tier import Tier
 from .buckets import Bucket, Form, Fragment, Weight, local
-from .options import StepOptions
+from .options import StepOptions, refuse_second_backward
 from .update import Options
 
 _log = logging.getLogger(__name__)
@@ -172,11 +172,7 @@ class ProvisionalUpdates:
     def complete(self, weight: Weight) -> None:
         """backward() has completed the gradient of *weight*. Raises: UsageError the second time."""
         if any(fragment.bucket in self._made for fragment in weight.fragments):
-            raise UsageError(
-                'a second backward() before step(): with step_in_backward="provisional" the parameters are updated already. To accumulate gradients, run all '
-                "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad(). A layer that several "
-                "checkpointed regions use needs checkpoint(..., use_reentrant=False): otherwise each region runs its own backward()"
-            )
+            refuse_second_backward("provisional")
         if not self._sample and weight.fragments:
             found = _fingerprint_of(weight.fragments[0])
             if found is not None:

@@ -409,7 +409,8 @@ class Steps:
         self.provisional.end_step()
         self.backward.end_step()
         if self.updated and not self.health.broken:
-            if any(one.has_gradient for one in self.binding.buckets if one not in self.updated):
+            left = [one for one in self.binding.buckets if one not in self.updated]
+            if self.when.step_in_backward or any(one.has_gradient for one in left):
                 _log.warning(
                     "a step is given up after %d of %d buckets: their parameters are one step ahead",
                     len(self.updated),

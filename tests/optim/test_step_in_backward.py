@@ -293,7 +293,30 @@ def test_what_it_may_be(tmp_path):
         NVMeOptimizer(model().parameters(), paths=tmp_path, step_in_backward="yes")
 
 
-def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):
+@pytest.mark.parametrize("settings", [True, "provisional"])
+def test_gradients_for_another_optimizer_are_dropped_under_no_sync(tmp_path, caplog, settings):
+    """As those that a generator's loss has for the discriminator."""
+
+    def program(make):
+        torch.manual_seed(0)
+        one, other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+        its, others = make(one.parameters(), lr=0.1), make(other.parameters(), lr=0.1)
+        for _ in range(3):
+            with others.no_sync():
+                other(one(torch.ones(2, 8))).sum().backward()
+            its.step()
+            for optimizer in (its, others):
+                optimizer.zero_grad()
+            other(one(torch.ones(2, 8)).detach()).sum().backward()
+            others.step()
+            others.zero_grad()
+        return [*one.parameters(), *other.parameters()]
+
+    assert after_and_in_backward(program, tmp_path, settings) == []
+    assert "given up" not in caplog.text
+
+
+def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path, caplog):
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
         for clear in (
@@ -305,10 +328,17 @@ def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):
             optimizer.step()
             clear()
         loss_of(net, 0).backward()
+        assert "is given up" not in caplog.text
         optimizer.zero_grad(set_to_none=False)  # without a step
+        assert "is given up" in caplog.text
         loss_of(net, 0).backward()
         optimizer.step()
         assert optimizer.stats().step == 5
+        net.zero_grad()
+        with pytest.raises(UsageError, match=r"a second backward\(\) before step\(\)"):
+            for _ in range(2):
+                loss_of(net, 0).backward()
+                net.zero_grad()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns
