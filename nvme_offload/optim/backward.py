@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .steps import Steps
 
 _log = logging.getLogger(__name__)
+_USED = "_nvme_offload_used"  # key in the __dict__ of a gradient
 
 
 class BackwardUpdates:
@@ -299,6 +300,18 @@ class BackwardUpdates:
             if gradient is not None and isinstance(local_as_it_is(gradient), SpentGradient):
                 weight.parameter.grad = None
 
+    def forget_replaced(self) -> bool:
+        """A step that failed has updated buckets, and now the program makes a step. Have it update
+        those again whose gradients are other tensors now, as after `model.zero_grad()`. Changes in
+        place, as by clipping, make no other gradient. Returns: whether there are any.
+        """
+        owner = self._owner
+        if not self._updated or owner.overlap.step is not None or self._when.step_in_backward:
+            return False
+        replaced = {one for one in self._updated if _was_replaced(one, owner.count)}
+        self._updated -= replaced
+        return bool(replaced)
+
     def forget(self) -> None:
         """Buckets were replaced: forget which gradients they wait for."""
         self._waiting.clear()
@@ -380,6 +393,19 @@ def _at_end_of_pass(act: Callable[[], Any]) -> None:
     """Make autograd call *act* at the end of this backward pass, unless an exception ends it."""
     engine: Any = torch.autograd.Variable
     engine._execution_engine.queue_callback(act)
+
+
+def mark_used(bucket: Bucket, count: int) -> None:
+    """Record that step *count* has used the present gradients of *bucket*: see `forget_replaced`."""
+    for fragment in bucket.fragments:
+        if (gradient := fragment.weight.parameter.grad) is not None:
+            gradient.__dict__[_USED] = count
+
+
+def _was_replaced(bucket: Bucket, count: int) -> bool:
+    """Whether *bucket* has a gradient that step *count* has not used."""
+    gradients = [fragment.weight.parameter.grad for fragment in bucket.fragments]
+    return any(one is not None and one.__dict__.get(_USED) != count for one in gradients)
 
 
 def check_gradient(weight: Weight) -> None:

@@ -18,7 +18,7 @@ from ..parameters.idle import streamer_of
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier
 from .accumulation import GradientSums
-from .backward import BackwardUpdates, check_gradient
+from .backward import BackwardUpdates, check_gradient, mark_used
 from .binding import Binding, Plan, check_resized, may_be_replaced, parameters_of
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight
@@ -267,9 +267,8 @@ class Steps:
 
     def make(self, closure: Callable[[], Any] | None) -> Any:
         """Make a step after *closure*, which computes gradients, and return its result."""
-        queue = self.overlap
-        tried_again = queue.told
-        queue.check()
+        tried_again = self.overlap.told
+        self.overlap.check()
         self.recover()
         self.health.check()
         result = None
@@ -296,6 +295,8 @@ class Steps:
             if tried_again and not any(one.has_new_gradient for one in self.binding.weights):
                 return  # the step was made already
         self.ended.clear()
+        if self.backward.forget_replaced():
+            self.options.forget()
         self.health.calls.running = True
         self._end_provisional()
         due = self._due()
@@ -361,6 +362,7 @@ class Steps:
         left = self._update(bucket, self.options_of(bucket), self.count, calls)
         self.sums.done(bucket)
         self.options.left(left)
+        mark_used(bucket, self.count)
         self.updated.add(bucket)
         calls.changing = False
 
