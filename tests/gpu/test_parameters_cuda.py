@@ -133,6 +133,43 @@ def test_the_optimizer_gives_the_weights_of_the_model_on_the_gpu(
         assert torch.equal(one, same)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"step_in_backward": True}, {"step_in_backward": True, "state_format": "compact"}],
+)
+def test_halves_of_a_model_stream_to_two_gpus(
+    make: Make, tmp_path: Path, settings: dict[str, Any], fused: bool
+) -> None:
+    """The second is not the current device."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves = nn.ModuleList([_blocks(torch.bfloat16), _blocks(torch.bfloat16)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.halves[1](self.halves[0](x).to("cuda:1"))
+            return found
+
+    model = Halves()
+    in_memory = copy.deepcopy(model)
+    offload = make("60MB")
+    for index in range(2):
+        in_memory.halves[index].to(f"cuda:{index}")
+        offload.parameters(model.halves[index], f"cuda:{index}", gpu_memory="10MB")
+    settings = {"lr": 1e-2, "fused": fused, **settings}
+    own = offload.optimizer(model.parameters(), **settings)
+    losses = _train(model, own, torch.bfloat16, clips=False)
+    with NVMeOptimizer(
+        in_memory.parameters(), paths=tmp_path, host_memory="200MB", **settings
+    ) as other:
+        assert _train(in_memory, other, torch.bfloat16, clips=False) == losses
+    for one, same in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
 @pytest.mark.parametrize("gpu_memory", ["10MB", "16MB", "40MB", "auto"])
 def test_every_share_of_the_model_on_the_gpu_gives_the_same_bits(
     make: Make, gpu_memory: str
