@@ -166,11 +166,10 @@ class ActivationCache:
                 self._storages.begin_step()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Offload *tensor*, or keep it on its device. Raises: the drive's errors; UnsupportedError;
-        UsageError when closed.
-        """
-        # A forked DataLoader worker has neither the memory nor the engine.
-        if is_weight(tensor) or os.getpid() != self._process_id:
+        """Offload *tensor*, or keep it on its device. Raises: the drive's errors; UnsupportedError."""
+        # A forked DataLoader worker has neither the memory nor the engine. When closed, a
+        # KeyboardInterrupt at the end of the context has left the hooks to all later passes.
+        if is_weight(tensor) or self._closed or os.getpid() != self._process_id:
             return Stayed(tensor)
         if is_distributed(tensor):
             # Its parts do not share its version counter.

@@ -341,6 +341,17 @@ def test_a_forked_child_computes_in_its_own_memory(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_context_that_a_keyboard_interrupt_has_left_entered_can_be_closed(tmp_path: Path) -> None:
+    model, x = made("layers")
+    model.eval()
+    expected = gradients(model, x)
+    model.zero_grad(set_to_none=True)
+    with save_on_nvme(tmp_path, 1 << 10, "100KB") as offload:
+        offload.close()
+        loss_of(model, x, 1).backward()
+    assert same([parameter.grad for parameter in model.parameters()], expected)
+
+
 def test_a_closed_context_is_not_entered(tmp_path: Path) -> None:
     offload = save_on_nvme(tmp_path)
     offload.close()
