@@ -108,6 +108,26 @@ def test_several_graphs_and_a_backward_inside(make: Make) -> None:
         assert same(step(offload), expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_halves_of_a_model_on_two_gpus(make: Make) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves = nn.ModuleList([blocks(4, 256), blocks(4, 256).to("cuda:1")])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.halves[1](self.halves[0](x).to("cuda:1"))
+            return found
+
+    model = Halves()
+    x = torch.randn(64, 64, 256, device="cuda")
+    expected = gradients(model, x)
+    offload = make(40 << 20)
+    for _ in range(3):
+        assert same(gradients(model, x, offload), expected)
+    assert offload.stats().bytes_read > 10_000_000
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks(reentrant: bool, make: Make) -> None:
     model = blocks(4, 128)

@@ -256,7 +256,8 @@ def test_a_model_in_training(tmp_path, in_backward):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"state_format": "compact"}])
+def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path, settings):
     def run(in_backward):
         torch.manual_seed(0)
         halves = [
@@ -265,7 +266,7 @@ def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path):
         ]
         params = [parameter for half in halves for parameter in half.parameters()]
         with NVMeOptimizer(
-            params, paths=tmp_path, host_memory="4MB", step_in_backward=in_backward
+            params, paths=tmp_path, host_memory="4MB", step_in_backward=in_backward, **settings
         ) as optimizer:
             for step in range(3):
                 halves[1](
