@@ -40,6 +40,10 @@ class _StreamedParameter(torch.nn.Parameter):
         """Make a Parameter: some programs call `type(parameter)`."""
         return torch.nn.Parameter(*args, **kwargs)
 
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        with torch.no_grad():
+            return repr(torch.nn.Parameter(self.clone(), self.requires_grad))
+
     def detach(self) -> Any:
         """As of a Tensor. Raises: UsageError for a new Parameter, which torch makes of the result."""
         if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
@@ -60,9 +64,6 @@ class _StreamedParameter(torch.nn.Parameter):
 
 class UsedParameter(_StreamedParameter):
     """A streamed parameter with its values on the device. Functions get it as any Parameter."""
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Parameter containing:\n{self.detach()!r}"
 
     @property
     def data(self) -> torch.Tensor:

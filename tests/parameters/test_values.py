@@ -182,6 +182,7 @@ def test_a_parameter_is_copied_with_its_values(pair):
     for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), one.clone(), one + 0):
         assert torch.equal(copied, other)
     assert type(copy.deepcopy(one)) is nn.Parameter
+    assert repr(one) == repr(other)
 
 
 def test_a_copy_of_the_model_is_refused(pair):
