@@ -12,7 +12,7 @@ from ..errors import OffloadError
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import PHASES, Profile
-from ..sizes import AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
+from ..sizes import AHEAD_PARTS, AUTO_SHARE, FORWARD_SHARE, MARGIN_PARTS
 from ..units import format_gb
 from .model import Model
 from .passes import Work, activation_bytes, saved_bytes
@@ -373,6 +373,11 @@ def _plan(
         resident,
     )
     phases = step.phases()
+    # While copies take longer than backward, states are copied to the GPU before their updates.
+    stay = strategy.ours and not (moved.total or strategy.streams)
+    if machine.gpu and stay and strategy.windows == ("backward",) and phases[-1].bound == "copies":
+        states = strategy.state_bytes * model.trained / world.size
+        gpu_bytes += int(min(states / AHEAD_PARTS, _left_on(machine.gpu, gpu_bytes)))
     known = bool(speeds) or not (moved.total or spilled)
     seconds = sum(phase.seconds for phase in phases) if known else None
     tokens = work.tokens * work.accumulation * world.size

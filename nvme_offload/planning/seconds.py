@@ -84,6 +84,14 @@ class Phase(NamedTuple):
         return self.times * max(sums, default=0.0)
 
     @property
+    def bound(self) -> str:
+        """The name of the first term of the longest sequence; "" if there is none."""
+        longest = max(
+            self.beside, key=lambda terms: sum(term.seconds for term in terms), default=()
+        )
+        return longest[0].name if longest else ""
+
+    @property
     def formula(self) -> str:
         """The formula of the seconds."""
         texts = [

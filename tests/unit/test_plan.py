@@ -383,10 +383,12 @@ def test_several_micro_batches_leave_all_gradients_on_the_gpu():
     for name in ("plain-in-backward", "plain-in-backward-compact"):
         assert once[name].fits
         assert not eight[name].fits
-        assert eight[name].gpu_bytes > once[name].gpu_bytes + 2 * 7e9 * 0.9
+        # of weights and gradients
+        assert once[name].gpu_bytes < (2 + 2) * 7e9 < eight[name].gpu_bytes
     host = "plain-host-gradients"
     assert eight[host].fits
-    assert eight[host].gpu_bytes == once[host].gpu_bytes == once["plain-in-backward"].gpu_bytes
+    # which has a share of the states on the GPU before their updates
+    assert eight[host].gpu_bytes == once[host].gpu_bytes < once["plain-in-backward"].gpu_bytes
     # gradients displace states once a step
     assert eight[host].written_bytes == once[host].written_bytes
     assert update_seconds(eight[host]) == update_seconds(once[host])
