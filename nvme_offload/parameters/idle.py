@@ -88,7 +88,10 @@ class IdleParameter(_StreamedParameter):
         kwargs = kwargs or {}
         if function in _WITHOUT_VALUES:
             return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
-        found = list({id(one): one for one in instances(IdleParameter, (args, kwargs))}.values())
+        for kind in IdleParameter, _StreamedParameter:  # another thread may use it by now
+            found = list({id(one): one for one in instances(kind, (args, kwargs))}.values())
+            if found:
+                break
         if not found:
             raise UsageError(
                 f"{_name(function)} got a streamed parameter in a container other than a list, tuple or dict: pass a clone() of the parameter"
