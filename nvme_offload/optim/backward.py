@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
@@ -41,8 +42,9 @@ class BackwardUpdates:
         self._spent: dict[Weight, None] = {}
         # per bucket, the weights whose gradients are not complete
         self._waiting: dict[Bucket, set[Weight]] = {}
-        # backward passes that have updated parameters and have not ended
-        self._passes: set[int] = set()
+        # Backward passes that have updated parameters and have not ended, with the callbacks of their
+        # ends: the engine drops the callbacks of a pass that an exception ends.
+        self._passes: dict[int, weakref.ref[Callable[[], Any]]] = {}
         self._bound_in_pass = -1  # the pass in which the binding was last checked
         self._draining_pass = -1  # the pass that waits at its end for parameters in host memory
         self._has_begun = False  # an update of the present step has begun
@@ -280,15 +282,15 @@ class BackwardUpdates:
         if getattr(compiled, "in_compiled_autograd_region", False):
             return  # compiled autograd does not call the engine's callbacks
         if number != -1 and number not in self._passes:
-            _at_end_of_pass(lambda: self._passes.discard(number))
-            self._passes.add(number)
+            end = functools.partial(self._passes.pop, number, None)  # which no traceback refers to
+            _at_end_of_pass(end)
+            self._passes[number] = weakref.ref(end)
 
     def was_cut_short(self) -> bool:
         """Whether an exception has ended a backward pass after an update, since the last call."""
-        if not self._passes or torch._C._current_graph_task_id() != -1:
-            return False
-        self._passes.clear()
-        return True
+        # Another thread may still be in its pass.
+        ended = [number for number, end in list(self._passes.items()) if end() is None]
+        return bool([self._passes.pop(number, None) for number in ended])
 
     def end_step(self) -> None:
         """The step has ended, or is dropped. Remove consumed gradients."""

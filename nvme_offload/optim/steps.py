@@ -526,12 +526,12 @@ class Steps:
             health.mark_broken("the thread of the updates has ended")
         if self.backward.was_cut_short():
             health.mark_broken("backward() failed after a part of its updates")
-        jobs_run = queue.is_running
-        if not (
-            health.calls.running or (health.jobs.running and not jobs_run) or self.sums.running
-        ):
-            return
         with self.lock:
+            jobs_run = queue.is_running
+            if not (
+                health.calls.running or (health.jobs.running and not jobs_run) or self.sums.running
+            ):
+                return
             if jobs_run:
                 queue.quiesce()
             self.tier.end_uses()

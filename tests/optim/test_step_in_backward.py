@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import pickle
+import threading
 
 import pytest
 import torch
@@ -284,6 +285,33 @@ def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loade
             for one, its in ((net, optimizer), (plain, reference)):
                 step_of(one, its, step)
     assert differing(list(net.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.parametrize("settings", [True, "provisional"])
+def test_a_state_dict_in_another_thread_is_no_failed_backward(tmp_path, settings):
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(context, batch):
+            return batch.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            thread = threading.Thread(target=lambda: taken.append(optimizer.state_dict()))
+            thread.start()
+            thread.join()
+            return gradient
+
+    net, taken = model(), []
+    with NVMeOptimizer(
+        [{"params": layer.parameters()} for layer in (net[0], net[2], net[4])],
+        paths=tmp_path,
+        step_in_backward=settings,
+    ) as optimizer:
+        for _ in range(2):
+            net[2:](Asking.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(taken) == 2
 
 
 def test_what_it_may_be(tmp_path):
