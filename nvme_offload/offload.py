@@ -44,7 +44,8 @@ class Offload:
         A directory on a drive, or several on different drives, which values are spread over.
     host_memory
         The most pinned host memory to use: bytes, or a size such as "8GB". "auto" takes a share of
-        the memory available now. Values that fit in it never touch a drive.
+        the memory available now, and of the memory that `parameters` frees. Values that fit in it
+        never touch a drive.
     aio
         Settings of the engine. By default those that `nvme-sweep` chose for the drive.
 
@@ -68,6 +69,7 @@ class Offload:
     ) -> None:
         self._paths = paths_of(paths, "Offload")
         memory = memory_size(host_memory)
+        self._automatic = memory == "auto"
         self._memory = SharedMemory(automatic_bytes() if memory == "auto" else memory)
         self._aio = engine_config(self._paths[0]) if aio is None else aio
         self._parts: list[weakref.ref[Any]] = []  # with a method close; the first is closed last
@@ -118,13 +120,16 @@ class Offload:
         IOFailure
             A path cannot be used.
         """
-        from .parameters.setup import check, stream
+        from .parameters.setup import check, freed_bytes, stream
         from .parameters.weights import SavedWeights
 
         target = _indexed(device)
         limit = memory_size(gpu_memory, "gpu_memory")
         # an optimizer and activations, if anything can be trained
         later = 2 if check(model, has_values=weights is None) else 0
+        if self._automatic and weights is None:  # the model was in memory, and now makes room
+            grown = automatic_bytes(freed_bytes(model))
+            self._memory.nbytes = max(self._memory.nbytes, grown)
         with self._part(host_memory, later, grows=False) as share, ExitStack() as undo:
             tier = Tier(self._paths, self._aio, host_memory=share)
             undo.callback(tier.close)

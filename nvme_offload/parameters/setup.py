@@ -11,6 +11,7 @@ import torch
 
 from ..device.stayed import require_hooks
 from ..errors import TooLittleMemoryError, UnsupportedError, UsageError
+from ..hardware.machine import anonymous_bytes
 from ..sizes import STREAMED_IN_MEMORY, STREAMED_SLOTS
 from ..swap.tier import STEP_BYTES, Tier
 from ..units import format_bytes
@@ -60,7 +61,7 @@ def stream(
             target.copy_(one.detach())
 
     division = _divide(model, tier.cap_bytes, gpu_memory)
-    tier.require_memory(division.nbytes, freed_bytes=0 if saved is not None else division.cpu_bytes)
+    tier.require_memory(division.nbytes, freed_bytes=freed_bytes(model) if saved is None else 0)
     tier.require_space(max(division.nbytes - tier.cap_bytes, 0))
     idle.refuse_in_transforms()
     grows = gpu_memory is None and device.type == "cuda"
@@ -92,6 +93,14 @@ def stream(
     return streamer
 
 
+def freed_bytes(model: torch.nn.Module) -> int:
+    """The host memory that streaming the parameters of *model* frees. Memory that maps a file is
+    available before.
+    """
+    sizes = (one.nbytes for one in model.parameters() if one.device.type == "cpu")
+    return min(sum(sizes), anonymous_bytes())
+
+
 class _Divided:
     """The *buckets* of a model, and the parameters that stay on the device. *together*: parameters
     that are used together, of each compiled block.
@@ -107,12 +116,6 @@ class _Divided:
         self.stays = stays
         self.largest = max((bucket.nbytes for bucket in buckets), default=0)
         self.nbytes = sum(bucket.tier_nbytes for bucket in buckets)
-        self.cpu_bytes = sum(
-            place.nbytes
-            for bucket in buckets
-            for place in bucket.places
-            if place.parameter.device.type == "cpu"
-        )
         self.stays_bytes = sum(one.numel() * one.element_size() for one in stays)
         bucket_of = {place.parameter: one for one in buckets for place in one.places}
         at_once = [len({bucket_of[one] for one in used if one in bucket_of}) for used in together]

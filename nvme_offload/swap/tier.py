@@ -18,7 +18,7 @@ from ..errors import NoSpaceError, OffloadError, UsageError, known
 from ..hardware import profile_shelf
 from ..hardware.config import AioConfig
 from ..hardware.drive import describe, filesystem_space
-from ..hardware.machine import anonymous_bytes, available_bytes, gpu_count, physical_bytes
+from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
 from ..sizes import AUTO_SHARE, overflow
 from ..store.store import TensorStore, paths_of
@@ -361,8 +361,7 @@ class Tier:
         the tier takes them. Raises: UsageError.
         """
         ranks = local_ranks()
-        # to free memory that maps a file makes no more available
-        available = available_bytes() // ranks + min(freed_bytes, anonymous_bytes())
+        available = available_bytes() // ranks + freed_bytes
         if self._swapper is None and self._automatic:
             self.cap_bytes = min(self.cap_bytes, int(available * AUTO_SHARE))
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes
@@ -439,10 +438,12 @@ def _collect_dropped() -> None:
         gc.collect()
 
 
-def automatic_bytes() -> int:
-    """The budget "auto": a share of the memory available now, divided by the ranks of this machine."""
+def automatic_bytes(freed_bytes: int = 0) -> int:
+    """The budget "auto": a share of the memory available now, divided by the ranks of this machine, and
+    of *freed_bytes* that this process has yet to free.
+    """
     _collect_dropped()
-    return int(available_bytes() * AUTO_SHARE / local_ranks())
+    return int((available_bytes() / local_ranks() + freed_bytes) * AUTO_SHARE)
 
 
 def local_ranks() -> int:

@@ -56,6 +56,17 @@ def _written(offload: Offload) -> int:
     return found
 
 
+def test_auto_counts_the_memory_that_the_model_frees(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _Layers()
+    monkeypatch.setattr("nvme_offload.swap.tier.available_bytes", lambda: PARAMETERS)
+    offload = make("auto")
+    offload.parameters(model, "cpu")
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert _written(offload) == 0
+
+
 def _train(offload: Offload, *, activations: bool = True, **settings: Any) -> list[int]:
     """The bytes that each step writes to the drive."""
     model = _Layers()
