@@ -26,7 +26,7 @@ from .buckets import Weight
 from .forwarding import Forwarding
 from .inner import Maker, follow
 from .modes import fixed_modes
-from .options import When, materialised, samples_of
+from .options import When, materialised, require_flags, samples_of
 from .stats import UpdateStats
 from .steps import Steps
 from .update_device import UpdateDevice
@@ -147,6 +147,7 @@ class NVMeOptimizer(Forwarding):
         **kwargs: Any,
     ) -> None:
         place_updates = UpdateDevice(update_device).of
+        require_flags(overlap_step=overlap_step, elementwise=elementwise, masters=masters)
         when = When(step_in_backward, bool(overlap_step), accumulate)
         given = materialised(params)
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))

@@ -51,6 +51,13 @@ def refuse_second_backward(step_in_backward: object) -> NoReturn:
     )
 
 
+def require_flags(**given: object) -> None:
+    """Raises: UsageError for a value that is not True or False, such as "no", which is true in Python."""
+    for name, value in given.items():
+        if value not in (True, False):
+            raise UsageError(f"{name} must be True or False, not {value!r}")
+
+
 class StepOptions:
     """The options of groups when a step began, and after its updates. Each update starts from the
     same options, and the last ones are kept: an optimizer that changes its group does so once a

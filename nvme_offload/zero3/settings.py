@@ -223,7 +223,8 @@ def _question_names(ds_config: Mapping[str, Any]) -> None:
 
 def _is_taken_for_ours(ds_config: Mapping[str, Any], key: str) -> bool:
     section = ds_config[key]
-    if key in (SECTION, "aio"):  # `_config_warnings` has a better line about "aio"
+    # `_config_warnings` has a better line about "aio"; DeepSpeed refuses unknown keys in the other
+    if key in (SECTION, "aio", "zero_optimization"):
         return False
     if isinstance(section, Mapping) and not _OWN_KEYS.isdisjoint(section):
         return True

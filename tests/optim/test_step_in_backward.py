@@ -319,6 +319,9 @@ def test_what_it_may_be(tmp_path):
         UsageError, match='must be False, True, "local" or "provisional", not \'yes\''
     ):
         NVMeOptimizer(model().parameters(), paths=tmp_path, step_in_backward="yes")
+    for name, value in (("masters", "no"), ("masters", None), ("overlap_step", "false")):
+        with pytest.raises(UsageError, match=f"{name} must be True or False, not {value!r}"):
+            NVMeOptimizer(model().parameters(), paths=tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize("settings", [True, "provisional"])

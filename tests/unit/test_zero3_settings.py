@@ -237,6 +237,7 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
             }
         },
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {**ON_NVME, "host_memory": "8GB"}},  # DeepSpeed refuses it
         {
             "nvme_offload": {"missing_gradients": "last", "state_format": "exact"},
             "zero_optimization": PARAMETERS_ON_NVME,
