@@ -32,7 +32,7 @@ def replace_process(command: Sequence[str]) -> int:
     sys.stderr.flush()
     try:
         os.execvpe(command[0], tuple(command), environment)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # an empty name raises ValueError
         said, status = "command not found", NOT_FOUND
     except OSError as error:
         said, status = str(error.strerror), NOT_EXECUTABLE

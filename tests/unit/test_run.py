@@ -74,6 +74,7 @@ def test_an_environment_that_is_not_activated_comes_first():
     ("command", "status", "line"),
     [
         (["no-such-command", "--flag"], 127, "no-such-command: command not found"),
+        ([""], 127, ": command not found"),
         (["/no/such/command"], 127, "/no/such/command: command not found"),
         (["/etc/passwd"], 126, "/etc/passwd: Permission denied"),
         ([], 2, "Missing argument 'COMMAND [ARGS]...'."),
