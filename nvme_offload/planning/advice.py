@@ -85,13 +85,15 @@ def _rank(plan: Plan) -> tuple[object, ...]:
 
 
 def hiding(question: Question, found: Sequence[Plan]) -> tuple[Plan, int] | None:
-    """The plan with the least rounding whose drive the smallest fitting micro-batch hides, and that
-    batch.
+    """The plan with the least rounding whose drive a larger fitting micro-batch hides, and the smallest
+    such batch; None if the batch hides the drive already.
     """
     tries = [plan for plan in found if plan.fits and plan.free_tokens]
     for plan in sorted(tries, key=lambda plan: (plan.rounding, plan.free_tokens)):
         micro_batch = math.ceil((plan.free_tokens or 0.0) / question.work.sequence)
-        changed = _working(question, micro_batch=max(micro_batch, question.work.micro_batch))
+        if micro_batch <= question.work.micro_batch:
+            return None
+        changed = _working(question, micro_batch=micro_batch)
         again = {each.strategy.name: each for each in changed.answers()}
         if again[plan.strategy.name].fits:
             return plan, micro_batch

@@ -295,6 +295,7 @@ def test_a_batch_that_hides_the_drive_fits(memory):
     ((batch, title),) = re.findall(
         r"With --micro-batch (\d+), the drive no longer limits (.*?): ", text
     )
+    assert "no longer limits" not in plan(*ask, "--micro-batch", batch).output
     reported = json.loads(plan(*ask, "--micro-batch", batch, "--json").output)
     (longer,) = [each for each in reported["plans"] if each["title"] == title]
     assert longer["fits"]
