@@ -135,7 +135,7 @@ class Tier:
             aio.queue_depth,
             aio.thread_count,
         )
-        self.close = weakref.finalize(self, _close, self._resources)
+        self.close = weakref.finalize(self, _close, self._resources, os.getpid())
         if self._share is not None:
             self._share.memory.add(self)
 
@@ -546,7 +546,9 @@ def _check_place(path: str) -> None:
         )
 
 
-def _close(resources: contextlib.ExitStack) -> None:
+def _close(resources: contextlib.ExitStack, process_id: int) -> None:
+    if os.getpid() != process_id:
+        return  # a forked child has neither the engine's threads nor the transfers
     try:
         resources.close()
     except OffloadError as error:
