@@ -27,12 +27,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ..device.stayed import innermost_hooks
+from ..errors import known
 from . import storages
 from .cache import ActivationCache
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+# Of torch 2.14 or newer, and of older ones; the newer ones also have the second, which calls the first.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
 # Both modules call the generator by a global name.
 _CALLERS = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_RESPECTS = "respect_saved_tensors_hooks"  # an argument of torch 2.14
 _DEPTH = 8  # of containers in containers
 _PARTS = 1000  # that are searched for tensors that stay in memory
 
@@ -47,44 +53,40 @@ def install() -> None:
     """
     for name in _CALLERS:
         module = sys.modules.get(name)
-        generator = getattr(module, _GENERATOR, None)
-        if generator is not None and not hasattr(generator, "offloads"):
-            setattr(module, _GENERATOR, _offloading(generator))
+        called = next((one for one in _GENERATORS if hasattr(module, one)), None)
+        if called is not None and not hasattr(getattr(module, called), "offloads"):
+            setattr(module, called, _offloading(getattr(module, called)))
 
 
 def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap *generator*, which runs before and after the forward pass of a checkpointed function."""
-    # The checkpointed function, the settings of the checkpoint; then the function's arguments.
-    settings = [
-        name
-        for name, one in inspect.signature(generator).parameters.items()
-        if one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    contexts_at = settings.index("context_fn")
+    signature = inspect.signature(generator)
 
     @functools.wraps(generator)
     def checkpointed(*given: Any, **keywords: Any) -> Any:
         cache = _innermost_cache()
         around = _forward.cache if innermost_hooks(ignores_tracing=False) else None
-        if not torch.is_grad_enabled() or len(given) < len(settings):
+        if not torch.is_grad_enabled() or (cache is None and around is None):
             return generator(*given, **keywords)
+        bound = signature.bind(*given, **keywords)
+        bound.apply_defaults()
+        call = bound.arguments
         if cache is None:
-            if around is not None:
-                _warn_bypassing(around, given[0], given[len(settings) :], keywords)
+            _warn_bypassing(known(around), call["fn"], call["args"], call["kwargs"])
             return generator(*given, **keywords)
-        function, *own = given[: len(settings)]
-        # The generator itself saves the tensors that are positional arguments.
-        arguments = given[len(settings) :]
-        if own[contexts_at - 1] is not _untyped_checkpoint.noop_context_fn:
-            own[contexts_at - 1] = functools.partial(_contexts, cache, own[contexts_at - 1])
+        if call["context_fn"] is not _untyped_checkpoint.noop_context_fn:
+            call["context_fn"] = functools.partial(_contexts, cache, call["context_fn"])
+            if call.get(_RESPECTS, False) is None:
+                call[_RESPECTS] = False  # `_contexts` offloads, and torch would warn
         inputs = _Inputs(cache)
-        function, keywords = inputs.take((function, keywords))
-        arguments = tuple(
-            one if isinstance(one, torch.Tensor) else inputs.take(one) for one in arguments
+        function, call["kwargs"] = inputs.take((call["fn"], call["kwargs"]))
+        # The generator itself saves the tensors that are positional arguments.
+        call["args"] = tuple(
+            one if isinstance(one, torch.Tensor) else inputs.take(one) for one in call["args"]
         )
-        _warn_bypassing(cache, function, arguments, keywords)
-        made = generator(inputs.restoring(function), *own, *arguments, **keywords)
-        return _within(made, cache)
+        _warn_bypassing(cache, function, call["args"], call["kwargs"])
+        call["fn"] = inputs.restoring(function)
+        return _within(generator(*bound.args, **bound.kwargs), cache)
 
     checkpointed.offloads = True  # type: ignore[attr-defined]
     return checkpointed
@@ -138,8 +140,8 @@ def _innermost_pack() -> Any:
     tensors to the hook outside of it.
     """
     hooks = innermost_hooks(ignores_tracing=False)
-    while hooks and getattr(getattr(hooks[0], "__self__", None), "outer", None):
-        hooks = hooks[0].__self__.outer
+    while hooks and getattr(hooks[0], "outer", None):
+        hooks = hooks[0].outer
     return hooks[0] if hooks else None
 
 

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedError, UsageError
 from .entrances import Entrances, instances
 
 _FRAMES = 12  # of a caller in torch
-_functorch: Any = torch._C._functorch
+_untyped_torch: Any = torch._C
+_functorch = _untyped_torch._functorch
 _TRACERS = "torch._dynamo", "torch._export"
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
@@ -97,7 +99,8 @@ class IdleParameter(_StreamedParameter):
                 f"{_name(function)} got a streamed parameter in a container other than a list, tuple or dict: pass a clone() of the parameter"
             )
         if function in _OF_FORM:
-            form = torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")
+            with outside_of_modes():
+                form = torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")
             return function(form, *args[1:], **kwargs)
         if function in _ADDRESSES or (function == _CUDA_ARRAY and found[0].is_cuda):
             _refuse_address(function)
@@ -137,6 +140,15 @@ class IdleParameter(_StreamedParameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
+
+
+def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
+    """Context in which the caller's dispatch modes see no operation. Selective checkpointing counts
+    operations, and returns what the same number of the forward pass returned.
+    """
+    if _untyped_torch._len_torch_dispatch_stack() == 0:
+        return contextlib.nullcontext()
+    return _disable_current_modes()
 
 
 def as_it_is(function: Any, *args: Any) -> Any:

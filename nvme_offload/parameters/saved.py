@@ -21,7 +21,12 @@ _autograd: Any = torch._C._autograd
 
 
 class SavedTensors:
-    """Hooks for the parameters of *streamer*. All other tensors are passed to the *outer* hooks."""
+    """Hooks for the parameters of *streamer*: `__call__` packs a tensor, and `unpack` restores it. All
+    other tensors are passed to the *outer* hooks.
+    """
+
+    # Selective checkpointing of torch 2.14 uses the outer hooks, as with hooks of checkpoints.
+    _checkpoint_internal = True
 
     def __init__(self, streamer: Streamer, outer: Any) -> None:
         self._streamer = streamer
@@ -36,7 +41,14 @@ class SavedTensors:
         """Whether the hooks are for parameters of *streamer*."""
         return self._streamer is streamer
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    @property
+    def _user_hooks(self) -> Any:
+        """The innermost hooks that are not a checkpoint's."""
+        if getattr(self.outer and self.outer[0], "_checkpoint_internal", False):
+            return getattr(self.outer[0], "_user_hooks", None)
+        return self.outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps of *tensor*."""
         slot = None
         if _is_plain(tensor):
@@ -89,7 +101,7 @@ def hide_from_compiler() -> None:
     tensor that the compiler has left to torch.
     """
     disable: Any = torch.compiler.disable  # untyped there
-    for name in "pack", "unpack":
+    for name in "__call__", "unpack":
         hook = getattr(SavedTensors, name)
         if not hasattr(hook, "_torchdynamo_disable"):
             setattr(SavedTensors, name, disable(hook))
@@ -105,7 +117,7 @@ def push(streamer: Streamer) -> SavedTensors | None:
     if (owner := _owner(outer)) is not None and owner.is_for(streamer):
         return None
     own = SavedTensors(streamer, outer)
-    _autograd._push_saved_tensors_default_hooks(own.pack, own.unpack)
+    _autograd._push_saved_tensors_default_hooks(own, own.unpack)
     return own
 
 
@@ -126,7 +138,7 @@ def pop(own: SavedTensors | None) -> None:
 
 
 def _owner(hooks: Any) -> SavedTensors | None:
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    owner = None if hooks is None else hooks[0]
     return owner if isinstance(owner, SavedTensors) else None
 
 

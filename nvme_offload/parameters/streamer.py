@@ -93,7 +93,7 @@ class Streamer:
     def begin(self, bucket: Bucket) -> None:
         """Begin a use of *bucket*. Raises: as `TensorSwapper.swap_in`; no use has begun then."""
         idle.check_no_derivative()
-        with self._lock:
+        with self._lock, idle.outside_of_modes():
             self._present(bucket)
             bucket.users += 1
             self._note(bucket)
@@ -151,7 +151,7 @@ class Streamer:
         stride: tuple[int, ...],
     ) -> torch.Tensor:
         """A view of the values of *bucket*, which keeps the slot until it is dropped."""
-        with self._lock, torch.inference_mode(False):
+        with self._lock, idle.outside_of_modes(), torch.inference_mode(False):
             slot = self._present(bucket)
             empty: Any = torch.empty(0, dtype=dtype, device=self._device)
             viewed: torch.Tensor = empty.set_(slot.storage, offset, size, stride)
@@ -193,7 +193,7 @@ class Streamer:
         """
         if parameter not in self._of:
             return parameter.detach().cpu()
-        with self._lock, torch.inference_mode(False):
+        with self._lock, idle.outside_of_modes(), torch.inference_mode(False):
             bucket = self._of[parameter]
             place = bucket.place_of(parameter)
             copied = torch.empty(place.shape, dtype=place.dtype)
@@ -440,7 +440,7 @@ class Streamer:
             if self._first_module is None:
                 self._first_module = weakref.ref(module)
             elif self._first_module() is module:
-                with self._lock:
+                with self._lock, idle.outside_of_modes():
                     self._begin_period()
         running.frames.append(_Frame(module, push(self)))
         for parameter in parameters:

@@ -297,7 +297,7 @@ def test_a_part_of_a_buffer_whose_rest_changes(tmp_path):
 
 
 # torch's decompositions, which it loads now, use it
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives(tmp_path):
     torch.manual_seed(0)
     block, x, mask, tangent = Block(), *(torch.rand(ROWS, WIDTH) for _ in range(3))

@@ -129,14 +129,15 @@ def test_what_is_compiled_is_the_same_as_in_memory(make: Make, breaks: bool) -> 
         return graph.forward
 
     model = _Model(breaks)
-    model.blocks.append(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))  # dynamo skips torch's code
+    # before torch 2.15, dynamo skips torch's code
+    model.blocks.append(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))
     in_memory = copy.deepcopy(model)
     for block in (*in_memory.blocks, *model.blocks):
         block.compile(backend=backend)
     for _ in range(3):
         in_memory(torch.arange(7)).sum().backward()
     expected, graphs = graphs, []
-    assert len(expected) == (2 if breaks else 1)
+    assert len(expected) in ((2, 3) if breaks else (1, 2))
     torch._dynamo.reset()
     make().parameters(model, "cpu", gpu_memory=_GPU_BYTES)
     for _ in range(3):  # one graph serves all blocks

@@ -5,6 +5,8 @@ the same run with parameters in memory.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ import torch
 from covering import covering
 from modules import Blocks
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError, sizes
 from nvme_offload.optim import provisional
@@ -300,3 +307,43 @@ def test_the_parts_share_one_budget(make: Make) -> None:
     with pytest.raises(UsageError, match="that Offload has left"):
         offload.optimizer(model.parameters(), host_memory="2MB")
     offload.optimizer(model.parameters(), host_memory="1MB")
+
+
+@pytest.mark.parametrize("respects", [None, True])
+@pytest.mark.parametrize("kept", ["products", "every result"])
+def test_selective_checkpoints(make: Make, kept: str, respects: bool | None) -> None:
+    """Their modes count operations, of which streaming is none."""
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        saves = kept == "every result" or "mm" in operator.name()
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    settings: dict[str, Any] = {"use_reentrant": False}
+    settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    if respects is not None:
+        if "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters:
+            pytest.skip("torch is older than 2.14")
+        settings["respect_saved_tensors_hooks"] = respects
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+                for _ in range(24)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + checkpoint(block, x, **settings)
+            return x
+
+    model = Checkpointed()
+    in_memory = copy.deepcopy(model)
+    offload = make("400KB")
+    offload.parameters(model, "cpu", gpu_memory=12 * 4 * WIDTH * WIDTH)
+    own = offload.optimizer(model.parameters(), lr=1e-2, step_in_backward=True)
+    losses = _train(model, own)
+    assert losses == _train(in_memory, torch.optim.AdamW(in_memory.parameters(), lr=1e-2))
+    _assert_equal(model, in_memory)
