@@ -47,6 +47,11 @@ def format_gb(count: float) -> str:
     return f"{scaled:,.0f} GB" if scaled >= 999.5 else f"{Decimal(f'{scaled:.3g}'):f} GB"
 
 
+def format_digits(value: float) -> str:
+    """Format *value* to three digits, or as a whole number: "7.62", "1,467"."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def format_speed(value: float) -> str:
     """Format *value*, a speed in GB/s or a time, to three digits, zeros included: "2.20", "15.1",
     "104".

@@ -14,7 +14,7 @@ from nvme_offload.planning import paste
 from nvme_offload.planning.advice import Change, Question, faster, hiding, shown
 from nvme_offload.planning.paste import weights
 from nvme_offload.planning.plan import DESCRIBED_PATH, UNLIMITED_BYTES, Drive, Machine, Plan
-from nvme_offload.units import format_gb
+from nvme_offload.units import format_digits, format_gb
 
 from .script import script
 
@@ -188,7 +188,7 @@ def _speed(question: Question, plan: Plan) -> str:
         drives = [drive.path for drive in question.machine.drives if not drive.speeds]
         cure = f"run `nvme-sweep {drives[0]}`" if drives else "give --drive-read and --drive-write"
         return f"and its speed is not known before the drive is measured ({cure})"
-    said = f"{plan.seconds:.3g} s a {per}"
+    said = f"{format_digits(plan.seconds)} s a {per}"
     if plan.tokens_per_second is not None:
         return f"{said}, {plan.tokens_per_second:,.0f} tokens a second"
     return f"{said} without compute"
@@ -246,7 +246,7 @@ def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:
         days = rated / (a_day * share)
         lasts = f"{days:.0f} days" if days < 730 else f"{days / 365:.0f} years"
         yield (
-            f"It writes {chosen.written_bytes * share / 1e9:.3g} GB a step and {a_day * share / 1e12:.3g} TB a day to "
+            f"It writes {format_digits(chosen.written_bytes * share / 1e9)} GB a step and {format_digits(a_day * share / 1e12)} TB a day to "
             f"{_name(drive)}: a drive that is rated for {rated / 1e12:,.4g} TB lasts {lasts}."
         )
 
@@ -279,7 +279,7 @@ def _row(plan: Plan, chosen: Plan | None) -> tuple[str, ...]:
         f"{amount / 1e9:.1f}" if amount else "-"
         for amount in (plan.gpu_bytes, plan.host_bytes, plan.drive_bytes)
     )
-    seconds = "?" if plan.seconds is None else f"{plan.seconds:.3g}"
+    seconds = "?" if plan.seconds is None else format_digits(plan.seconds)
     tokens = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:.0f}"
     return ("*" if plan is chosen else "", plan.strategy.title, *sizes, seconds, tokens)
 

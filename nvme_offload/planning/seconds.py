@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..hardware import gpu_models
 from ..hardware.machine import Gpu
 from ..sizes import AHEAD_PARTS, FORWARD_SHARE
+from ..units import format_digits
 from .model import Model
 from .passes import Work, operations
 from .placement import Strategy, World
@@ -95,7 +96,9 @@ class Phase(NamedTuple):
     def formula(self) -> str:
         """The formula of the seconds."""
         texts = [
-            " + ".join(f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms)
+            " + ".join(
+                f"{term.name} {term.how} = {format_digits(term.seconds)} s" for term in terms
+            )
             for terms in self.beside
         ]
         times = f"{self.times} x " if self.times > 1 else ""
@@ -243,7 +246,9 @@ class Step(NamedTuple):
             return (update,)
         share = SLOWED_SHARE[strategy.door]
         busy = sum(term.seconds for term in update)
-        slowed = Term("slowed by the processors", share * busy, f"{share:g} x {busy:.3g} s")
+        slowed = Term(
+            "slowed by the processors", share * busy, f"{share:g} x {format_digits(busy)} s"
+        )
         return update, (*drive, slowed)
 
     def _idle_link_bytes(self) -> float:
@@ -274,7 +279,7 @@ class Step(NamedTuple):
         # of mixed, the rest of the larger amount is alone
         reached = (read + written) / seconds / 1e9 if bound == "mixed" else speeds[bound]
         speed = f"{bound} {share:g} x {reached:.3g} GB/s"
-        how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {speed})"
+        how = f"({format_digits(read / 1e9)} GB read, {format_digits(written / 1e9)} GB written; {speed})"
         return Term("drive", seconds / share, how)
 
 
@@ -296,11 +301,9 @@ def _term(
     scale: float = 1e9,
 ) -> Term:
     """The time for *amount* at a *share* of a speed."""
-    speed = f"{_digits(per_second / scale)} {unit}/s"
+    speed = f"{format_digits(per_second / scale)} {unit}/s"
     if share != 1:
         speed = f"({share:g} x {speed})"
-    return Term(name, amount / per_second / share, f"{_digits(amount / scale)} {unit} / {speed}")
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+    return Term(
+        name, amount / per_second / share, f"{format_digits(amount / scale)} {unit} / {speed}"
+    )

@@ -339,6 +339,13 @@ def test_a_model_that_fits_one_device_needs_no_deepspeed(machine, where):
     assert (said and said[1]) == where
 
 
+def test_steps_of_hours_are_whole_numbers():
+    text = plan("--params", "70B", "--drive-read", "100MB", "--drive-write", "100MB").output
+    assert re.search(r"it fits, \d+,\d{3} s a step", " ".join(text.split()))
+    assert re.search(r"\d+ +\d+,\d{3} +\d+$", text, re.M)
+    assert "e+" not in text
+
+
 def test_six_ways_are_shown_unless_all_are_asked_for():
     few, every = (
         plan("--params", "7B", *CARD, *DRIVE, *all_of).output for all_of in ((), ["--all"])
