@@ -267,7 +267,9 @@ class ActivationCache:
             )
 
     def close(self) -> None:
-        """Wait for copies in flight, then free memory and drives."""
+        """Wait for copies in flight, then free memory and drives. In a forked child, do nothing."""
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
             self.stats()
             self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from ..errors import InvariantError, OffloadError, UsageError
@@ -20,16 +21,27 @@ class Section:
         self.interrupted_by = ""
         self.closed = False
         self._owner = owner
+        self._process_id = os.getpid()
         self._harmless: BaseException | None = None
 
     def check(self) -> None:
-        """Raises: UsageError if the tables are unknown, or the owner is closed."""
+        """Raises: UsageError if the tables are unknown, or the owner is closed or another process's."""
+        self.check_process()
         if self.closed:
             raise UsageError(f"the {self._owner} is closed")
         if self.interrupted_by:
             raise UsageError(
                 f"{self.interrupted_by} interrupted a call of the {self._owner}, which is only partly applied: load a checkpoint, "
                 "or call reset(), which deletes its tensors"
+            )
+
+    def check_process(self) -> None:
+        """Check that the process was not forked since the owner was made: a child has no pinned memory,
+        and a signal would end it if it read some. Raises: UsageError.
+        """
+        if os.getpid() != self._process_id:
+            raise UsageError(
+                f"the {self._owner} belongs to the process that this one was forked from: make one here"
             )
 
     def ignore(self, error: BaseException) -> None:

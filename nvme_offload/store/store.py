@@ -419,10 +419,7 @@ class TensorStore(Closing):
 
     def check_process(self) -> None:
         """Check that the process was not forked since the store was made. Raises: UsageError."""
-        if os.getpid() != self._process_id:
-            raise UsageError(
-                "the store belongs to the process that this one was forked from: make one here"
-            )
+        self._changing.check_process()
 
     @property
     def interrupted(self) -> bool:

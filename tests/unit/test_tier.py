@@ -89,9 +89,10 @@ def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(tmp_pat
     assert (ended.returncode, said) == (0, [])
 
 
-def test_a_forked_child_that_ends_leaves_a_tier_to_its_parent(tmp_path):
+def test_a_forked_child_is_refused_and_leaves_a_tier_to_its_parent(tmp_path):
     script = f"""
 import os, sys, torch
+from nvme_offload.errors import UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.swap.tier import Tier
 tier = Tier([{str(tmp_path)!r}], AioConfig(direct="auto"), host_memory=1 << 20)
@@ -99,7 +100,10 @@ tier.require(1 << 20)
 value = torch.arange(1 << 10)
 tier.swapper.swap_out("value", value)
 if os.fork() == 0:
-    sys.exit()
+    try:
+        tier.swapper.swap_in("value")
+    except UsageError:
+        sys.exit()
 assert os.wait()[1] == 0
 assert torch.equal(tier.swapper.swap_in("value").view(torch.int64), value)
 """
