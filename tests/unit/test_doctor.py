@@ -729,5 +729,5 @@ def test_a_doctor_without_the_extension_still_says_what_works(tmp_path):
     assert not said["works"]
     assert by_name["extension"]["status"] == "problem"
     assert "build it again" in by_name["extension"]["remedy"]
-    assert by_name["torch"]["found"] == torch.__version__
+    assert torch.__version__.startswith(by_name["torch"]["found"])
     assert f"drive {tmp_path}" in by_name
