@@ -204,6 +204,15 @@ def of_33b() -> Measurement:
     return Measurement(report, *found)
 
 
+def of_70b() -> Measurement:
+    """Llama 3.1 70B on one GPU, weights and states streamed from host memory and a drive."""
+    report = "big-models-70b-h200.md"
+    titles = ("a settled step, seconds", "GPU memory, GB", "host memory of the machine, GB")
+    found = [float(row[0]) for title in titles for row in rows(report, title, "measured")]
+    ((moved,),) = rows(report, "GB from + to the drive in a settled step", "measured")
+    return Measurement(report, *found, written(moved))
+
+
 def measurements() -> dict[str, Measurement]:
     """The measurements of the front page, by name."""
     return {
@@ -221,6 +230,7 @@ def measurements() -> dict[str, Measurement]:
         "deepspeed": of_deepspeed(),
         "8b-exact": of_8b_exact(),
         "33b": of_33b(),
+        "70b": of_70b(),
     }
 
 

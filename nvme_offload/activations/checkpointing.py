@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import logging
 import operator
 import sys
 import threading
@@ -42,6 +43,7 @@ _RESPECTS = "respect_saved_tensors_hooks"  # an argument of torch 2.14
 _DEPTH = 8  # of containers in containers
 _PARTS = 1000  # that are searched for tensors that stay in memory
 
+_log = logging.getLogger(__name__)
 _untyped_checkpoint: Any = checkpoint
 _untyped_torch: Any = torch._C
 _forward_ad: Any = torch.autograd.forward_ad
@@ -53,9 +55,30 @@ def install() -> None:
     """
     for name in _CALLERS:
         module = sys.modules.get(name)
-        called = next((one for one in _GENERATORS if hasattr(module, one)), None)
-        if called is not None and not hasattr(getattr(module, called), "offloads"):
+        if module is None:
+            continue
+        called = _called_by(module)
+        if called is None:
+            _warn_unknown()
+        elif not hasattr(getattr(module, called), "offloads"):
             setattr(module, called, _offloading(getattr(module, called)))
+
+
+def _called_by(module: types.ModuleType) -> str | None:
+    """The name of the generator that *module* calls; None if its source has another."""
+    try:
+        source = inspect.getsource(module)
+    except OSError:
+        return next((one for one in _GENERATORS if hasattr(module, one)), None)
+    return next((one for one in _GENERATORS if f" = {one}(" in source), None)
+
+
+@functools.cache
+def _warn_unknown() -> None:
+    _log.warning(
+        "torch %s runs checkpoints in an unknown way: tensors in their keyword arguments and the results that a policy selects stay in memory",
+        torch.__version__,
+    )
 
 
 def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:

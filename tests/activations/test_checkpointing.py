@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from nvme_offload import save_on_nvme
+from nvme_offload.activations import checkpointing
 
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -308,3 +309,12 @@ def test_forward_mode_derivatives(tmp_path):
             result = run(block, x, mask=forward_ad.make_dual(mask, tangent))
             found.append(forward_ad.unpack_dual(result).tangent)
     assert torch.equal(*found)
+
+
+def test_checkpoints_of_an_unknown_torch_are_reported(monkeypatch, caplog):
+    monkeypatch.setattr(checkpointing, "_GENERATORS", ("renamed",))
+    checkpointing._warn_unknown.cache_clear()
+    checkpointing.install()
+    assert [one.getMessage().split(":")[0] for one in caplog.records] == [
+        f"torch {torch.__version__} runs checkpoints in an unknown way"
+    ]
