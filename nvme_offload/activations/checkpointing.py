@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ..device.modes import outside_of_modes
 from ..device.stayed import innermost_hooks
 from ..errors import known
 from . import storages
@@ -224,7 +224,7 @@ class _Inputs:
             return tensor
         taken = self._taken[id(tensor)]
         # The contexts of the recomputation are entered, and the drive's copies are no part of it.
-        with _disable_current_modes():
+        with outside_of_modes():
             # The caller may have kept it, or a tensor with the same storage, and even changed it,
             # which the recomputation sees without us.
             kept = taken.kept()

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..device.modes import outside_of_modes
 from ..errors import UnsupportedError, UsageError
 from .entrances import Entrances, instances
 
 _FRAMES = 12  # of a caller in torch
-_untyped_torch: Any = torch._C
-_functorch = _untyped_torch._functorch
+_functorch: Any = torch._C._functorch
 _TRACERS = "torch._dynamo", "torch._export"
 _KEY = "_nvme_offload_streamed"  # key in the __dict__ of a parameter
 
@@ -140,15 +139,6 @@ class IdleParameter(_StreamedParameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
-
-
-def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
-    """Context in which the caller's dispatch modes see no operation. Selective checkpointing counts
-    operations, and returns what the same number of the forward pass returned.
-    """
-    if _untyped_torch._len_torch_dispatch_stack() == 0:
-        return contextlib.nullcontext()
-    return _disable_current_modes()
 
 
 def as_it_is(function: Any, *args: Any) -> Any:

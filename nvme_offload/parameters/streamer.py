@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..device.modes import outside_of_modes
 from ..device.room import DeviceRoom
 from ..errors import OffloadError, UsageError
 from ..sizes import evenly
@@ -93,7 +94,7 @@ class Streamer:
     def begin(self, bucket: Bucket) -> None:
         """Begin a use of *bucket*. Raises: as `TensorSwapper.swap_in`; no use has begun then."""
         idle.check_no_derivative()
-        with self._lock, idle.outside_of_modes():
+        with self._lock, outside_of_modes():
             self._present(bucket)
             bucket.users += 1
             self._note(bucket)
@@ -151,7 +152,7 @@ class Streamer:
         stride: tuple[int, ...],
     ) -> torch.Tensor:
         """A view of the values of *bucket*, which keeps the slot until it is dropped."""
-        with self._lock, idle.outside_of_modes(), torch.inference_mode(False):
+        with self._lock, outside_of_modes(), torch.inference_mode(False):
             slot = self._present(bucket)
             empty: Any = torch.empty(0, dtype=dtype, device=self._device)
             viewed: torch.Tensor = empty.set_(slot.storage, offset, size, stride)
@@ -193,7 +194,7 @@ class Streamer:
         """
         if parameter not in self._of:
             return parameter.detach().cpu()
-        with self._lock, idle.outside_of_modes(), torch.inference_mode(False):
+        with self._lock, outside_of_modes(), torch.inference_mode(False):
             bucket = self._of[parameter]
             place = bucket.place_of(parameter)
             copied = torch.empty(place.shape, dtype=place.dtype)
@@ -440,7 +441,7 @@ class Streamer:
             if self._first_module is None:
                 self._first_module = weakref.ref(module)
             elif self._first_module() is module:
-                with self._lock, idle.outside_of_modes():
+                with self._lock, outside_of_modes():
                     self._begin_period()
         running.frames.append(_Frame(module, push(self)))
         for parameter in parameters:

@@ -40,7 +40,7 @@ from .checkpoint_load import (
     verify,
 )
 from .inference import Inference
-from .modes import outside_inference_mode
+from .modes import outside_of_modes
 from .param_swapper import is_offloaded
 from .replacing import ENGINE, replaced, replaces
 from .stage3 import Stage3
@@ -66,7 +66,7 @@ def zero_nvme_offload_optimizer(original: _Method, engine: Any) -> bool:
 
 
 @replaces(ENGINE)
-@outside_inference_mode()
+@outside_of_modes()
 def save_checkpoint(
     original: _Method,
     engine: Any,
@@ -110,7 +110,7 @@ def _attempt(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
 
 
 @replaces(ENGINE)
-@outside_inference_mode()
+@outside_of_modes()
 def load_checkpoint(
     original: _Method, engine: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any
 ) -> Any:

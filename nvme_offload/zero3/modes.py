@@ -1,4 +1,4 @@
-"""Inference mode of the caller."""
+"""Modes of the caller."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterator
 
 import torch
 
+from ..device import modes
+
 
 @contextlib.contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Context without inference mode, for tensors that outlive the caller's: a later step could
-    neither change them nor save them for backward.
+def outside_of_modes() -> Iterator[None]:
+    """Context without dispatch modes, and without inference mode: a later step could neither change the
+    tensors made in it nor save them for backward.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
+    with modes.outside_of_modes():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        else:
             yield
-    else:
-        yield

@@ -38,7 +38,7 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
 from .agreement import all_or_none
-from .modes import outside_inference_mode
+from .modes import outside_of_modes
 from .replacing import replaces
 from .settings import Settings
 from .shared_tier import tier_of
@@ -78,14 +78,14 @@ class ParameterSwapper:
         """True: small partitions are offloaded like large ones."""
         return True
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for *numel* elements of *param*'s partition, to be filled."""
         updates.quiesce(self.tier)  # updates might hold the rest of the memory
         self._filling[param.ds_id] = self._create(param, numel)
         return self._filling[param.ds_id]
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def swap_out_and_release(
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
@@ -101,7 +101,7 @@ class ParameterSwapper:
 
     # Forward and backward.
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def swap_in(
         self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None
     ) -> None:
@@ -120,7 +120,7 @@ class ParameterSwapper:
         """Copy the partition of *param* to *dest_buffer*, on any device."""
         self._read(param, dest_buffer.device, dest_buffer)
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """Drop the copies on the accelerator. DeepSpeed calls again for copies in flight."""
         for param in params:
@@ -170,7 +170,7 @@ class ParameterSwapper:
         """Whether *param*'s partition has no copy on the accelerator."""
         return bool(param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE)
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def partition(self, param: Any) -> torch.Tensor:
         """A copy of *param*'s partition in host memory."""
         return self._read(param, torch.device("cpu"))

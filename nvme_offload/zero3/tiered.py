@@ -26,7 +26,7 @@ from . import compat, states
 from .agreement import all_or_none, least, share_cores
 from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
-from .modes import outside_inference_mode
+from .modes import outside_of_modes
 from .optimizer_swapper import OptimizerSwapper, updates_packed
 from .reader import MASTER
 from .settings import Settings
@@ -304,7 +304,7 @@ class Tiered:
         if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
             raise partly_applied()
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def step(self, closure: Any = None) -> None:
         """Update the parameters, as the base class does. Every steps_per_print steps, log the time
         that the step spent on the drive.
@@ -420,7 +420,7 @@ class Tiered:
         if self.clock is not None:
             quiesce(self.tier)
 
-    @outside_inference_mode()
+    @outside_of_modes()
     def begin_load(self) -> None:
         """Release everything that an interrupted call left in use, and discard all gradients: they
         belong to weights that are about to be replaced.

@@ -6,10 +6,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 class Chain(nn.Module):
@@ -64,6 +69,18 @@ class Checkpointed(Chain):
         if self.reentrant and not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()
         return checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+class Selective(Chain):
+    """Its checkpoints keep the results of all operations."""
+
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def keep(*_: Any, **__: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+        found: torch.Tensor = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return found
 
 
 class Words(nn.Module):
@@ -214,6 +231,13 @@ def reentrant() -> nn.Module:
     )
 
 
+def selective() -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48))
+
+    return Selective(*(block() for _ in range(6)), features=48)
+
+
 def embedding() -> nn.Module:
     return Words(5001, 64, tied=False)
 
@@ -258,6 +282,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = (
             adapted,
             checkpointed,
             reentrant,
+            selective,
             embedding,
             tied,
             sometimes,

@@ -75,6 +75,12 @@ CASES = {
     "adapted": Case(model="adapted", parameters="nvme", zero_init=True, section=SMALLEST),
     "checkpointed": Case(model="checkpointed", parameters="nvme", accumulation=2),
     "checkpointed-reentrant": Case(model="reentrant", parameters="nvme"),
+    "checkpointed-selectively": Case(
+        model="selective",
+        parameters="nvme",
+        zero={"stage3_max_live_parameters": 5000, "stage3_prefetch_bucket_size": 3000},
+        section=SMALLEST,
+    ),
     "momentum": Case(optimizer="momentum", model="blocks", section=SMALLEST),
     "no-states": Case(optimizer="sgd"),
     "initialized-states": Case(optimizer="adagrad"),
