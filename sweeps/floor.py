@@ -24,7 +24,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Speeds(NamedTuple):
-    """fio's bytes per second: reading and writing alone, and each during the other."""
+    """fio's bytes per second: reading alone, writing alone, and both concurrently."""
 
     read: float
     write: float
