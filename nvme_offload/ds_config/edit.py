@@ -173,8 +173,13 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
         changed=edited != text,
         settings=wanted,
         before={key: before[key] for key in wanted if key in before},
-        ignored=tuple(key for key in before if key not in _READ_BY_DEEPSPEED),
+        ignored=unread(before),
     )
+
+
+def unread(aio: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of an `aio` section that DeepSpeed does not read."""
+    return tuple(key for key in aio if key not in _READ_BY_DEEPSPEED)
 
 
 def read_aio(path: str | Path) -> dict[str, Any]:

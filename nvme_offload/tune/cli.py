@@ -364,7 +364,10 @@ def check(path: str, config: Path | None, seconds: float, ranks: int | None, for
         setting = profile.chosen
         if config is not None:
             config = ds_config.locate(config)
-            setting = checking.setting_of(ds_config.read_aio(config), profile.chosen.backend)
+            section = ds_config.read_aio(config)
+            setting = checking.setting_of(section, profile.chosen.backend)
+            if ignored := ds_config.unread(section):
+                click.echo(f"{config}: DeepSpeed does not read {', '.join(ignored)}", err=True)
         AioConfig.of(setting)
     except UnsupportedError as error:  # there is no profile
         raise UsageError(str(error)) from None

@@ -275,7 +275,7 @@ def test_check_measures_and_its_status_is_for_scripts(
         "deepspeed_config:\n  deepspeed_config_file: bad.json\n"
     )
     (tmp_path / "bad.json").write_text(
-        '{"aio": {"block_size": 4096, "queue_depth": 1}, "a": "auto"}'
+        '{"aio": {"block_size": 4096, "queue_depth": 1, "deep": 1}, "a": "auto"}'
     )
     held = run("check", disk, "--config", tmp_path / "good.json", "--seconds", "1")
     assert held.returncode in (0, 3), held.stderr
@@ -287,6 +287,7 @@ def test_check_measures_and_its_status_is_for_scripts(
     assert "config" not in alone.stdout
     lost = run("check", disk, "--config", tmp_path / "accelerate.yaml", "--seconds", "1")
     assert "4 KiB x 1: in the config" in lost.stdout
+    assert "bad.json: DeepSpeed does not read deep" in lost.stderr
     # other users of the disk may make the result unclear, but never positive
     assert (lost.returncode, lost.stdout.splitlines()[-1].split(":")[0]) in (
         (3, "The settings no longer hold"),
