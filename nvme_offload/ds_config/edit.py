@@ -178,7 +178,18 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
 
 
 def unread(aio: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of an `aio` section that DeepSpeed does not read."""
+    """Find the keys of an `aio` section that DeepSpeed does not read.
+
+    Parameters
+    ----------
+    aio : Mapping
+        The section.
+
+    Returns
+    -------
+    tuple of str
+        The keys, in the section's order.
+    """
     return tuple(key for key in aio if key not in _READ_BY_DEEPSPEED)
 
 
