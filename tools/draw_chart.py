@@ -195,22 +195,18 @@ def of_8b_exact() -> Measurement:
     return Measurement(report, float(seconds), float(gpu), float(host), written(moved))
 
 
-def of_33b() -> Measurement:
-    """LLaMA 33B on one GPU, weights and states streamed from host memory."""
-    report = "big-models-streamed-h200.md"
+def of_streamed(report: str, column: str) -> Measurement:
+    """A model on one GPU, weights and states streamed from host memory, without a drive."""
     titles = ("a settled step, seconds", "GPU memory, GB", "host memory of the machine, GB")
-    column = '33B, "compact24"'
     found = [float(row[0]) for title in titles for row in rows(report, title, column)]
     return Measurement(report, *found)
 
 
 def of_70b() -> Measurement:
     """Llama 3.1 70B on one GPU, weights and states streamed from host memory and a drive."""
-    report = "big-models-70b-h200.md"
-    titles = ("a settled step, seconds", "GPU memory, GB", "host memory of the machine, GB")
-    found = [float(row[0]) for title in titles for row in rows(report, title, "measured")]
-    ((moved,),) = rows(report, "GB from + to the drive in a settled step", "measured")
-    return Measurement(report, *found, written(moved))
+    measured = of_streamed("big-models-70b-h200.md", "measured")
+    ((moved,),) = rows(measured.report, "GB from + to the drive in a settled step", "measured")
+    return measured._replace(written=written(moved))
 
 
 def measurements() -> dict[str, Measurement]:
@@ -229,7 +225,7 @@ def measurements() -> dict[str, Measurement]:
         "all-on-drive": of_everything_on_the_drive(),
         "deepspeed": of_deepspeed(),
         "8b-exact": of_8b_exact(),
-        "33b": of_33b(),
+        "33b": of_streamed("big-models-streamed-h200.md", '33B, "compact24"'),
         "70b": of_70b(),
     }
 
