@@ -22,7 +22,12 @@ def model_of(path: Path) -> Model:
     Raises: UsageError; OSError.
     """
     path = path / "config.json" if path.is_dir() else path
-    return dataclasses.replace(of_module(_built(path, _described(path))), source=str(path))
+    described = _described(path)
+    source = str(path)
+    if described.get("quantization_config"):
+        # transformers quantizes as it reads weights, and training needs them in the training's dtype
+        source += ", without its quantization"
+    return dataclasses.replace(of_module(_built(path, described)), source=source)
 
 
 def _described(path: Path) -> dict[str, Any]:

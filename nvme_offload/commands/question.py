@@ -36,8 +36,9 @@ def asked(given: Mapping[str, Any]) -> Question:
     """
     for path in given["paths"]:
         if not Path(path).is_dir():
+            what = "is not a directory" if Path(path).exists() else "does not exist"
             raise click.UsageError(
-                f"directory {path!r} does not exist: give one on the drive, or describe a drive by --drive-read and --drive-write"
+                f"{path!r} {what}: give a directory on the drive, or describe a drive by --drive-read and --drive-write"
             )
     for option, value in (
         ("--state-format", given["state_format"]),

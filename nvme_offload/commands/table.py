@@ -190,7 +190,7 @@ def _speed(question: Question, plan: Plan) -> str:
         return f"and its speed is not known before the drive is measured ({cure})"
     said = f"{format_digits(plan.seconds)} s a {per}"
     if plan.tokens_per_second is not None:
-        return f"{said}, {plan.tokens_per_second:,.0f} tokens a second"
+        return f"{said}, {format_digits(plan.tokens_per_second)} tokens a second"
     return f"{said} without compute"
 
 
@@ -280,7 +280,8 @@ def _row(plan: Plan, chosen: Plan | None) -> tuple[str, ...]:
         for amount in (plan.gpu_bytes, plan.host_bytes, plan.drive_bytes)
     )
     seconds = "?" if plan.seconds is None else format_digits(plan.seconds)
-    tokens = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:.0f}"
+    rate = plan.tokens_per_second
+    tokens = "?" if rate is None else format_digits(rate).replace(",", "")
     return ("*" if plan is chosen else "", plan.strategy.title, *sizes, seconds, tokens)
 
 

@@ -140,7 +140,7 @@ class Bucketing:
         if cap < LEAST_BUDGET_BYTES and len(buckets) > _MANY and "cap" not in self._told:
             self._told.add("cap")
             _log.warning(
-                "host_memory of %s cuts the states into %d buckets, each of which takes milliseconds of a step: allow at least %s",
+                "%s of host memory cut the states into %d buckets, each of which takes milliseconds of a step: allow it a host_memory of at least %s",
                 *(format_bytes(cap), len(buckets), format_bytes(LEAST_BUDGET_BYTES)),
             )
         # a bucket has two values, of which only one at a time is in use

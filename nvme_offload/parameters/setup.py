@@ -164,7 +164,7 @@ def _divide(model: torch.nn.Module, host_memory: int, gpu_memory: int | None) ->
     if not fitting:
         enough = min(one.least_device_bytes for one in held)
         raise UsageError(
-            f"gpu_memory of {format_bytes(gpu_memory or 0)} is too little for the parameters in use: allow at least {enough} bytes"
+            f"gpu_memory of {format_bytes(gpu_memory or 0)} is too little for the parameters in use: allow at least {enough} bytes ({format_bytes(enough)})"
         )
     return min(fitting, key=lambda one: one.largest)
 

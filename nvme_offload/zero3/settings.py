@@ -201,12 +201,16 @@ def check(ds_config: Mapping[str, Any]) -> None:
 
 def _question_names(ds_config: Mapping[str, Any]) -> None:
     """Refuse keys of the section "nvme_offload" at the top level, and offloads to a drive outside of
-    "zero_optimization". Warn, once each, of sections that were probably meant to be "nvme_offload".
+    "zero_optimization". Warn, once each, of keys and sections that were probably meant for "nvme_offload".
     Raises: UsageError.
     """
     for key in _OWN_KEYS.intersection(ds_config):
         raise UsageError(
             f'"{key}" has no effect at the top level of the DeepSpeed configuration: move it to the section "{SECTION}"'
+        )
+    for key in sorted((_NEED_NATIVE - _OWN_KEYS).intersection(ds_config)):
+        _warn_once(
+            f'"{key}" at the top level of the DeepSpeed configuration is no setting of nvme_offload: if it is meant as one, move it to the section "{SECTION}"'
         )
     for key in filter(functools.partial(_is_taken_for_ours, ds_config), ds_config):
         _warn_once(

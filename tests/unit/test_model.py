@@ -121,6 +121,16 @@ def test_the_named_file_is_sized_whatever_is_next_to_it(tmp_path):
     assert model_of(named) == alone
 
 
+def test_a_quantized_model_is_sized_without_its_quantization(tmp_path):
+    _, config = PUBLISHED[0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = model_of(tmp_path)
+    config = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = f"{plain.source}, without its quantization"
+    assert model_of(tmp_path) == dataclasses.replace(plain, source=source)
+
+
 def meta(transformers: Any, config: Any, name: str) -> torch.nn.Module:
     with torch.device("meta"):
         return getattr(transformers, name)._from_config(config)

@@ -170,6 +170,11 @@ QUESTIONED = [
         )
     ),
     (
+        {"paths": ["/a", "/b"]},
+        '"paths" at the top level of the DeepSpeed configuration is no setting of nvme_offload: '
+        'if it is meant as one, move it to the section "nvme_offload"',
+    ),
+    (
         {
             "nvme_offload": {"host_memory": "1GB"},
             "nvme-offload": {"overlap_step": True},
