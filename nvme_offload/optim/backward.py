@@ -233,12 +233,9 @@ class BackwardUpdates:
         try:
             options = owner.options_of(bucket)
             left = owner.updater.step(bucket, options, owner.count, calls)
-            if provisional.draws(before):
-                owner.undo(lambda: provisional.roll_back(before))
-            else:
-                provisional.made(before, left)
-                self._updated.add(bucket)
-                owner.states.show(bucket)
+            provisional.made(before, left)
+            self._updated.add(bucket)
+            owner.states.show(bucket)
             calls.changing = False
         except BaseException as error:
             self._undo_after(error, before)

@@ -6,12 +6,10 @@ import copy
 import dataclasses
 import itertools
 import logging
-import random
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 
 from ..device.room import DeviceRoom
@@ -31,32 +29,6 @@ BESIDE_ON = {"cuda"}
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
-class _RandomNumbers:
-    """The states of torch's, Python's and numpy's generators, for an update on *device*."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            self._states.append(torch.cuda.get_rng_state(device))
-        self._python, self._numpy = random.getstate(), numpy.random.get_state()
-
-    @property
-    def drawn(self) -> bool:
-        """Whether numbers were drawn since."""
-        now = _RandomNumbers(self._device)
-        same = all(map(torch.equal, self._states, now._states)) and self._python == now._python
-        return not same or not all(map(numpy.array_equal, self._numpy, now._numpy))
-
-    def restore(self) -> None:
-        """Make the generators draw the same numbers again."""
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._states[0])
-        for state in self._states[1:]:
-            torch.cuda.set_rng_state(state, self._device)
-
-
 @dataclasses.dataclass(eq=False)
 class Before:
     """The data that an update of *bucket* replaces, except the bucket's value.
@@ -73,7 +45,6 @@ class Before:
 
     bucket: Bucket
     gradients: Mapping[Fragment, torch.Tensor | None]
-    random: _RandomNumbers
     changed: Mapping[Weight, bool]
     elements: Sequence[torch.Tensor]
     states: Sequence[dict[Any, Any]]
@@ -141,7 +112,8 @@ class ProvisionalUpdates:
         self._order: dict[Bucket, int] = {}
         # the fingerprint of the first complete gradient of this step
         self._sample: dict[Fragment, torch.Tensor | None] = {}
-        self._expects_changes = self._draws = False
+        # Whether no update is provisional in this step: gradients were changed in the last one.
+        self.rests = False
         self._old_weights: dict[torch.device, _OldWeights] = {}
         self.made_count = self.rolled_back_count = 0
 
@@ -159,11 +131,6 @@ class ProvisionalUpdates:
         """The position of *bucket* in that order."""
         last = len(self._order)
         return self._order[bucket] if bucket in self._order and self._is_suitable(bucket) else last
-
-    @property
-    def rests(self) -> bool:
-        """Whether no update is provisional in this step."""
-        return self._draws or self._expects_changes
 
     def came_by(self, bucket: Bucket) -> None:
         """backward() has completed the last gradient of *bucket*."""
@@ -200,8 +167,7 @@ class ProvisionalUpdates:
 
     def _is_suitable(self, bucket: Bucket) -> bool:
         return (
-            not self._draws
-            and bucket.traits.undoable
+            bucket.traits.undoable
             and bucket.nbytes > 0
             and evenly(self._order.get(bucket, 0)) >= self._left_to_step(bucket)
         )
@@ -236,21 +202,12 @@ class ProvisionalUpdates:
         return Before(
             bucket,
             {fragment: _fingerprint_of(fragment) for fragment in bucket.fragments},
-            _RandomNumbers(bucket.device),
             {weight: weight.was_changed for weight in weights},
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.rounded for fragment in bucket.fragments],
             unexposed,
         )
-
-    def draws(self, before: Before) -> bool:
-        """Whether the update drew random numbers: undo it then, and make no other in backward()."""
-        if not before.random.drawn:
-            return False
-        self._draws = True
-        before.random.restore()
-        return True
 
     def made(self, before: Before, left: Options) -> None:
         """Record that the update of *before* has ended, with the options of groups *left*."""
@@ -292,7 +249,7 @@ class ProvisionalUpdates:
         made = list(self._made.values())
         changed = _changed([self._sample, *(before.gradients for before in made)])
         if self._sample:
-            self._expects_changes = not changed.isdisjoint(self._sample)
+            self.rests = not changed.isdisjoint(self._sample)
         undone = [one for one in reversed(made) if not changed.isdisjoint(one.gradients)]
         for before in undone:
             self.roll_back(before)

@@ -293,18 +293,23 @@ class _Trial:
         self._not_elementwise: set[Key] = set()  # at some time
         self.shared: str = ""  # a key of the state that is not a parameter
         self.outside: str = ""  # describes tensors that the optimizer keeps outside of its state
-        self.changes_outside = False  # whether a step changes any value outside, however small
+        # Whether a step changes any value outside, however small, or draws random numbers.
+        self.changes_outside = False
         # Values outside of the state at the last step: ids and versions of large tensors, and all.
         self._own: dict[Key, tuple[int, int]] = {}
         self._outside: dict[Key, Any] | None = None
 
     def record(self) -> None:
         whole = [(index, 0, sample.numel()) for index, sample in enumerate(self._samples)]
-        with _same_random_numbers(self._samples[0].device):
+        device = self._samples[0].device
+        with _same_random_numbers(device):
             for weights in self._train([whole]):
                 if not all(bool(weight.isfinite().all()) for weight in weights):
                     break
                 self._weights.append([weight.clone() for weight in weights])
+            drawn = _random_numbers(device)
+        with _same_random_numbers(device):
+            self.changes_outside |= drawn != _random_numbers(device)
 
     @property
     def states(self) -> dict[Key, torch.dtype]:
@@ -511,6 +516,14 @@ def _same_random_numbers(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(drawn)
+
+
+def _random_numbers(device: torch.device) -> list[float]:
+    """The next numbers of the generators of torch, Python and NumPy."""
+    import numpy as np
+
+    drawn = [float(torch.rand((), dtype=torch.float64, device=one)) for one in {torch.device("cpu"), device}]
+    return [random.random(), np.random.random(), *drawn]
 
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
