@@ -198,22 +198,18 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
     # The 16-bit parameters of a sub-group as one flat tensor. They may be on the accelerator, in
     # memory or on a drive.
 
-    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """See `Tiered`."""
+    def flat_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See `Tiered`. Parameters on a drive are in no such tensor."""
         flat = self.fp16_partitioned_groups_flat[self._index_of(parameter)]
-        if flat is None or flat.device.type != self.update_device.type:
-            return None
-        weights: torch.Tensor = flat.detach()
+        weights: torch.Tensor | None = None if flat is None else flat.detach()
         return weights
 
     def copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
         """See `Tiered`."""
-        index = self._index_of(parameter)
-        flat = self.fp16_partitioned_groups_flat[index]
-        if flat is not None:
-            into.copy_(flat)
+        if self.flat_weights(parameter) is not None:
+            super().copy_weights(parameter, into)
             return
-        for param, place in self._parts(index, into):
+        for param, place in self._parts(parameter, into):
             if is_offloaded(param):
                 param.nvme_swapper.swap_into_buffer(param, place)
             else:
@@ -221,14 +217,11 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
 
     def store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
         """See `Tiered`."""
-        index = self._index_of(parameter)
-        flat = self.fp16_partitioned_groups_flat[index]
-        if flat is not None:
-            if flat.data_ptr() != source.data_ptr():
-                flat.data.copy_(source)
-            self._unflatten_partitioned_parameters(index)
+        if self.flat_weights(parameter) is not None:
+            super().store_weights(parameter, source)
+            self._unflatten_partitioned_parameters(self._index_of(parameter))
             return
-        for param, part in self._parts(index, source):
+        for param, part in self._parts(parameter, source):
             if is_offloaded(param):
                 param.nvme_swapper.swap_out_partitioned_params([param], [part])
             else:
@@ -240,9 +233,12 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         if not self._swappable_optimizer_subgroup(sub_group_id):
             super()._swap_in_sub_group_to_flat_buffer(flat_buffer, sub_group_id)
 
-    def _parts(self, index: int, flat: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-        numels = [param.partition_numel() for param in self.fp16_groups[index]]
-        return zip(self.fp16_groups[index], torch.split(flat, numels), strict=True)
+    def _parts(
+        self, parameter: torch.Tensor, flat: torch.Tensor
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        params = self.fp16_groups[self._index_of(parameter)]
+        numels = [param.partition_numel() for param in params]
+        return zip(params, torch.split(flat, numels), strict=True)
 
     # For checkpoints.
 

@@ -125,20 +125,9 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             self._make_first_states(parameter)
         self._clear_fp32_optimizer_param_groups()
 
-    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def flat_weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """See `Tiered`."""
-        weights = self._weights(self._index_of(parameter))
-        return weights if weights.is_cpu else None
-
-    def copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
-        """See `Tiered`."""
-        into.copy_(self._weights(self._index_of(parameter)))
-
-    def store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Tiered`."""
-        weights = self._weights(self._index_of(parameter))
-        if weights.data_ptr() != source.data_ptr():
-            weights.copy_(source)
+        return self._weights(self._index_of(parameter))
 
     @property
     def groups_of_sub_groups(self) -> list[int]:

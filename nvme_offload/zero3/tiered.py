@@ -178,17 +178,24 @@ class Tiered:
 
     # The 16-bit weights of a sub-group, called with its flat master weights.
 
-    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The weights, flat, if they are in one tensor on the device of updates."""
+    def flat_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The weights, if they are in one flat tensor."""
         raise NotImplementedError
+
+    def present_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The weights, if they are in one flat tensor on the device of updates."""
+        flat = self.flat_weights(parameter)
+        return flat if flat is not None and flat.device.type == self.update_device.type else None
 
     def copy_weights(self, parameter: torch.Tensor, into: torch.Tensor) -> None:
         """Copy the weights to a flat tensor of any dtype on any device."""
-        raise NotImplementedError
+        into.copy_(known(self.flat_weights(parameter)))
 
     def store_weights(self, parameter: torch.Tensor, source: torch.Tensor) -> None:
         """Make the contents of *source* the weights; it may be the result of `present_weights`."""
-        raise NotImplementedError
+        weights = known(self.flat_weights(parameter))
+        if weights.data_ptr() != source.data_ptr():
+            weights.copy_(source)
 
     def _index_of(self, parameter: torch.Tensor) -> int:
         """The sub-group whose master weights are *parameter*."""
