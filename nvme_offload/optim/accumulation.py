@@ -16,7 +16,7 @@ from ..errors import UsageError, known
 from ..optimizer_states.tree import dense_strides
 from ..swap.tier import Tier
 from ..update.gradients import Flat, GradientValues
-from .buckets import Bucket, Weight, is_distributed
+from .buckets import Bucket, Weight, in_a_row, is_distributed
 from .host_gradient import HostGradient, Sum
 from .modes import fixed_modes
 
@@ -112,7 +112,7 @@ class GradientSums:
             return
         with self._changing(one):
             change = one.changes()
-            for part in _parts(one, _row(gradient, one.strides)):
+            for part in _parts(one, in_a_row(gradient, one.strides)):
                 self._values.add(*part, change)
             one.pending.clear()
 
@@ -124,7 +124,7 @@ class GradientSums:
             if before is not None and before is not one:
                 _lose([before], "was replaced by another")
             self._sums[_weight(one)] = one
-            for part in _parts(one, _row(gradient, one.strides)):
+            for part in _parts(one, in_a_row(gradient, one.strides)):
                 self._values.write(*part)
             one.pending.clear()
             one.is_zero = False
@@ -139,7 +139,7 @@ class GradientSums:
         whole = torch.empty_strided(
             weight.parameter.shape, one.strides, dtype=bucket.dtype, device=bucket.home
         )
-        row = _row(whole, one.strides)
+        row = in_a_row(whole)
         if one.is_zero:
             row.zero_()
         else:
@@ -308,14 +308,3 @@ def _strides(weight: Weight, gradient: torch.Tensor) -> tuple[int, ...]:
     if len(weight.fragments) == 1:
         return dense_strides(gradient)
     return dense_strides(torch.empty(gradient.shape, device="meta"))
-
-
-def _row(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The elements of *tensor*, in the order of memory with these *strides*, as a view if it has
-    them.
-    """
-    if tensor.stride() != strides:
-        tensor = torch.empty_strided(
-            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))

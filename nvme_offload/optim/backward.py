@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .steps import Steps
 
 _log = logging.getLogger(__name__)
-_USED = "_nvme_offload_used"  # key in the __dict__ of a gradient
 
 
 class BackwardUpdates:
@@ -126,7 +125,7 @@ class BackwardUpdates:
         if (
             owner is None
             or owner.is_orphan
-            or (self._when.step_in_backward and (self.accumulating or owner.is_broken))
+            or (self._when.step_in_backward and (self.accumulating or owner.health.broken))
         ):
             return
         self.check(parameter)  # there may be more processes than at first
@@ -171,7 +170,7 @@ class BackwardUpdates:
         if self._when.is_provisional:
             owner.provisional.complete(weight)
         for bucket in self._complete(weight):
-            if not owner.is_broken:
+            if not owner.health.broken:
                 try:
                     self._update(bucket)
                 except Exception as error:
@@ -307,7 +306,11 @@ class BackwardUpdates:
         owner = self._owner
         if not self._updated or owner.overlap.step is not None or self._when.step_in_backward:
             return False
-        replaced = {one for one in self._updated if _was_replaced(one, owner.count)}
+        replaced = {
+            bucket
+            for bucket in self._updated
+            if any(fragment.weight.has_other_gradient for fragment in bucket.fragments)
+        }
         self._updated -= replaced
         return bool(replaced)
 
@@ -392,19 +395,6 @@ def _at_end_of_pass(act: Callable[[], Any]) -> None:
     """Make autograd call *act* at the end of this backward pass, unless an exception ends it."""
     engine: Any = torch.autograd.Variable
     engine._execution_engine.queue_callback(act)
-
-
-def mark_used(bucket: Bucket, count: int) -> None:
-    """Record that step *count* has used the present gradients of *bucket*: see `forget_replaced`."""
-    for fragment in bucket.fragments:
-        if (gradient := fragment.weight.parameter.grad) is not None:
-            gradient.__dict__[_USED] = count
-
-
-def _was_replaced(bucket: Bucket, count: int) -> bool:
-    """Whether *bucket* has a gradient that step *count* has not used."""
-    gradients = [fragment.weight.parameter.grad for fragment in bucket.fragments]
-    return any(one is not None and one.__dict__.get(_USED) != count for one in gradients)
 
 
 def check_gradient(weight: Weight) -> None:

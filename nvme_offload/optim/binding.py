@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, UsageError
+from ..sizes import PLACES
 from ..swap.tier import Tier
 from .bucketing import Bucketing
 from .buckets import Bucket, Form, Weight, is_distributed, local, local_as_it_is, offset_of
@@ -222,7 +223,8 @@ class Binding:
             self._second_bytes = self._share_room([*self.buckets, *trained], left)
         tier.require(nbytes + self._second_bytes)
         if foretold:
-            tier.foretell(sizes, at_once=self._updater.at_once(trained))
+            on_cpu = all(bucket.device.type == "cpu" for bucket in trained)
+            tier.foretell(sizes, at_once=1 if on_cpu else PLACES)
 
 
 def parameters_of(groups: Groups) -> Iterator[tuple[int, torch.Tensor]]:

@@ -55,8 +55,8 @@ class Weight:
     *form*, *group* and *trained*: the form of the parameter, the index of its group, and whether it
     required gradients, all at the time of binding.
 
-    *awaited*: the queued update. *taken*: mark and version of the gradient that was queued last. It
-    is not a weak reference, since torch.utils.swap_tensors refuses a gradient that has one.
+    *awaited*: the queued update. *taken*: mark and version of the gradient that was queued or used
+    last. It is not a weak reference, since torch.utils.swap_tensors refuses a gradient that has one.
     """
 
     parameter: torch.Tensor
@@ -107,9 +107,15 @@ class Weight:
 
     @property
     def has_new_gradient(self) -> bool:
-        """Whether the parameter has another gradient than `taken`, the last queued."""
+        """Whether the parameter has another gradient than `taken`, or that was changed since."""
         gradient = self.parameter.grad
         return gradient is not None and self.taken != _mark_of(gradient)
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """Whether the parameter has another gradient than `taken`."""
+        gradient, taken = self.parameter.grad, self.taken
+        return gradient is not None and (taken is None or taken[0] != _mark_of(gradient)[0])
 
     def taken_up(self) -> None:
         """Mark the gradient as queued and bump the parameter's version counter."""
@@ -120,7 +126,7 @@ class Weight:
         self.seen = self._now()
 
     def mark_gradient(self) -> None:
-        """Make `has_new_gradient` False for the present gradient."""
+        """Mark the present gradient as `taken`."""
         gradient = self.parameter.grad
         if gradient is not None:
             gradient.__dict__[_TAKEN] = next(_marks)
@@ -303,11 +309,7 @@ class Fragment:
 
     def in_memory_order(self, weight: torch.Tensor) -> torch.Tensor:
         """*weight*, flat: a view if it has the strides of this fragment, else a copy."""
-        if weight.stride() != self.strides:
-            weight = torch.empty_strided(
-                self.shape, self.strides, dtype=weight.dtype, device=weight.device
-            ).copy_(weight)
-        return weight.as_strided((self.numel,), (1,))
+        return in_a_row(weight, self.strides)
 
     def look_at_strides(self) -> None:
         """Set `strides`, with which states are created, to the parameter's own without gaps."""
@@ -496,6 +498,17 @@ class Bucket(Unit):
     def weights(self) -> list[torch.Tensor]:
         """The fragments' elements of the parameters."""
         return [fragment.of_weight() for fragment in self.fragments]
+
+
+def in_a_row(values: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """*values*, which have no gaps, as a flat view in memory order; of a copy with these *strides* if
+    theirs are others.
+    """
+    if strides not in (None, values.stride()):
+        values = torch.empty_strided(
+            values.shape, strides, dtype=values.dtype, device=values.device
+        ).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
 
 
 def rows_of(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ from ..optimizer_states import compiling
 from ..parameters.idle import streamer_of
 from ..update.queue import Job, Pending, UpdateQueue, wait_for_all
 from .awaited import Awaited, has_waiting_class, use_module, watch_entrances
-from .backward import mark_used
 from .buckets import Bucket, Weight, is_distributed, local
 from .modes import Modes, callers, fixed_modes, sure_stack
 from .options import differences, same
@@ -130,7 +129,6 @@ class Overlap(UpdateQueue):
                 options = owner.options_of(bucket)
                 self.step.given.update(options)
                 self._queue(self.step, bucket, options)
-                mark_used(bucket, owner.count)
                 owner.updated.add(bucket)
             self._progress.changing = False
 
@@ -238,7 +236,7 @@ class Overlap(UpdateQueue):
 
     def _is_void(self) -> bool:
         owner = self._owner()
-        return self.is_dead or (owner is not None and owner.is_broken)
+        return self.is_dead or (owner is not None and bool(owner.health.broken))
 
     def _used(self, pending: Pending) -> None:
         if isinstance(pending, Awaited):

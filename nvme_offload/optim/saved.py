@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,12 @@ from ..io.archive import Part, Provider, offloaded
 from ..optimizer_states.formats import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
-from .buckets import Bucket, Fragment, Weight, like, local
+from .buckets import Bucket, Fragment, Weight, in_a_row, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .values import MASTER, Find, Values
 
 _ALIGNMENT = 64
 _AHEAD = 3  # buckets that are read while one is written
-
-_FILE = re.compile(r"rank\d+\.pt")  # in the directory that several ranks write
 
 State = dict[Any, Any]
 
@@ -395,11 +392,6 @@ def _offloaded(buckets: Sequence[Bucket]) -> Iterator[tuple[Fragment, Key, torch
             for key, form in forms(fragment).items():
                 if key not in fragment.rest or fragment is fragment.weight.fragments[0]:
                     yield fragment, key, form
-
-
-def in_a_row(values: torch.Tensor) -> torch.Tensor:
-    """*values*, which have no gaps, as a flat view in memory order."""
-    return values.as_strided((values.numel(),), (1,))
 
 
 def _small(

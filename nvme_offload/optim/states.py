@@ -14,7 +14,7 @@ from ..io.archive import MappedFiles
 from ..optimizer_states.tree import Key, replaced, tensors, top
 from . import saved
 from .binding import Plan
-from .buckets import Bucket, Form, Fragment, Weight, like, local
+from .buckets import Bucket, Form, Fragment, Weight, in_a_row, like, local
 from .placeholders import StateOnDrive, is_on_drive, whole_or_copied
 from .shown_state import ShownState, ShownStates
 from .values import MASTER
@@ -208,8 +208,8 @@ class States:
         whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
         for fragment in [first] if key in first.rest else weight.fragments:
             with self._owner.updater.reading(fragment.bucket) as find:
-                values = saved.in_a_row(find(fragment, key))
-                saved.in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
+                values = in_a_row(find(fragment, key))
+                in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
         return whole.to(first.bucket.home)
 
     def write(self, weight: Weight, key: Key, values: torch.Tensor) -> None:

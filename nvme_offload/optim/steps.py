@@ -18,7 +18,7 @@ from ..parameters.idle import streamer_of
 from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier
 from .accumulation import GradientSums
-from .backward import BackwardUpdates, check_gradient, mark_used
+from .backward import BackwardUpdates, check_gradient
 from .binding import Binding, Plan, check_resized, may_be_replaced, parameters_of
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight
@@ -362,7 +362,8 @@ class Steps:
         left = self._update(bucket, self.options_of(bucket), self.count, calls)
         self.sums.done(bucket)
         self.options.left(left)
-        mark_used(bucket, self.count)
+        for fragment in bucket.fragments:
+            fragment.weight.mark_gradient()
         self.updated.add(bucket)
         calls.changing = False
 
@@ -436,11 +437,6 @@ class Steps:
         if self.overlap.backward_begins:
             self.synchronize()
             self.overlap.backward_begins = False
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether parameters and states are out of sync."""
-        return bool(self.health.broken)
 
     def run_job(self, step: Step, bucket: Bucket | None, options: Options) -> None:
         """Update *bucket* in *step*, or end *step*. After an exception it can be repeated."""

@@ -23,7 +23,6 @@ from ..optimizer_states.widening import (
     round_near,
     wide_enough,
 )
-from ..sizes import PLACES
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, local
 from .modes import callers_modes
@@ -45,11 +44,6 @@ class Updater(Values):
         self._streams: dict[torch.device, Any] = {}  # for buckets that visit a device
         self.notes_norms = False  # whether to set `Fragment.norm` for buckets that visit a device
         self._written: Any = None  # the event after which their gradients are in host memory
-
-    @staticmethod
-    def at_once(buckets: Iterable[Bucket]) -> int:
-        """The number of *buckets* in use together when they are updated one after another."""
-        return 1 if all(bucket.device.type == "cpu" for bucket in buckets) else PLACES
 
     def open(self, bucket: Bucket) -> None:
         """Load the bucket's bytes onto its device, and begin their use. Raises: as

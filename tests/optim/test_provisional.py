@@ -763,7 +763,7 @@ def test_an_undo_that_is_cut_short_is_not_taken_for_whole(tmp_path, monkeypatch,
             optimizer.step()
         with contextlib.suppress(UsageError):
             FIRST_CALLS[first](optimizer)
-        assert optimizer._steps.is_broken
+        assert optimizer._steps.health.broken
         for refused in (optimizer.step, optimizer.state_dict):
             with pytest.raises(UsageError, match="load both from a checkpoint"):
                 refused()
