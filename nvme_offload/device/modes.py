@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,3 +19,15 @@ def outside_of_modes() -> contextlib.AbstractContextManager[Any]:
     if _untyped_torch._len_torch_dispatch_stack() == 0:
         return contextlib.nullcontext()
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def outside_of_all_modes() -> Iterator[None]:
+    """As `outside_of_modes`, and without inference mode: a later step could neither change the tensors
+    made in it nor save them for backward.
+    """
+    with outside_of_modes(), contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield

@@ -522,7 +522,10 @@ def _random_numbers(device: torch.device) -> list[float]:
     """The next numbers of the generators of torch, Python and NumPy."""
     import numpy as np
 
-    drawn = [float(torch.rand((), dtype=torch.float64, device=one)) for one in {torch.device("cpu"), device}]
+    drawn = [
+        float(torch.rand((), dtype=torch.float64, device=one))
+        for one in {torch.device("cpu"), device}
+    ]
     return [random.random(), np.random.random(), *drawn]
 
 

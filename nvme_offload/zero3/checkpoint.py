@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 
+from ..device.modes import outside_of_all_modes
 from ..errors import UsageError
 from ..files import commit
 from ..io import archive
@@ -39,11 +40,10 @@ from .checkpoint_load import (
     takes_weights_alone,
     verify,
 )
-from .inference import Inference
-from .modes import outside_of_modes
 from .param_swapper import is_offloaded
 from .replacing import ENGINE, replaced, replaces
 from .stage3 import Stage3
+from .stages import Inference
 
 _LOAD_ARGUMENTS = (
     "load_module_strict",
@@ -66,7 +66,7 @@ def zero_nvme_offload_optimizer(original: _Method, engine: Any) -> bool:
 
 
 @replaces(ENGINE)
-@outside_of_modes()
+@outside_of_all_modes()
 def save_checkpoint(
     original: _Method,
     engine: Any,
@@ -110,7 +110,7 @@ def _attempt(original: _Method, engine: Any, *args: Any, **named: Any) -> None:
 
 
 @replaces(ENGINE)
-@outside_of_modes()
+@outside_of_all_modes()
 def load_checkpoint(
     original: _Method, engine: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any
 ) -> Any:

@@ -23,8 +23,8 @@ from ..io.manifest import corrupt
 from ..io.ranks import Ranks
 from ..io.shared_directory import SharedDirectory
 from . import compat
-from .inference import Inference
 from .stage3 import Stage3
+from .stages import Inference
 
 SWAP_FILES = "offloaded_tensors"  # the directory that DeepSpeed copies swap files to
 # suffixes of DeepSpeed's file names

@@ -29,10 +29,10 @@ from .checkpoint_engines import (
     loads,
     streams,
 )
-from .inference import Inference
 from .reader import CheckpointReader
 from .replacing import replaced
 from .stage3 import Stage3
+from .stages import Inference
 
 
 def agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | None:

@@ -5,7 +5,6 @@ newest one. `contract` lists the names that they use.
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +42,6 @@ def stage3() -> Any:
 @property  # type: ignore[misc]  # set on the class that stage3 makes
 def _parameter_names(self: Any) -> dict[Any, str]:
     return {param: name for name, param in self.module.named_parameters()}
-
-
-def init_of(param: Any) -> Any:
-    """The `zero.Init` that partitioned *param*, in closures of methods that it has added."""
-    method = param.convert_to_zero_parameters
-    return inspect.getclosurevars(method).nonlocals["self"]
 
 
 def at_accumulation_boundary(stage3: Any) -> bool:

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +30,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ..device.copies import CopyStreams
+from ..device.modes import outside_of_all_modes
 from ..device.staging import Returns
 from ..errors import OutOfHostMemoryError, UsageError
 from ..optimizer_states.fingerprint import fingerprint
@@ -38,14 +42,14 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
 from .agreement import all_or_none
-from .modes import outside_of_modes
 from .replacing import replaces
-from .settings import Settings
-from .shared_tier import tier_of
+from .settings import Settings, tier_of
 
 _MANY = 1 << 30
 _PAGE_BYTES = 4096  # the smallest allocation for a partition
 _Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
 
 
 class _Value:
@@ -78,14 +82,14 @@ class ParameterSwapper:
         """True: small partitions are offloaded like large ones."""
         return True
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for *numel* elements of *param*'s partition, to be filled."""
         updates.quiesce(self.tier)  # updates might hold the rest of the memory
         self._filling[param.ds_id] = self._create(param, numel)
         return self._filling[param.ds_id]
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def swap_out_and_release(
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
@@ -101,7 +105,7 @@ class ParameterSwapper:
 
     # Forward and backward.
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def swap_in(
         self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None
     ) -> None:
@@ -120,7 +124,7 @@ class ParameterSwapper:
         """Copy the partition of *param* to *dest_buffer*, on any device."""
         self._read(param, dest_buffer.device, dest_buffer)
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
         """Drop the copies on the accelerator. DeepSpeed calls again for copies in flight."""
         for param in params:
@@ -170,7 +174,7 @@ class ParameterSwapper:
         """Whether *param*'s partition has no copy on the accelerator."""
         return bool(param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE)
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def partition(self, param: Any) -> torch.Tensor:
         """A copy of *param*'s partition in host memory."""
         return self._read(param, torch.device("cpu"))
@@ -417,3 +421,64 @@ def _swapper(original: Callable[..., Any], ds_config: Any, model_dtype: torch.dt
     init = sys._getframe(2).f_locals.get("self")
     swapper = open_swapper(ds_config._param_dict, getattr(init, "ds_process_group", None))
     return original(ds_config, model_dtype) if swapper is None else swapper
+
+
+def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Move the partitions of *module*, if any, to the device of *ds_config*'s "offload_param", before the
+    engine is made: `zero.Init`, or an earlier engine of the module, may have had another. Raises: as
+    `open_swapper`; UsageError if "host_memory" cannot hold a partition.
+    """
+    if Settings.of(ds_config).swappers != "native":
+        return
+    section = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    device = section.get("device", OffloadDeviceEnum.none)
+    _log_whole_parameters(module, device)
+    param: Any
+    for param in module.parameters():
+        if not hasattr(param, "ds_id") or has_value(param) == (device == OffloadDeviceEnum.nvme):
+            continue
+        if param.ds_status == ZeroParamStatus.AVAILABLE:
+            param.partition()  # an earlier engine has left it gathered
+        if device == OffloadDeviceEnum.nvme:
+            _move_to_drive(param, ds_config)
+        else:
+            _move_to_memory(param, on_host=device == OffloadDeviceEnum.cpu)
+
+
+def _log_whole_parameters(module: torch.nn.Module, device: Any) -> None:
+    """Log the bytes of parameters for a drive that are all in memory until they are partitioned."""
+    nbytes = sum(param.nbytes for param in module.parameters() if not hasattr(param, "ds_id"))
+    if device == OffloadDeviceEnum.nvme and nbytes:
+        _log.info(
+            "%s of parameters were made outside of zero.Init, so all of them are in memory until they are partitioned: make the model under "
+            "deepspeed.zero.Init(config_dict_or_path=...) to move each parameter to the drive when it is made",
+            format_bytes(nbytes),
+        )
+
+
+def _move_to_drive(param: Any, ds_config: Mapping[str, Any]) -> None:
+    # Parameters that the context partitions later, such as added layers, go to the drive too.
+    context = _init_of(param)
+    if context.param_swapper is None:
+        context.param_swapper = open_swapper(ds_config, context.ds_process_group)
+    context.remote_device = OffloadDeviceEnum.nvme
+    param.nvme_swapper = context.param_swapper
+    param.ds_tensor.final_location = OffloadDeviceEnum.nvme
+    param.nvme_swapper.swap_out_and_release([param])
+
+
+def _move_to_memory(param: Any, *, on_host: bool) -> None:
+    context, partition = _init_of(param), param.nvme_swapper.partition(param)
+    context.remote_device = OffloadDeviceEnum.cpu if on_host else context.local_device
+    if not on_host:
+        partition = partition.to(context.local_device)
+    param.ds_tensor.data = partition
+    param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+    param.ds_tensor.final_location = None
+    param.nvme_swapper = None
+    del param.nvme_value  # the tier discards the value
+
+
+def _init_of(param: Any) -> Any:
+    """The `zero.Init` that partitioned *param*, in closures of methods that it has added."""
+    return inspect.getclosurevars(param.convert_to_zero_parameters).nonlocals["self"]

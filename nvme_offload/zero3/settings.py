@@ -1,5 +1,5 @@
-"""`Settings`: the section "nvme_offload" of a ds_config, and the settings in DeepSpeed's own
-sections that concern offload to drives.
+"""`Settings`: the section "nvme_offload" of a ds_config, the settings in DeepSpeed's own sections that
+concern offload to drives, and the tier that they describe.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import dataclasses
 import difflib
 import functools
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -15,7 +17,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..errors import OffloadError, UnsupportedError, UsageError
 from ..hardware.config import BACKENDS, AioConfig
 from ..hardware.machine import physical_bytes
-from ..swap.tier import engine_config, memory_size
+from ..swap import live
+from ..swap.tier import Tier, engine_config, memory_size
 from ..units import format_bytes
 from .replacing import replaces
 
@@ -62,6 +65,12 @@ _LIKENESS = 0.8
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
+_tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
+    weakref.WeakValueDictionary()
+)
+_lock = threading.RLock()
+# Tiers whose steps belong to a training in progress.
+trained: weakref.WeakSet[Tier] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,6 +358,29 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
         backend=settings.backend,
         direct="auto",
     )
+
+
+def tier_of(ds_config: Mapping[str, Any]) -> Tier:
+    """The tier of *ds_config*, made on first use. Parameters and optimizer states with equal settings
+    share one, so that one budget covers both. Raises: as `Tier`; UsageError naming a wrong key.
+    """
+    settings = Settings.of(ds_config)
+    paths = settings.paths or nvme_paths(ds_config)
+    key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
+    with _lock:
+        tier = _tiers.get(key)
+        if tier is None:
+            if "aio" in ds_config:
+                _log.info('engine settings are those of the section "aio"')
+            tier = _tiers[key] = Tier(
+                paths,
+                aio,
+                host_memory=settings.host_memory,
+                weights=settings.weights,
+                checksum=settings.checksum,
+            )
+    live.watch(tier)
+    return tier
 
 
 def _aio_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ..device.modes import outside_of_all_modes
 from ..device.staging import CPU
 from ..errors import known
 from ..io import archive
 from . import compat, states
 from .in_backward import InBackward, require_possible
-from .modes import outside_of_modes
 from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
 from .param_swapper import has_value, swappers_of
@@ -252,7 +252,7 @@ class Stage3(Access):
         """Raises: OffloadError if *saved* lacks states: see `states.require_complete`."""
         states.require_complete(self, saved, sum(self.fp16_partitioned_groups_flat_numel))
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def _rigid_state_dict(self) -> dict[str, Any]:
         self.finish_updates()
         self.require_whole()
@@ -261,7 +261,7 @@ class Stage3(Access):
         self.give_back()
         return self._completed(states.save(self, super()._rigid_state_dict))
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def _rigid_load_state_dict(
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
     ) -> None:

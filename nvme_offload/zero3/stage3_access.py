@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..device.modes import outside_of_all_modes
 from ..device.staging import CPU
-from .modes import outside_of_modes
 from .param_swapper import has_value
 from .stage3_gradients import Reductions
 
@@ -30,14 +30,14 @@ class Access(Reductions):
         if self.state_format.in_place or not self.swaps(sub_group_id):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """As in the base class, which needs the shape of a partition that may be offloaded."""
         self._awaits_backward = False
         with _with_shape(param):
             super().set_local_grad_for_param(value, param)
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def set_local_hp_param(
         self, value: torch.Tensor, param: Any, optim_state_key: str | None = None
     ) -> None:
@@ -45,7 +45,7 @@ class Access(Reductions):
         with _with_shape(param):
             super().set_local_hp_param(value, param, optim_state_key)
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def _optimizer_states_and_gradient_swap_in(
         self, sub_group_id: int, timer_names: Any = None
     ) -> None:
@@ -70,7 +70,7 @@ class Access(Reductions):
                 offset += numel
         return gradient
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def _writeback_swap_state(
         self, sub_group_id: int, write_opt_state: bool, write_gradients: bool
     ) -> None:
@@ -90,7 +90,7 @@ class Access(Reductions):
 
     # Fragments: never return memory that the next read overwrites.
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         index, offset, numel = self.grad_position[self.get_param_id(param)]
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
@@ -104,7 +104,7 @@ class Access(Reductions):
             fragment = self.gradient_store.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
         """As in the base class. *update_func* may load another sub-group into memory."""
         if not self.swaps_natively:
@@ -161,7 +161,7 @@ class Access(Reductions):
             for number, group in enumerate(self.user_sub_groups)
         }
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> Any:

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..device.staging import CPU
-from ..errors import UnsupportedError
-from . import compat, fragments, partition_states, states
+from ..errors import UnsupportedError, UsageError
+from . import compat, fragments, states
 from .agreement import all_or_none
 from .once_per_step import OncePerStep, computed_from_values, one_step
-from .reader import CheckpointReader
+from .reader import CheckpointReader, Saved, as_of_stage_3, in_flat_groups
 from .replacing import replaced
 from .step_stats import StepClock
 from .sub_groups import is_elementwise
@@ -350,11 +351,9 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self.give_back()
         self._masters = []
         shown: dict[torch.Tensor, dict[str, Any]] = {}
-        sizes = partition_states.unpadded(self)
+        groups = zip(self.optimizer.param_groups, self._unpadded, strict=True)
         try:
-            for number, (group, size) in enumerate(
-                zip(self.optimizer.param_groups, sizes, strict=True)
-            ):
+            for number, (group, size) in enumerate(groups):
                 parts = [index for index, span in enumerate(self.spans) if span[0] == number]
                 master, state = states.joined(self, parts, size)
                 self._masters.append(master)
@@ -371,8 +370,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def require_complete(self, saved: Mapping[str, Any]) -> None:
         """Raises: OffloadError if *saved* lacks states."""
-        weights = sum(partition_states.unpadded(self))
-        states.require_complete(self, saved, weights, map(int, self.partition_size))
+        states.require_complete(self, saved, sum(self._unpadded), map(int, self.partition_size))
 
     def _drop_gradients(self) -> None:
         for param in itertools.chain.from_iterable(self.bit16_groups):
@@ -388,8 +386,19 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = False,
     ) -> None:
-        tree = state_dict_list[dist.get_rank(group=self.dp_process_group)]
-        saved = partition_states.of_state_dict(self, tree)
+        tree = as_of_stage_3(state_dict_list[dist.get_rank(group=self.dp_process_group)])
+        sizes = [master.numel() for master in tree[FP32_FLAT_GROUPS]]
+        if sizes != self._unpadded:
+            raise UsageError(
+                f"the checkpoint has parameter groups of {sizes} elements for this rank, and the model has {self._unpadded}: "
+                "it is from another model, other parameter groups, or another number of ranks"
+            )
+        saved = CheckpointReader(
+            dist.get_world_size(group=self.dp_process_group),
+            self._places(),
+            lambda _: tree,
+            partition_sizes=self.partition_size,
+        )
         states.check(self, saved, True, load_optimizer_states)
         self.load(saved, load_optimizer_states, load_from_fp32_weights)
 
@@ -416,9 +425,38 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         groups: list[list[Any]] = self.bit16_groups
         return groups
 
+    @property
+    def _unpadded(self) -> list[int]:
+        """The elements of this rank's partition of each parameter group that are not padding."""
+        return [
+            max(int(size) - padding, 0)  # older releases count the padding of all ranks
+            for size, padding in zip(self.partition_size, self.groups_padding, strict=True)
+        ]
+
+    def _places(self) -> dict[str, Saved]:
+        """The place of each parameter in its flat group."""
+        return in_flat_groups(
+            [
+                {self.param_names[param]: param.shape for param in params}
+                for params in self.round_robin_bit16_groups
+            ],
+            self.partition_size,
+            getattr(self, "round_robin_bit16_padding", None),  # of newer releases
+        )
+
     def shares(self, index: int) -> list[states.Share]:
-        """The parts of parameters in sub-group *index*."""
-        return partition_states.shares(self, index)
+        """The parts of parameters in sub-group *index*; an empty one if it has only padding."""
+        places, (group, start, end) = self._places(), self.spans[index]
+        rank = dist.get_rank(group=self.real_dp_process_group[group])
+        low = rank * int(self.partition_size[group]) + start
+        high = low + end - start
+        found = []
+        for param in self.round_robin_bit16_groups[group]:
+            offset = places[self.param_names[param]].offset
+            first, last = max(low, offset), min(high, offset + param.numel())
+            if first < last:
+                found.append(states.Share(param, first - offset, last - first, first - low))
+        return found or [states.Share(param, 0, 0, 0)]
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Do nothing: DeepSpeed has loaded the 16-bit weights from the checkpoint."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm as dist
 
+from ..device.modes import outside_of_all_modes
 from ..device.staging import CPU
 from ..errors import OffloadError, UsageError, known
 from ..io import archive
@@ -26,11 +27,9 @@ from . import compat, states
 from .agreement import all_or_none, least, share_cores
 from .cpu_adam import AdamPowers
 from .gradients import Gradients, KeptGradients, LastGradients
-from .modes import outside_of_modes
 from .optimizer_swapper import OptimizerSwapper, updates_packed
 from .reader import MASTER
-from .settings import Settings
-from .shared_tier import tier_of, trained
+from .settings import Settings, tier_of, trained
 from .sub_groups import element_bytes, states_of
 from .updates import partly_applied, quiesce
 
@@ -311,7 +310,7 @@ class Tiered:
         if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
             raise partly_applied()
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def step(self, closure: Any = None) -> None:
         """Update the parameters, as the base class does. Every steps_per_print steps, log the time
         that the step spent on the drive.
@@ -427,7 +426,7 @@ class Tiered:
         if self.clock is not None:
             quiesce(self.tier)
 
-    @outside_of_modes()
+    @outside_of_all_modes()
     def begin_load(self) -> None:
         """Release everything that an interrupted call left in use, and discard all gradients: they
         belong to weights that are about to be replaced.

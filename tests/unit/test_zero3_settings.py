@@ -18,9 +18,9 @@ from nvme_offload.zero3.settings import (
     aio_config,
     check,
     nvme_paths,
+    tier_of,
     zero_stage,
 )
-from nvme_offload.zero3.shared_tier import tier_of
 from nvme_offload.zero3.stages import offloads
 
 

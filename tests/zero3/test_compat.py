@@ -246,11 +246,11 @@ HELD = {
     "stage3",
 }
 HEIRS = {
-    "inference.py",
     "stage3.py",
     "stage3_access.py",
     "stage3_gradients.py",
     "stage3_sub_groups.py",
+    "stages.py",
     "tiered.py",
 }
 # Attributes of torch's parameters, documented ones of DeepSpeed's engine, and other objects of these
