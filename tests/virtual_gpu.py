@@ -29,7 +29,7 @@ from nvme_offload.device.room import DeviceRoom
 from nvme_offload.device.staging import DeviceStager
 from nvme_offload.optim import bucketing
 from nvme_offload.optim.buckets import Bucket
-from nvme_offload.optim.update_device import UpdateDevice
+from nvme_offload.optim.options import UpdateDevice
 from nvme_offload.optimizer_states import on_gpu
 from nvme_offload.store.store import TensorStore
 from nvme_offload.swap.runner import Runner

@@ -24,12 +24,18 @@ from . import files, parts, saved
 from .binding import check_resized, parameters_of
 from .buckets import Weight
 from .forwarding import Forwarding
-from .inner import Maker, follow
 from .modes import fixed_modes
-from .options import When, materialised, require_flags, samples_of
+from .options import (
+    Maker,
+    UpdateDevice,
+    When,
+    follow,
+    materialised,
+    require_flags,
+    samples_of,
+)
 from .stats import UpdateStats
 from .steps import Steps
-from .update_device import UpdateDevice
 
 _log = logging.getLogger(__name__)
 _serials = itertools.count()

@@ -1,18 +1,27 @@
-"""The options of parameter groups during one step, and the forms in which users pass parameters."""
+"""The options that users give: of `NVMeOptimizer`, of parameter groups during one step, and of the inner
+optimizers; and the forms in which users pass parameters.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from .buckets import local
+from .buckets import is_distributed, local
 
 _NOT_OPTIONS = {"params", "param_names"}
+# Free memory of a GPU below which parameters in host memory are updated on the CPU: three buckets
+# in flight, each with 128 MiB of packed states, and the temporary tensors of one update.
+_LEAST_FREE_BYTES = 1 << 30
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +49,64 @@ class When:
     def is_provisional(self) -> bool:
         """Whether `step` may undo updates of backward()."""
         return self.step_in_backward == "provisional"
+
+
+class UpdateDevice:
+    """Chooses the device on which each parameter is updated, by the user's *choice*.
+
+    A parameter on a GPU is updated there. For a parameter in host memory "gpu" chooses the current
+    CUDA device, and "auto" does so where FSDP2 computes with the parameter on a GPU
+    (CPUOffloadPolicy); otherwise the parameter is updated on the CPU.
+
+    Raises: UsageError where *choice* has no effect on this machine.
+    """
+
+    def __init__(self, choice: str) -> None:
+        if choice not in ("auto", "gpu", "cpu"):
+            raise UsageError(f'update_device must be "auto", "gpu" or "cpu", not {choice!r}')
+        if choice == "gpu" and not torch.cuda.is_available():
+            raise UsageError(
+                'update_device="gpu" needs a CUDA device, and torch finds none: leave it out'
+            )
+        self._choice = choice
+        self._logged = False
+        self._has_memory: bool | None = None
+
+    def of(self, parameter: torch.Tensor) -> torch.device:
+        """The device on which *parameter* is updated. Raises: UsageError."""
+        home = local(parameter).device
+        if home.type == "meta":  # it will be somewhere else
+            return home
+        if home.type != "cpu":
+            if self._choice == "cpu":
+                raise UsageError(
+                    f'update_device="cpu" is for parameters in host memory, and a parameter is on {home}: leave it out'
+                )
+            return home
+        if self._choice == "cpu" or (self._choice == "auto" and not self._prefers_gpu(parameter)):
+            return home
+        device = torch.device("cuda", torch.cuda.current_device())
+        if not self._logged:
+            self._logged = True
+            _log.info(
+                'parameters in host memory are updated on %s; update_device="cpu" updates them on the CPU',
+                device,
+            )
+        return device
+
+    def _prefers_gpu(self, parameter: torch.Tensor) -> bool:
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if not is_distributed(parameter) or mesh.device_type != "cuda":
+            return False
+        if self._has_memory is None:
+            free, _ = torch.cuda.mem_get_info()
+            self._has_memory = free >= _LEAST_FREE_BYTES
+            if not self._has_memory:
+                _log.info(
+                    "parameters in host memory are updated on the CPU: the GPU has %d MiB free",
+                    free >> 20,
+                )
+        return self._has_memory
 
 
 def refuse_second_backward(step_in_backward: object) -> NoReturn:
@@ -160,6 +227,59 @@ def _sample(items: Any) -> torch.Tensor:
     device = None if first.is_meta else first.device
     shape = (1,) * max(first.dim(), 1)
     return torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+
+
+def follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
+    """Copy to *groups* the options that the class has *made*, such as defaults by kind of group."""
+    if len(groups) == len(made):
+        for group, other in zip(groups, made, strict=True):
+            for key, value in other.items():
+                # the existing object may belong to the user
+                if key not in _NOT_OPTIONS and not (
+                    key in group and type(group[key]) is type(value)
+                ):
+                    group[key] = copy.deepcopy(value)
+
+
+class Maker:
+    """Makes inner optimizers the way the user made the optimizer of all parameters: of groups
+    (*in_groups*) or of a list. *groups*: as the user gave them.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        kwargs: Mapping[str, Any],
+        groups: Sequence[dict[str, Any]],
+        *,
+        in_groups: bool,
+    ):
+        self._class = optimizer_class
+        self._kwargs = kwargs
+        self._in_groups = in_groups
+        self._options = {key for group in groups for key in group}
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Note the options of a *group* that was added."""
+        self._in_groups = True
+        self._options |= group.keys()
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make an optimizer of *groups*."""
+        if not self._in_groups and len(groups) == 1:
+            made = self._class(groups[0]["params"], **self._kwargs)
+            made.param_groups[0].update(
+                {key: value for key, value in groups[0].items() if key != "params"}
+            )
+            return made
+        # Some classes refuse the keys that schedulers add to a group.
+        return self._class(
+            [
+                {key: value for key, value in group.items() if key in self._options}
+                for group in groups
+            ],
+            **self._kwargs,
+        )
 
 
 def same(one: Any, other: Any) -> bool:

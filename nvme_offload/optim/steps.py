@@ -23,9 +23,8 @@ from .binding import Binding, Plan, check_resized, may_be_replaced, parameters_o
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight
 from .budget import Budget, DividedOtherwiseError
-from .inner import Maker
 from .modes import fixed_modes
-from .options import StepOptions, When, differences, samples_of
+from .options import Maker, StepOptions, When, differences, samples_of
 from .overlap import Overlap, Step
 from .progress import Health, Progress
 from .provisional import ProvisionalUpdates
