@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ from .options import (
 from .stats import UpdateStats
 from .steps import Steps
 
-_log = logging.getLogger(__name__)
 _serials = itertools.count()
 
 
@@ -481,13 +479,7 @@ class NVMeOptimizer(Forwarding):
     def _check_loadable(self, given: Mapping[str, Any]) -> dict[Weight, dict[str, Any]]:
         """The state of each parameter in the state dict *given*. Raises: UsageError."""
         weights = self._steps.binding.weights
-        told = given.get("nvme_offload", {})
-        if "part" in told:
-            parts.check_part(told["part"], weights)
-        elif told and parts.is_cut(weights):
-            _log.warning(
-                "an older version saved these states, without the part of the parameters to which they belong: check that this rank has saved them"
-            )
+        parts.check_part(given.get("nvme_offload", {}).get("part"), weights)
         groups = given["param_groups"]
         indices = [index for group in groups for index in group["params"]]
         found = {}

@@ -101,7 +101,7 @@ def part_of(weights: Sequence[Weight]) -> dict[str, Any] | None:
 
 def check_part(part: Mapping[str, Any] | None, weights: Sequence[Weight]) -> None:
     """Check that states with *part* belong to this rank's *weights*. Raises: UsageError."""
-    own = part_of(weights)
+    own = None if part is None else part_of(weights)
     if part is None or own is None:
         return
     theirs = f"rank {part['rank']} of {part['ranks']}"

@@ -84,25 +84,12 @@ def fits(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
         return not parts.is_in_order(weights) or bool(
             _told(tree)["part"]["cuts"] == parts.cuts_of(weights)
         )
-    # One process saves whole states; an earlier version did not say which part it saved.
-    return "part" in _told(tree) or not parts.is_cut(weights) or not _is_whole(tree, weights)
+    return "part" in _told(tree) or not parts.is_cut(weights)  # one process saves whole states
 
 
 def is_cut(tree: Mapping[str, Any]) -> bool:
     """Whether the state dict *tree* has parts of parameters."""
     return bool(_told(tree).get("part", {}).get("cuts"))
-
-
-def _is_whole(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
-    """Whether *tree* has states of whole parameters, where the parameters are cut here."""
-    indices = [number for group in tree["param_groups"] for number in group["params"]]
-    found = [
-        _form(value).shape == weight.parameter.shape
-        for weight, index in zip(weights, indices, strict=False)
-        for value in tree["state"].get(index, {}).values()
-        if _form(value) is not None and _form(value).dim()
-    ]
-    return bool(found) and all(found)
 
 
 def _cuts_of(tree: Mapping[str, Any], weights: Sequence[Weight]) -> list[Any]:
