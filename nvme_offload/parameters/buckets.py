@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,12 @@ class Place(NamedTuple):
         return flat.view(self.dtype).view(self.shape)
 
 
+class _Hold:
+    """The result of `Bucket.hold_places`."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Bucket:
     """Parameters that are one value of a tier."""
 
@@ -57,6 +64,11 @@ class Bucket:
         self.slot: Any = None  # has the values on the device; None if only the tier has them
         self.users = 0  # uses that have not ended
         self.shown: list[Any] = []  # the parameters in use
+        # The parameters with memory of their own, which the program has assigned to `data`, and the
+        # numbers of these memories. *numbers*: of the memories whose values are in the places.
+        self.apart: dict[torch.nn.Parameter, int] = {}
+        self.numbers: dict[torch.nn.Parameter, int] = {}
+        self._hold: weakref.ref[_Hold] | None = None
         self.written = False  # the slot may have changes that the versions do not show
         # How often a caller got a tensor through which the values may change while the versions stay,
         # and how often when the last such tensor was gone.
@@ -73,9 +85,22 @@ class Bucket:
         """The bytes that it takes in a tier: whole pages."""
         return -(-self.nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
-    def at(self, offset: int) -> torch.nn.Parameter:
-        """The parameter that has the byte at *offset*."""
-        return self.places[bisect_right(self._offsets, offset) - 1].parameter
+    def at(self, offset: int) -> Place:
+        """The place that has the byte at *offset*."""
+        return self.places[bisect_right(self._offsets, offset) - 1]
+
+    def hold_places(self) -> object:
+        """An object. As long as it lives, the places of `apart` parameters keep their old values."""
+        hold = None if self._hold is None else self._hold()
+        if hold is None:
+            hold = _Hold()
+            self._hold = weakref.ref(hold)
+        return hold
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a result of `hold_places` lives."""
+        return self._hold is not None and self._hold() is not None
 
     def place_of(self, parameter: torch.Tensor) -> Place:
         """The place of *parameter*."""

@@ -174,8 +174,8 @@ def address_of(tensor: torch.Tensor) -> int:
     streamer = streamer_of(tensor)
     if streamer is None:
         return tensor.data_ptr()
-    assignments: int = streamer.assignments_to(tensor)
-    return assignments
+    number: int = streamer.number_of_memory(tensor)
+    return number
 
 
 def exposure_of(tensor: Any) -> Exposure | None:

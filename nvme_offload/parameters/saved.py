@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..device.stayed import Stayed, check_version, innermost_hooks
+from .apart import memory_of
 from .idle import UsedParameter
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ class SavedTensors:
 class SavedView:
     """A view of a parameter of *bucket*."""
 
-    __slots__ = ("_bucket", "_dtype", "_offset", "_parameter", "_size", "_stride", "_version")
+    __slots__ = (
+        *("_bucket", "_dtype", "_hold", "_is_whole", "_offset", "_parameter", "_size"),
+        *("_stride", "_version"),
+    )
 
     def __init__(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         self._bucket = bucket
@@ -85,14 +89,23 @@ class SavedView:
         self._offset = int(tensor.storage_offset())
         self._size = tensor.size()
         self._stride = tensor.stride()
-        self._parameter = bucket.at(self._offset * tensor.element_size())
+        start = self._offset * tensor.element_size()
+        place = bucket.at(start)
+        self._parameter = place.parameter
+        self._is_whole = (
+            start == place.offset and self._size == place.shape and tensor.is_contiguous()
+        )
         self._version = self._parameter._version
+        self._hold = bucket.hold_places()
 
     def restore(self, streamer: Streamer) -> torch.Tensor:
         """The view, in the bucket's present slot."""
         check_version(
             self._parameter._version, self._version, f"{self._dtype} of {list(self._size)}"
         )
+        if self._is_whole and self._parameter in self._bucket.apart:
+            # Autograd saves the parameter itself, with the `data` that it has in backward.
+            return memory_of(self._parameter)
         return streamer.view(self._bucket, self._dtype, self._offset, self._size, self._stride)
 
 

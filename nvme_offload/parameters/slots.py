@@ -37,11 +37,11 @@ class Slot:
             # PyTorch's allocator reuses memory in the order of a stream: kernels of this stream may
             # still use it.
             self._streams.append(torch.cuda.current_stream(device))
-        self._own_references = 0
+        self._own_references = 0  # besides those of the parameters
 
     def count_own_references(self) -> None:
         """The tensors that refer to the memory now are the bucket's own."""
-        self._own_references = self._references()
+        self._own_references = references_to(self.storage) - self._parameters_here
 
     @property
     def is_free(self) -> bool:
@@ -49,7 +49,8 @@ class Slot:
         that autograd or the program has kept is such a tensor.
         """
         users = 0 if self.bucket is None else self.bucket.users
-        return users == 0 and self._references() <= self._own_references
+        own = self._own_references + self._parameters_here
+        return users == 0 and references_to(self.storage) <= own
 
     def begin_use(self) -> None:
         """Make the current stream wait for the last copy: one in brings the values, and one out reads
@@ -79,8 +80,14 @@ class Slot:
         self.copied = copied
         self._streams, self._ends = [], []
 
-    def _references(self) -> int:
-        return int(torch._C._storage_Use_Count(self.storage._cdata))
+    @property
+    def _parameters_here(self) -> int:
+        return 0 if self.bucket is None else len(self.bucket.places) - len(self.bucket.apart)
+
+
+def references_to(storage: Any) -> int:
+    """How many objects refer to *storage*, itself included."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class Slots:

@@ -18,7 +18,7 @@ from ..errors import OffloadError, UsageError
 from ..sizes import evenly
 from ..swap.access_order import AccessOrder
 from ..swap.tier import Tier
-from . import idle
+from . import apart, idle
 from .buckets import Bucket, Place
 from .compiled import CompiledBlock, check_not_frozen, compiled_blocks
 from .home import Home
@@ -80,7 +80,6 @@ class Streamer:
         self._ahead = 0  # the place in the order up to which buckets are on the device
         self._unused: set[Bucket] = set()  # fetched and not used yet
         self._first_module: weakref.ref[torch.nn.Module] | None = None
-        self._assignments: dict[torch.nn.Parameter, int] = {}
         self._placeholders: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
         self._is_reset = False  # `_begin_load` has reset the tier, and not ended
         self._running = _Running()
@@ -169,13 +168,14 @@ class Streamer:
             parameter.device,
         ):
             idle.refuse_form()
-        with self.using([parameter]):
-            parameter.data.copy_(values)
-        self._assignments[parameter] = self.assignments_to(parameter) + 1
+        bucket = self._of[parameter]
+        with self.using([parameter]), self._lock, outside_of_modes():
+            self.changes(parameter)
+            apart.assign(bucket, parameter, values)
 
-    def assignments_to(self, parameter: torch.nn.Parameter) -> int:
-        """How often the program has assigned to the `data` of *parameter*."""
-        return self._assignments.get(parameter, 0)
+    def number_of_memory(self, parameter: torch.nn.Parameter) -> int:
+        """A number that differs for each memory that the program has assigned to *parameter*."""
+        return apart.number_of(self._of[parameter], parameter)
 
     def changes(self, parameter: torch.nn.Parameter) -> None:
         """The program may change *parameter* in a way that its version does not show."""
@@ -186,7 +186,8 @@ class Streamer:
     def exposure_of(self, parameter: torch.nn.Parameter) -> idle.Exposure:
         """The tensors through which *parameter* may change while its version stays."""
         bucket = self._of[parameter]
-        return idle.Exposure(bucket.exposed, bucket.exposed > bucket.exposed_until)
+        lasts = parameter in bucket.apart or bucket.exposed > bucket.exposed_until
+        return idle.Exposure(bucket.exposed, lasts)
 
     def copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values of *parameter*, streamed or not, in host memory. Raises: as
@@ -198,7 +199,9 @@ class Streamer:
             bucket = self._of[parameter]
             place = bucket.place_of(parameter)
             copied = torch.empty(place.shape, dtype=place.dtype)
-            if bucket.slot is not None:
+            if parameter in bucket.apart:
+                copied.copy_(apart.memory_of(place.parameter))
+            elif bucket.slot is not None:
                 bucket.slot.begin_use()
                 copied.copy_(place.within(bucket.slot.buffer))
             else:
@@ -258,6 +261,8 @@ class Streamer:
         bucket = slot.bucket
         if bucket is None:
             return
+        with torch.inference_mode(False):
+            apart.rejoin(bucket, slot)
         self._store_changes(slot, bucket)
         with torch.inference_mode(False):
             bucket.slot = slot.bucket = None
@@ -499,7 +504,8 @@ class Streamer:
 
 def _put_all_data(bucket: Bucket, values_of: Callable[[Place], torch.Tensor]) -> None:
     for place in bucket.places:
-        place.parameter.data = values_of(place)
+        if place.parameter not in bucket.apart:
+            place.parameter.data = values_of(place)
 
 
 def _versions(bucket: Bucket) -> list[int]:

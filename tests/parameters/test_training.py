@@ -36,6 +36,45 @@ def _batch(step: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
+def _evaluate_average(model: nn.Module, average: list[torch.Tensor]) -> torch.Tensor:
+    """The outputs of *model* with the *average* of its weights in their place for a while."""
+    trained = []
+    for one, mean in zip(model.parameters(), average, strict=True):
+        mean.lerp_(one.data, 0.1)
+        trained.append(one.data)
+        one.data = mean
+    with torch.no_grad():
+        output: torch.Tensor = model(_batch(99, average[0].dtype))
+    for one, values in zip(model.parameters(), trained, strict=True):
+        one.data = values
+    return output
+
+
+@pytest.mark.parametrize("in_backward", [False, True, "provisional"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_the_same_after_others_took_their_place_for_a_while(
+    make: Make, tmp_path: Path, dtype: torch.dtype, in_backward: Any
+) -> None:
+    model = Blocks(dtype=dtype)
+    in_memory, offload = copy.deepcopy(model), make("2MB")
+    offload.parameters(model, "cpu")
+    options: dict[str, Any] = {"step_in_backward": in_backward, "lr": 1e-2}
+    optimizers = (
+        offload.optimizer(model.parameters(), **options),
+        NVMeOptimizer(in_memory.parameters(), paths=tmp_path, host_memory="2MB", **options),
+    )
+    averages = [[one.data.clone() for one in in_memory.parameters()] for _ in range(2)]
+    for step in range(4):
+        outputs = []
+        for each, optimizer, average in zip((model, in_memory), optimizers, averages, strict=True):
+            _train(each, optimizer, dtype, steps=range(step, step + 1))
+            outputs.append(_evaluate_average(each, average))
+        assert torch.equal(*outputs)
+    optimizers[1].close()
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def _train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

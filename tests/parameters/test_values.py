@@ -118,6 +118,54 @@ def test_a_change_to_every_parameter_is_kept(pair, change):
     _assert_equal(model, in_memory)
 
 
+def test_values_taken_before_an_assignment_to_data_are_the_old_ones(pair):
+    x = torch.randn(2, 24)
+    outputs = []
+    for each in pair:
+        trained = [one.data for one in each.parameters()]
+        for factor in (2, 3):
+            for one, values in zip(each.parameters(), trained, strict=True):
+                one.data = factor * values
+            outputs.append(each(x).detach())
+        for one, values in zip(each.parameters(), trained, strict=True):
+            one.data = values
+        del trained, values
+    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[1], outputs[3])
+    _assert_equal(*pair)
+
+
+def test_data_of_another_tensor_is_shared_with_it(pair):
+    shared = [[one.data.clone() for one in each.parameters()] for each in pair]
+    for each, tensors in zip(pair, shared, strict=True):
+        for one, values in zip(each.parameters(), tensors, strict=True):
+            one.data = values
+        for values in tensors:
+            values.add_(0.5)
+        each[3].bias.data = each[4].bias.data
+        with torch.no_grad():
+            each[4].bias.mul_(2)
+    _assert_equal(*pair)
+    states = [each.state_dict() for each in pair]
+    assert all(torch.equal(values, states[1][key]) for key, values in states[0].items())
+    del shared, tensors, values, states
+    for _ in range(2):
+        _assert_equal(*pair)
+
+
+def test_backward_uses_the_values_of_the_forward_pass_after_an_assignment_to_data(pair):
+    x = torch.randn(2, 24)
+    for each in pair:
+        for _ in range(3):
+            loss = each(x).square().sum()
+            for one in each.parameters():
+                one.data = one.data + 0.1
+            loss.backward()
+    for one, other in zip(*(each.parameters() for each in pair), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    _assert_equal(*pair)
+
+
 def test_an_assignment_to_data_in_a_forward_pass_is_kept(offload):
     class Assigns(nn.Linear):
         def forward(self, x):
