@@ -25,6 +25,7 @@ from ..io.shared_directory import SharedDirectory
 from . import compat
 from .stage3 import Stage3
 from .stages import Inference
+from .tiered import Tiered
 
 SWAP_FILES = "offloaded_tensors"  # the directory that DeepSpeed copies swap files to
 # suffixes of DeepSpeed's file names
@@ -54,7 +55,7 @@ def loads(engine: Any) -> bool:
 
 def offloads(engine: Any) -> bool:
     """Whether optimizer states, or the parameters that they belong to, are offloaded."""
-    return bool(getattr(engine.optimizer, "has_offloaded_states", False))
+    return isinstance(engine.optimizer, Tiered)
 
 
 def streams(engine: Any) -> bool:

@@ -47,8 +47,6 @@ _log = logging.getLogger(__name__)
 class Stage3(Access):
     """DeepSpeed's ZeRO-3 optimizer with parameters or states in this package's swappers."""
 
-    has_offloaded_states = True
-
     def __init__(self, ds_config: Mapping[str, Any], /, *args: Any, **named: Any) -> None:
         self._read_settings(ds_config)
         super().__init__(*args, **named)
@@ -283,8 +281,3 @@ class Stage3(Access):
         scaler = getattr(self, "torch_autocast_gradscaler", None)
         if scaler and tree.get(states.SCALER):
             scaler.load_state_dict(archive.whole(tree[states.SCALER]))
-
-    def _restore_from_bit16_weights(self) -> None:
-        self._forget_updates()
-        states.take_masters_from_parameters(self)
-        self.partly_changed = False

@@ -40,7 +40,6 @@ _LEAST_SUB_GROUP = 4096  # elements; smaller sub-groups would cost more time tha
 class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # untyped
     """DeepSpeed's optimizer of stages 1 and 2, with states in a tier."""
 
-    has_offloaded_states = True
     single_partition_of_fp32_groups: list[torch.Tensor]
     averaged_gradients: dict[int, Any]
     _masters: list[torch.Tensor]  # while `state_dict` runs
@@ -460,13 +459,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Do nothing: DeepSpeed has loaded the 16-bit weights from the checkpoint."""
-
-    def _restore_from_bit16_weights(self) -> None:
-        quiesce(self.tier)
-        self.give_back()
-        self.partly_changed = True
-        states.take_masters_from_parameters(self)
-        self.partly_changed = False
 
 
 def _one() -> torch.Tensor:

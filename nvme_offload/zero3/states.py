@@ -417,13 +417,6 @@ def _fill_all(
         place.copy_(into)
 
 
-def take_masters_from_parameters(owner: Owner) -> None:
-    """Set the master weights of all sub-groups from the 16-bit parameters; keep the states."""
-    for index, parameter in enumerate(owner.fp32_partitioned_groups_flat):
-        with owner.in_memory(index, changed=True) as held:
-            owner.copy_weights(parameter, held[MASTER])
-
-
 def _load_optimizer(owner: Owner, saved: CheckpointReader) -> list[dict[str, Any]]:
     """Load the optimizer's options. Returns the states for `refill`, by saved sub-group."""
     reference = _reference(owner, saved)

@@ -461,6 +461,16 @@ class Tiered:
                 with self.optimizer_swapper.using(parameter, changed=True, renewed={}):
                     pass
 
+    def _restore_from_bit16_weights(self) -> None:
+        """Set the master weights of all sub-groups from the 16-bit parameters; keep the states."""
+        self._forget_updates()
+        self.give_back()
+        self.partly_changed = True
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            with self.in_memory(index, changed=True) as held:
+                self.copy_weights(parameter, held[MASTER])
+        self.partly_changed = False
+
     def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
         """*tree*, DeepSpeed's state dict, with the states that DeepSpeed does not save."""
         if powers := self.powers.state(self.optimizer):
