@@ -137,7 +137,7 @@ class BackwardUpdates:
             return
         owner.begin_backward()
         weight.settle_gradient()
-        if self._when.is_provisional or not weight.visits_device:
+        if self._when.is_provisional or not weight.fragments[0].bucket.visits_device:
             _await_copy(weight.parameter)  # the CPU reads the gradient
         try:
             with owner.lock:

@@ -131,10 +131,6 @@ class Binding:
             [bucket for bucket in self.buckets if bucket in buckets],
         )
 
-    def plan_of_all(self, plan: Plan) -> Plan:
-        """Extend *plan*, which was released, by all weights and buckets that are still bound."""
-        return Plan(plan.places, [*plan.weights, *self.weights], list(self.buckets))
-
     def release(self, plan: Plan) -> None:
         """Discard the buckets of *plan* and their states. If no bucket is left, reset the tier."""
         gone, dissolved = set(plan.weights), set(plan.buckets)

@@ -19,7 +19,7 @@ from ..optimizer_states.traits import Traits, examine, lasting_keys, raw_step
 from ..optimizer_states.tree import is_for_each, tensors
 from ..sizes import GPU_PARTS, LEAST_BUDGET_BYTES
 from ..units import format_bytes
-from .buckets import SLOT_BYTES, Bucket, Weight, cut, is_distributed, local
+from .buckets import SLOT_BYTES, Bucket, Form, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 from .values import MASTER
 
@@ -267,12 +267,11 @@ class Bucketing:
         """Yield runs of *parameters* of one kind, each with the most elements for its buckets."""
 
         def weight(parameter: torch.Tensor, traits: Traits) -> Weight:
-            made = Weight.of(parameter, traits, index)
+            now = traits, Form.of(parameter), index, parameter.requires_grad
             known = before.get(id(parameter))
             if known is None:
-                return made
-            known.traits, known.form, known.trained = traits, made.form, made.trained
-            known.group = index
+                return Weight(parameter, *now)
+            known.traits, known.form, known.group, known.trained = now
             return known
 
         self._check_eps(parameters, options)

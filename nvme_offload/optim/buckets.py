@@ -75,11 +75,6 @@ class Weight:
     awaited: Awaited | None = None
     taken: tuple[int, int] | None = None
 
-    @classmethod
-    def of(cls, parameter: torch.Tensor, traits: Traits, group: int) -> Weight:
-        """Bind *parameter* as it is now; *group* is the index of its group."""
-        return cls(parameter, traits, Form.of(parameter), group, parameter.requires_grad)
-
     @property
     def is_as_bound(self) -> bool:
         """Whether the parameter was neither moved, cast nor unfrozen since it was bound."""
@@ -94,11 +89,6 @@ class Weight:
     def states(self) -> dict[Any, Any]:
         """The states of the first fragment, if any: all fragments have the same small states."""
         return self.fragments[0].states if self.fragments else {}
-
-    @property
-    def visits_device(self) -> bool:
-        """Whether the parameter is in host memory and updated on a GPU."""
-        return bool(self.fragments) and self.fragments[0].bucket.visits_device
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -116,7 +116,7 @@ def _write_together(
         try:
             with states() as tree:
                 directory.write(
-                    _file_of(ranks.rank),
+                    f"rank{ranks.rank}.pt",
                     lambda aside: archive.write(aside, tree, engine, directory.checksum == "xxh3"),
                 )
         except Exception as error:
@@ -167,7 +167,3 @@ def _read_together(
             "number, save by torch.distributed.checkpoint after that"
         )
     return trees
-
-
-def _file_of(rank: int) -> str:
-    return f"rank{rank}.pt"

@@ -99,7 +99,7 @@ class Overlap(UpdateQueue):
         """
         if not self._enabled:
             return False
-        if anything_is_compiled():
+        if compiling.was_used(wait_for_all):  # compiled code checks the class of parameters
             self._warn("torch.compile is used in this process")
             return False
         if torch.get_default_dtype() != torch.float32:  # it applies to the whole process
@@ -294,11 +294,6 @@ def can_be_awaited(tensor: torch.Tensor) -> bool:
     if is_distributed(tensor):
         from . import awaited_dtensor  # noqa: F401  # slow to import, and often not needed
     return has_waiting_class(tensor)
-
-
-def anything_is_compiled() -> bool:
-    """Whether compiled code may use parameters, whose class it checks. Later compilations wait."""
-    return compiling.was_used(wait_for_all)
 
 
 def _remove(module_hooks: Sequence[Any]) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..errors import UsageError
+from ..errors import UsageError, known
 from ..optimizer_states.tree import replaced, tensors
 from .buckets import local
 from .without_memory import WithoutMemory, changes_form, with_values, written
 
 if TYPE_CHECKING:
     from .buckets import Weight
+    from .steps import Steps
 
 _ATEN = torch.ops.aten
 _MOVE = _ATEN._to_copy.default
@@ -99,7 +100,7 @@ class StateOnDrive(WithoutMemory):
 
     weight: Weight
     key: str
-    source: weakref.ref[Any]  # the NVMeOptimizer, with `read_state` and `write_state`
+    source: weakref.ref[Steps]
     # operators that lead from the state to this tensor
     ways: tuple[Callable[[torch.Tensor], Any], ...]
     # `updates` of the weight when this was moved; None for the state itself, which is always
@@ -111,7 +112,7 @@ class StateOnDrive(WithoutMemory):
     @staticmethod
     def __new__(
         cls: Any,
-        source: weakref.ref[Any],
+        source: weakref.ref[Steps],
         weight: Weight,
         key: str,
         form: torch.Tensor,
@@ -162,7 +163,7 @@ class StateOnDrive(WithoutMemory):
             raise UsageError(
                 f"the state {self.key!r} was moved before an update, and its values have changed since: clone() keeps them"
             )
-        whole = source.read_state(self.weight, self.key)
+        whole = source.states.read(self.weight, self.key)
         return whole, self.of(whole)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -192,8 +193,7 @@ class StateOnDrive(WithoutMemory):
             return part
 
         def store(one: StateOnDrive, _: torch.Tensor) -> None:
-            source: Any = one.source()
-            source.write_state(one.weight, one.key, wholes[id(one)])
+            known(one.source()).states.write(one.weight, one.key, wholes[id(one)])
 
         return with_values(function, args, kwargs, StateOnDrive, load, store)
 

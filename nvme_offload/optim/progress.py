@@ -20,10 +20,6 @@ class Progress:
     running: bool = False
     changing: bool = False
 
-    def begin_change(self) -> None:
-        """Parameters or states change from here on."""
-        self.changing = True
-
 
 @dataclasses.dataclass
 class Health:

@@ -210,22 +210,24 @@ class States:
 
     def read(self, weight: Weight, key: Key) -> torch.Tensor:
         """A copy of a state, on the device of the parameter. Raises: UsageError if it is gone."""
-        first = weight.fragments[0]
-        form = saved.forms(first).get(key)
-        if form is None:
-            raise UsageError(f"the parameter has no state {key!r} any more")
-        whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
-        for fragment in [first] if key in first.rest else weight.fragments:
-            with self._owner.updater.reading(fragment.bucket) as find:
-                values = in_a_row(find(fragment, key))
-                in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
-        return whole.to(first.bucket.home)
+        with self._owner.between_steps():
+            first = weight.fragments[0]
+            form = saved.forms(first).get(key)
+            if form is None:
+                raise UsageError(f"the parameter has no state {key!r} any more")
+            whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+            for fragment in [first] if key in first.rest else weight.fragments:
+                with self._owner.updater.reading(fragment.bucket) as find:
+                    values = in_a_row(find(fragment, key))
+                    in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
+            return whole.to(first.bucket.home)
 
     def write(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
         """Replace a state."""
-        self.take_up()
-        placeholder = weight.placeholders[key]
-        self.restore({weight: replaced(dict(weight.shown), {id(placeholder): values})})
+        with self._owner.between_steps():
+            self.take_up()
+            placeholder = weight.placeholders[key]
+            self.restore({weight: replaced(dict(weight.shown), {id(placeholder): values})})
 
 
 class ShownStates(defaultdict[Any, Any]):

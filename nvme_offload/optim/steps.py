@@ -146,7 +146,7 @@ class Steps:
             try:
                 made, buckets = self._replace(plan, updated)
             except DividedOtherwiseError:
-                plan = binding.plan_of_all(plan)
+                plan = Plan(plan.places, [*plan.weights, *binding.weights], list(binding.buckets))
                 updated |= plan.updated_weights(self.updated)
                 made, buckets = self._replace(plan, updated)
             given = self.states.of_unbound(made)
@@ -243,16 +243,6 @@ class Steps:
         self.overlap.wait()
         if not self.is_orphan:
             self.overlap.apply_options(self.groups)
-
-    def read_state(self, weight: Weight, key: Any) -> torch.Tensor:
-        """A copy of a state, for its placeholder."""
-        with self.between_steps():
-            return self.states.read(weight, key)
-
-    def write_state(self, weight: Weight, key: Any, values: torch.Tensor) -> None:
-        """Replace a state, for its placeholder."""
-        with self.between_steps():
-            self.states.write(weight, key, values)
 
     # A step.
 

@@ -67,7 +67,7 @@ class Updater(Values):
         """
         if self.tier.swapper.stays(bucket.name):
             with self._on_stream(bucket):
-                self._renew_beside(bucket)
+                bucket.memory = self._stager(bucket).renew_beside(known(bucket.memory))
         else:
             self.tier.swapper.retain(bucket.name)
         bucket.is_retained = True
@@ -221,7 +221,7 @@ class Updater(Values):
         there: Sequence[torch.Tensor] = flats
 
         def begin() -> None:
-            progress.begin_change()
+            progress.changing = True
             if layout.master is not None and self._format.in_place:
                 master = layout.master.of(memory).view(torch.float32)
                 for fragment, flat in zip(bucket.fragments, there, strict=True):
@@ -285,7 +285,7 @@ class Updater(Values):
                 leaf.data = fragment.state(key, states, memory[layout.nbytes :])
         with callers_modes():
             inner = self._inner(bucket, options)
-            progress.begin_change()
+            progress.changing = True
             act(inner)
         states = self._collected(bucket, master, states)
         names = bucket.block_names() if self._format.eight_bit else None

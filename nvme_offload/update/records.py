@@ -104,10 +104,6 @@ class Records:
             stager = self._stager(unit)
             unit.memory = self._with_room(lambda: stager.fetch(unit.name, unit.room_bytes))
 
-    def _renew_beside(self, unit: Unit) -> None:
-        """Continue the use of *unit* with a newer version of its value."""
-        unit.memory = self._stager(unit).renew_beside(known(unit.memory))
-
     def _renew(self, unit: Unit) -> None:
         """Begin the use of *unit* with a new value."""
         unit.memory = self._renewed(unit, self._stager(unit))
