@@ -1,10 +1,25 @@
-"""`DeviceRoom`: the GPU memory that is free for values that host memory could hold."""
+"""The memory of a GPU: `memory_of` the process, and `DeviceRoom`, what is free for values that host
+memory could hold.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from ..sizes import MARGIN_PARTS
+
+
+def memory_of(device: torch.device | None = None) -> tuple[int, int]:
+    """The free and the total bytes of *device*, by default the current GPU, that PyTorch may take in
+    this process: `torch.cuda.set_per_process_memory_fraction` limits both.
+    """
+    cuda: Any = torch.cuda
+    free, total = cuda.mem_get_info(device)
+    fraction = getattr(cuda, "get_per_process_memory_fraction", None)
+    most = total if fraction is None else int(total * fraction(device))  # None in older torch
+    return max(min(free, most - cuda.memory_reserved(device)), 0), min(most, total)
 
 
 class DeviceRoom:
@@ -22,7 +37,7 @@ class DeviceRoom:
     def suffices(self, held: int, more: int = 0) -> bool:
         """Whether *more* bytes fit in addition to the *held* bytes of the caller's values."""
         cuda = torch.cuda
-        free, total = cuda.mem_get_info(self._device)
+        free, total = memory_of(self._device)
         allocated = cuda.max_memory_allocated(self._device) - held
         self._most_bytes = max(self._most_bytes, allocated)
         ours = free + cuda.memory_reserved(self._device)

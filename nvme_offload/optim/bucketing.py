@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..device.room import memory_of
 from ..errors import UnsupportedError, UsageError
 from ..optimizer_states.formats import StateFormat
 from ..optimizer_states.on_gpu import packs_in_one_pass
@@ -380,7 +381,7 @@ def _memory_of(device: torch.device) -> int:
     """The memory of a GPU, less if little of it is free, so that large buckets do not exhaust it."""
     if device.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = memory_of(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(total, GPU_PARTS // _FREE_PARTS * (free + unused))
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from ..device.room import memory_of
 from ..errors import UnsupportedError, UsageError
 from .buckets import is_distributed, local
 
@@ -99,7 +100,7 @@ class UpdateDevice:
         if not is_distributed(parameter) or mesh.device_type != "cuda":
             return False
         if self._has_memory is None:
-            free, _ = torch.cuda.mem_get_info()
+            free, _ = memory_of()
             self._has_memory = free >= _LEAST_FREE_BYTES
             if not self._has_memory:
                 _log.info(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..device.room import memory_of
 from ..device.staging import CPU
 from ..errors import UsageError
 from ..sizes import Footprint
@@ -116,7 +117,7 @@ def device_of(
         reason = _MUON
     if not reason and only != "cuda":
         needed = gpu_bytes(footprint) * elements
-        free = least(torch.cuda.mem_get_info()[0])
+        free = least(memory_of()[0])
         if needed > free // _PARTS:
             reason = f"sub-groups of {elements} elements need too much of the GPU's memory: a smaller sub_group_size helps"
     choice = Settings.of(ds_config).update_device
@@ -155,7 +156,7 @@ def gpu_bytes(footprint: Footprint) -> float:
 
 def most_elements(footprint: Footprint) -> int:
     """The elements of the largest sub-group for the memory of every GPU. All ranks call it."""
-    return int(least(torch.cuda.mem_get_info()[0]) / _PARTS / gpu_bytes(footprint))
+    return int(least(memory_of()[0]) / _PARTS / gpu_bytes(footprint))
 
 
 def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
@@ -183,7 +184,7 @@ def _reason_for_cpu(ds_config: Mapping[str, Any]) -> str:
             f"{name}_optimizer_states"
         ):
             return f"masters or states in 16 bits ({name}) need DeepSpeedCPUAdam"
-    free = least(torch.cuda.mem_get_info()[0])
+    free = least(memory_of()[0])
     if settings.update_device == "auto" and free < _LEAST_FREE_BYTES:
         return f"a GPU has {free >> 20} MiB free"
     return ""

@@ -170,6 +170,24 @@ def test_halves_of_a_model_stream_to_two_gpus(
         assert torch.equal(one, same)
 
 
+def test_auto_takes_no_more_than_the_process_may(make: Make) -> None:
+    """100 MB of weights, where the process may take 64 MB more."""
+    model = nn.Sequential(*(_blocks() for _ in range(4)))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    most = torch.cuda.memory_reserved() + (64 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(most / total)
+    try:
+        make("400MB").parameters(model, DEVICE)
+        with torch.inference_mode():
+            for _ in range(4):
+                model(torch.ones(2, WIDE, device=DEVICE))
+        assert torch.cuda.max_memory_reserved() <= most
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.parametrize("gpu_memory", ["10MB", "16MB", "40MB", "auto"])
 def test_every_share_of_the_model_on_the_gpu_gives_the_same_bits(
     make: Make, gpu_memory: str

@@ -13,11 +13,27 @@ torch = pytest.importorskip("torch")
 
 from virtual_gpu import VirtualDevice, VirtualGpu, virtual_gpu  # noqa: E402  # where there is torch
 
+from nvme_offload.device.room import memory_of  # noqa: E402
 from nvme_offload.device.staging import DeviceStager, HostStager, Returns  # noqa: E402
 from nvme_offload.errors import UsageError  # noqa: E402
 from nvme_offload.hardware.config import AioConfig  # noqa: E402
 from nvme_offload.sizes import AHEAD_PARTS, PLACES  # noqa: E402
 from nvme_offload.swap.tier import Tier  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("fraction", "found"), [(None, (60, 100)), (1.0, (60, 100)), (0.5, (20, 50)), (0.2, (0, 20))]
+)
+def test_a_process_may_take_its_fraction_of_the_gpus_memory(monkeypatch, fraction, found):
+    """Here 30 bytes of the GPU's 100, where another process has 10."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
+    name = "get_per_process_memory_fraction"
+    if fraction is None:
+        monkeypatch.delattr(torch.cuda, name, raising=False)
+    else:
+        monkeypatch.setattr(torch.cuda, name, lambda _: fraction, raising=False)
+    assert memory_of() == found
 
 
 class Event:
