@@ -195,13 +195,13 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
             raise UsageError(
                 f"parameter {name} is on the meta device and has no values: give weights, or load the model first"
             )
-    _check_memory(model)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UsageError(
                 f"buffer {name} is on the meta device and has no values: make the model with its buffers in memory"
             )
     divide(model, DIVISION, "")
+    _check_memory(model)  # after `divide`, which refuses parameters of classes without an address
     return any(one.requires_grad for one in model.parameters())
 
 

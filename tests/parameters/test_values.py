@@ -415,10 +415,22 @@ def test_parameters_of_other_kinds_are_refused(offload: Offload):
     class Special(nn.Parameter):
         pass
 
-    model = _model()
-    model[0].weight = Special(torch.zeros(24, 24))
-    with pytest.raises(UnsupportedError, match=r"parameter 0.weight is a Special"):
-        offload.parameters(model, "cpu")
+    class Quantized(torch.Tensor):  # as torchao's, it has no memory of its own
+        @staticmethod
+        def __new__(cls):
+            make = torch.Tensor._make_wrapper_subclass
+            return make(cls, (24, 24), dtype=torch.float32)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args, kwargs=None):
+            return Quantized()
+
+    for kind, make in ("Special", lambda: Special(torch.zeros(24, 24))), ("Quantized", Quantized):
+        model = _model()
+        for layer in model[:2]:
+            layer.weight = nn.Parameter(make()) if kind == "Quantized" else make()
+        with pytest.raises(UnsupportedError, match=rf"parameter 0.weight is a {kind}"):
+            offload.parameters(model, "cpu")
     with pytest.raises(UsageError, match="on the meta device"):
         offload.parameters(nn.Linear(24, 24, device="meta"), "cpu")
 
