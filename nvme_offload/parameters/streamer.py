@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from ..swap.tier import Tier
 from . import apart, idle
 from .buckets import Bucket, Place
 from .compiled import CompiledBlock, check_not_frozen, compiled_blocks
+from .copied import Hook, ModuleParameters, StateCopies
 from .home import Home
 from .saved import SavedTensors, hide_from_compiler, pop, push
 from .slots import Slot, Slots
@@ -385,6 +386,7 @@ class Streamer:
 
     def _watch(self, model: torch.nn.Module) -> None:
         compiled: set[torch.nn.Module] = set()
+        copies = StateCopies(self._of, self.copy_of)
         for block in compiled_blocks(model):
             block.replace(functools.partial(self._call_compiled, block))
             compiled.update(block.modules)
@@ -393,15 +395,15 @@ class Streamer:
             untyped: Any = module
             streams = any(one in self._of for one in module._parameters.values())
             if streams or module is model:
-                untyped.register_load_state_dict_pre_hook(_Hook(self._begin_load))
+                untyped.register_load_state_dict_pre_hook(Hook(self._begin_load))
             if streams:
-                untyped.register_state_dict_post_hook(_Hook(self._copy_state))
+                untyped.register_state_dict_post_hook(Hook(copies.put))
             if module in compiled:
                 continue  # the compiler would trace the rest
             if streams:
-                module._parameters = ModuleParameters(self, module._parameters)
-            module.register_forward_pre_hook(_Hook(self._enter), prepend=True)
-            module.register_forward_hook(_Hook(self._leave), always_call=True)
+                module._parameters = ModuleParameters(self.read, module._parameters)
+            module.register_forward_pre_hook(Hook(self._enter), prepend=True)
+            module.register_forward_hook(Hook(self._leave), always_call=True)
 
     def _call_compiled(self, block: CompiledBlock, *args: Any, **kwargs: Any) -> Any:
         """Call *block* with all of its parameters in use, as the plain ones that were compiled."""
@@ -491,16 +493,6 @@ class Streamer:
                     bucket.written = True
             self._is_reset = False
 
-    def _copy_state(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any
-    ) -> None:
-        """Put copies in host memory into the *state* dict, in place of views of the device's."""
-        for name, parameter in module._parameters.items():
-            key = prefix + name
-            if parameter in self._of and state.get(key, parameter) is not parameter:
-                state[key] = None  # so that it keeps no slot
-                state[key] = self.copy_of(parameter)
-
 
 def _put_all_data(bucket: Bucket, values_of: Callable[[Place], torch.Tensor]) -> None:
     for place in bucket.places:
@@ -548,43 +540,3 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-
-
-class _Hook:
-    """A hook of a module. A copy of the module would share the streamer, and is refused."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> Any:
-        return self._method(*args)
-
-    @property
-    def __name__(self) -> str:
-        idle.refuse_tracing()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy()
-
-
-class ModuleParameters(dict[str, Any]):
-    """The parameters of a module. Reading one begins a use of its bucket."""
-
-    def __init__(self, streamer: Streamer, parameters: dict[str, Any]) -> None:
-        super().__init__(parameters)
-        self._streamer = streamer
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if parameter is not None:
-            self._streamer.read(parameter)
-        return parameter
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy()
-
-
-def _refuse_copy() -> NoReturn:
-    raise UsageError(
-        "a model with streamed parameters cannot be copied or pickled: copy it before offload.parameters, or load its state_dict() into another model"
-    )

@@ -56,6 +56,28 @@ def test_the_state_dict_has_copies_in_host_memory(pair):
     assert torch.equal(state["0.weight"], in_memory[0].weight)  # it is a copy
 
 
+def test_tied_weights_share_memory_in_the_state_dict(offload):
+    model = _model()
+    model[7].weight = model[2].weight
+    in_memory = copy.deepcopy(model)
+    offload.parameters(model, "cpu")
+    sizes = []
+    for each in (model, in_memory):
+        file = io.BytesIO()
+        torch.save(each.state_dict(), file)
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] <= sizes[1]
+    state = model.state_dict()
+    with torch.no_grad():
+        for each in (model, in_memory):
+            each[2].weight.mul_(2)
+    for again in (model[7].state_dict(destination=state, prefix="7."), model.state_dict()):
+        assert torch.equal(again["7.weight"], in_memory[7].weight)
+    plain: dict[str, torch.Tensor] = {}
+    model.state_dict(destination=plain)
+    assert torch.equal(plain["7.weight"], plain["2.weight"])
+
+
 def test_a_loaded_state_dict_is_used(pair):
     model, in_memory = pair
     torch.manual_seed(1)
