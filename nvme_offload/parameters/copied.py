@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Container
 from typing import Any, NoReturn
@@ -52,7 +53,7 @@ class StateCopies:
 
 
 class Hook:
-    """A hook of a module. A copy of the module would share the streamer, and is refused."""
+    """A hook of a module. A copy of the module has none, as its parameters do not stream."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -65,8 +66,15 @@ class Hook:
     def __name__(self) -> str:
         idle.refuse_tracing()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _no_hook
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy()
+        _refuse_pickling()
+
+
+def _no_hook(*_: Any) -> None:
+    """In place of a `Hook`."""
 
 
 class ModuleParameters(dict[str, Any]):
@@ -82,11 +90,14 @@ class ModuleParameters(dict[str, Any]):
             self._read(parameter)
         return parameter
 
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return {name: copy.deepcopy(parameter, memo) for name, parameter in self.items()}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy()
+        _refuse_pickling()
 
 
-def _refuse_copy() -> NoReturn:
+def _refuse_pickling() -> NoReturn:
     raise UsageError(
-        "a model with streamed parameters cannot be copied or pickled: copy it before offload.parameters, or load its state_dict() into another model"
+        "a model with streamed parameters cannot be pickled: save its state_dict(), or pickle a copy.deepcopy() of it"
     )

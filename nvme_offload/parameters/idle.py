@@ -53,6 +53,12 @@ class _StreamedParameter(torch.nn.Parameter):
             )
         return super().detach()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = torch.nn.Parameter(self.clone(), self.requires_grad)
+        return memo[id(self)]
+
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """As an assignment to `data`: torch does not dispatch this method to `__torch_function__`."""
         values = args[0] if len(args) == 1 and not kwargs else None
@@ -131,10 +137,6 @@ class IdleParameter(_StreamedParameter):
         tensor that shares the memory.
         """
         _refuse_address(torch.Tensor.as_subclass)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        with streamer_of(self).using([self]):
-            return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)

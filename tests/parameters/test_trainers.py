@@ -72,7 +72,12 @@ def test_adapters_of_peft_train_over_a_base_from_files(
     in_memory.save_pretrained(tmp_path / "base")
     with accelerate.init_empty_weights():
         model = type(in_memory)(in_memory.config)
-    adapters = peft.LoraConfig(r=1, target_modules=["q_proj"], init_lora_weights="gaussian")
+    adapters = peft.LoraConfig(
+        r=1,
+        target_modules=["q_proj"],
+        modules_to_save=["lm_head"],  # get_peft_model copies the module
+        init_lora_weights="gaussian",
+    )
     wrapped = peft.get_peft_model(copy.deepcopy(model), adapters)
     with pytest.raises(UsageError, match="call get_peft_model after parameters"):
         make().parameters(wrapped, "cpu", weights=tmp_path / "base")

@@ -15,6 +15,7 @@ from modules import Through
 from torch import nn
 from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.flop_counter import FlopCounterMode
 
 from nvme_offload import Offload, UnsupportedError, UsageError
@@ -255,11 +256,45 @@ def test_a_parameter_is_copied_with_its_values(pair):
     assert repr(one) == repr(other)
 
 
-def test_a_copy_of_the_model_is_refused(pair):
-    model, _ = pair
-    for make in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match=r"load its state_dict\(\) into another model"):
-            make(model)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_copy_of_the_model_does_not_stream(offload, compiled):
+    model = _model()
+    model[5].weight = model[2].weight
+    if compiled:
+        model[3].compile(backend="eager")
+        model[4] = torch.compile(model[4], backend="eager")
+    in_memory = copy.deepcopy(model)
+    offload.parameters(model, "cpu")
+    for copied, expected in (
+        (copy.deepcopy(one), copy.deepcopy(one)) for one in (model, in_memory)
+    ):
+        assert copied[5].weight is copied[2].weight
+        assert {type(one) for one in copied.parameters()} == {nn.Parameter}
+        with torch.no_grad():
+            for one, other in zip(copied.parameters(), expected.parameters(), strict=True):
+                one.add_(1)
+                other.add_(1)
+        _assert_equal(copied, expected)
+    _assert_equal(model, in_memory)
+    torch._dynamo.reset()
+
+
+def test_an_averaged_model_is_that_of_the_model_in_memory(pair):
+    averages = [AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for one in pair]
+    for each, average in zip(pair, averages, strict=True):
+        for _ in range(2):
+            with torch.no_grad():
+                for one in each.parameters():
+                    one.add_(1)
+            average.update_parameters(each)
+    _assert_equal(*averages)
+
+
+def test_a_pickle_of_the_model_is_refused(pair):
+    model, in_memory = pair
+    with pytest.raises(UsageError, match=r"pickle a copy\.deepcopy\(\) of it"):
+        pickle.dumps(model)
+    _assert_equal(pickle.loads(pickle.dumps(copy.deepcopy(model))), in_memory)
 
 
 def test_the_form_of_a_parameter_does_not_bring_its_values(pair):
