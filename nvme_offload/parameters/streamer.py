@@ -468,16 +468,19 @@ class Streamer:
 
     def _begin_load(
         self,
-        _module: torch.nn.Module,
-        _state: Any,
-        _prefix: str,
+        module: torch.nn.Module,
+        state: Mapping[str, Any],
+        prefix: str,
         metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
         """The program is about to load weights. If an exception has interrupted a call of the tier,
         its values are lost: they are NaN until the program has loaded them. Raises: UsageError.
         """
-        if metadata.get("assign_to_params_buffers"):
+        if metadata.get("assign_to_params_buffers") and any(
+            prefix + name in state and parameter in self._of
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        ):
             raise UsageError(
                 "load_state_dict(assign=True) would replace parameters that stream by others: leave assign out"
             )
