@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import TooLittleMemoryError, UsageError
+from .io.closing import Closing
 from .sizes import enough_with_later, kept_for_later
 from .store.store import paths_of
 from .swap.tier import (
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .parameters.streamer import Streamer
 
 
-class Offload:
+class Offload(Closing):
     """Drives, and a budget of host memory, for parameters, optimizer states and activations.
 
     The parts share one budget. Parts that are made first are served first: make them in the order
@@ -56,8 +57,8 @@ class Offload:
 
     Notes
     -----
-    Lifetime: `close` frees memory and drive space. A part's are freed also when it is closed, or
-    when it or the model is gone.
+    Lifetime: `close`, or the end of a ``with`` block, frees memory and drive space. A part's are
+    freed also when it is closed, or when it or the model is gone.
     """
 
     def __init__(

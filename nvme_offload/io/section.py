@@ -28,7 +28,9 @@ class Section:
         """Raises: UsageError if the tables are unknown, or the owner is closed or another process's."""
         self.check_process()
         if self.closed:
-            raise UsageError(f"the {self._owner} is closed")
+            raise UsageError(
+                f"the {self._owner} is closed: close it, or what it belongs to, after the last use"
+            )
         if self.interrupted_by:
             raise UsageError(
                 f"{self.interrupted_by} interrupted a call of the {self._owner}, which is only partly applied: load a checkpoint, "

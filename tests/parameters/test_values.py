@@ -531,10 +531,11 @@ def test_8_bit_weights_stream(offload: Offload):
 
 
 def test_a_closed_offload_refuses_further_use(make: Make):
-    offload, model = make(), _model()
-    offload.parameters(model, "cpu")
-    offload.close()
-    with pytest.raises(UsageError), torch.no_grad():
+    model = _model()
+    with make() as offload:
+        offload.parameters(model, "cpu")
+        model(torch.randn(2, 24))
+    with pytest.raises(UsageError, match="is closed"), torch.no_grad():
         model(torch.randn(2, 24))
 
 
