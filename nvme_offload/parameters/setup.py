@@ -42,12 +42,12 @@ def stream(
     *saved*: the values to use in place of the model's. Call `check` first. Raises: UsageError,
     UnsupportedError, NoSpaceError; the model is not changed then.
     """
-    names = {} if saved is None else saved.names_of(model)
+    sources = {} if saved is None else saved.sources_of(model)
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
         if saved is None:
             return tensor.detach()
-        values = saved.read(names[tensor])
+        values = saved.read(sources[tensor])
         if tensor.is_contiguous():
             return values
         # channels_last and other strides stay, as in load_state_dict
@@ -55,7 +55,7 @@ def stream(
 
     def load(targets: Mapping[torch.Tensor, torch.Tensor]) -> None:
         if saved is not None:
-            saved.read_into({names[one]: target for one, target in targets.items()})
+            saved.read_into({sources[one]: target for one, target in targets.items()})
             return
         for one, target in targets.items():
             target.copy_(one.detach())
@@ -87,7 +87,7 @@ def stream(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 if buffer not in moved:
-                    values = values_of(buffer) if buffer in names else buffer
+                    values = values_of(buffer) if buffer in sources else buffer
                     moved[buffer] = values.to(device, buffer.dtype)
                 module._buffers[name] = moved[buffer]
     return streamer
@@ -198,7 +198,7 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UsageError(
-                f"buffer {name} is on the meta device and has no values: make the model with its buffers in memory"
+                f"buffer {name} is on the meta device and has no values: make the model with its buffers in memory, as in init_empty_weights() of accelerate"
             )
     divide(model, DIVISION, "")
     _check_memory(model)  # after `divide`, which refuses parameters of classes without an address

@@ -19,6 +19,7 @@ from ..errors import UnsupportedError, UsageError
 from ..files.commit import partial_directory, publish_directory, remove, sync_tree
 from ..io import archive
 from ..io.engine import Engine, File, Ticket
+from . import conversions
 
 FILE_BYTES = 5_000_000_000  # the most that a file has, unless one tensor is larger
 _INDEX = "model.safetensors.index.json"
@@ -42,6 +43,10 @@ _CODES = {
     torch.uint64: "U64",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+# A tensor of the files, or a tensor that a conversion makes of several.
+Source = str | conversions.Made
 
 
 class Entry(NamedTuple):
@@ -80,6 +85,7 @@ class SavedWeights:
         self._place = place
         self._engine = engine
         self._tensors: dict[str, _Saved] = {}
+        self._convert = conversions.Tensors(self._read_saved)
         self._open_files = contextlib.ExitStack()
         with contextlib.ExitStack() as opened:
             for file in files:
@@ -93,39 +99,47 @@ class SavedWeights:
     def __exit__(self, *_: object) -> None:
         self._open_files.close()
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor *name*. Raises: as `Ticket.wait`."""
+    def read(self, source: Source) -> torch.Tensor:
+        """The tensor *source*. Raises: as `Ticket.wait`."""
+        return self._convert(source)
+
+    def _read_saved(self, name: str) -> torch.Tensor:
         saved = self._tensors[name]
         tensor = torch.empty(saved.shape, dtype=saved.dtype)
         self.read_into({name: tensor})
         return tensor
 
-    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Read tensors by their names, in parallel, each into contiguous memory of its shape. Raises:
-        as `Ticket.wait`.
+    def read_into(self, targets: Mapping[Source, torch.Tensor]) -> None:
+        """Read tensors, in parallel, each into contiguous memory of its shape. Raises: as
+        `Ticket.wait`.
         """
-        others: dict[str, torch.Tensor] = {}
+        others: dict[Source, torch.Tensor] = {}
 
         def start() -> Iterator[Ticket]:
-            for name, target in targets.items():
-                saved = self._tensors[name]
-                if target.dtype != saved.dtype:
-                    others[name] = target
+            for source, target in targets.items():
+                saved = self._tensors[source] if isinstance(source, str) else None
+                if saved is None or target.dtype != saved.dtype:
+                    others[source] = target
                 elif target.nbytes:
                     yield self._engine.read(target, saved.file, saved.offset)
 
         archive.wait_all(start())
-        for name, target in others.items():
-            target.copy_(self.read(name))
+        for source, target in others.items():
+            target.copy_(self.read(source))
 
-    def names_of(self, model: torch.nn.Module) -> dict[torch.Tensor, str]:
-        """The name here of each parameter of *model* and each buffer of its state dict. Raises:
-        UsageError if one is missing, or has another shape.
+    def sources_of(self, model: torch.nn.Module) -> dict[torch.Tensor, Source]:
+        """The tensor here for each parameter of *model* and each buffer of its state dict. Raises:
+        UsageError if one is missing, or has another shape; UnsupportedError if it is quantized.
         """
+        forms = {
+            name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+            for name, one in self._tensors.items()
+        }
+        parts = conversions.loaded(model, dict(_saved_tensors(model)), forms)
         found: dict[torch.Tensor, str] = {}
         missing: dict[torch.Tensor, str] = {}
         for name, tensor in _saved_tensors(model):
-            if name in self._tensors:
+            if name in parts:
                 found.setdefault(tensor, name)
             else:
                 missing.setdefault(tensor, name)
@@ -136,12 +150,25 @@ class SavedWeights:
                     cure = "call get_peft_model after parameters"
                 raise UsageError(f"{self._place} does not have {name}: {cure}")
         for tensor, name in found.items():
-            shape = self._tensors[name].shape
-            if shape != list(tensor.shape):
+            source, form = parts[name]
+            if form.shape != tensor.shape:
                 raise UsageError(
-                    f"{name} has the shape {shape} in {self._place}, and {list(tensor.shape)} in the model: give the weights of this model"
+                    f"{name} has the shape {list(form.shape)} in {self._place}, and {list(tensor.shape)} in the model: give the weights of this model"
                 )
-        return found
+            for one in [source] if isinstance(source, str) else source.group.sources:
+                dtype = self._tensors[one].dtype
+                if dtype != tensor.dtype and _is_quantized(dtype, tensor.dtype):
+                    raise UnsupportedError(
+                        f"{one} in {self._place} has the dtype {_CODES[dtype]}, and {tensor.dtype} in the model: dequantize the checkpoint first"
+                    )
+        return {tensor: parts[name].source for tensor, name in found.items()}
+
+
+def _is_quantized(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values in *saved* need factors to become values in *wanted*."""
+    return (saved.itemsize == 1 and saved.is_floating_point) or (
+        wanted.is_floating_point and not saved.is_floating_point
+    )
 
 
 def save(
@@ -150,14 +177,15 @@ def save(
     """Write the state dict of *model* to the directory *path*, which appears with its whole contents
     or replaces an earlier one. *values_of*: a tensor of the model, in host memory. Raises: OSError.
     """
-    seen: set[int] = set()
-    entries: list[Entry] = []
+    tensors: dict[torch.Tensor, str] = {}
     for name, tensor in _saved_tensors(model):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            entries.append(
-                Entry(name, tensor.shape, tensor.dtype, functools.partial(values_of, tensor))
-            )
+        tensors.setdefault(tensor, name)
+    inside = {name: tensor for tensor, name in tensors.items()}
+    convert = conversions.Tensors(lambda name: values_of(inside[name]))
+    entries = [
+        Entry(name, part.form.shape, part.form.dtype, functools.partial(convert, part.source))
+        for name, part in conversions.stored(model, inside).items()
+    ]
     files = _divide(entries)
     with partial_directory(path) as partial:
         for file, group in files.items():

@@ -145,6 +145,78 @@ def test_from_pretrained_reads_what_was_saved(
         assert torch.equal(loaded(**inputs).logits, in_memory.eval()(**inputs).logits)
 
 
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 2}
+
+
+def _experts(hf: Any) -> Any:
+    """Its checkpoint has each expert apart, by other names."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**_SIZES, **heads))
+
+
+def _queries_keys_and_values(hf: Any) -> Any:
+    """Its checkpoint has them in one tensor."""
+    return hf.NomicBertModel(hf.NomicBertConfig(**_SIZES, num_attention_heads=4))
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns
+@pytest.mark.parametrize("build_one", [_experts, _queries_keys_and_values])
+def test_checkpoints_that_transformers_converts_are_read_and_written(
+    make: Make, tmp_path: Path, build_one: Callable[[Any], Any]
+) -> None:
+    hf = pytest.importorskip("transformers", minversion="5")
+    in_memory = build_one(hf).eval()
+    in_memory.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    tokens = torch.arange(16).reshape(2, 8)
+    for place in ("theirs", "ours"):
+        model, offload = copy.deepcopy(in_memory), make()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.fill_(torch.nan)
+        offload.parameters(model, "cpu", weights=tmp_path / place)
+        with torch.no_grad():
+            assert torch.equal(model(tokens)[0], in_memory(tokens)[0]), place
+        offload.save(tmp_path / "ours", model)
+        theirs, ours = (
+            {
+                key: one
+                for file in (tmp_path / which).glob("*.safetensors")
+                for key, one in load_file(file).items()
+            }
+            for which in ("theirs", "ours")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(one, theirs[key]) for key, one in ours.items())
+        assert ours.keys() != in_memory.state_dict().keys()
+    again = type(in_memory).from_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        assert torch.equal(again(tokens)[0], in_memory(tokens)[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns
+def test_a_checkpoint_of_the_model_without_its_head_is_read(make: Make, tmp_path: Path) -> None:
+    """As the one of gpt2."""
+    hf = pytest.importorskip("transformers", minversion="5")
+    config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=32)
+    hf.GPT2Model(config).save_pretrained(tmp_path)
+    in_memory = hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    model = hf.GPT2LMHeadModel(config).eval()
+    make().parameters(model, "cpu", weights=tmp_path)
+    tokens = torch.arange(16).reshape(2, 8)
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[0], in_memory(tokens)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_quantized_weights_are_refused(make: Make, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whose factors are in other tensors, which the model does not have."""
+    model = nn.Linear(32, 32, device="meta")
+    state = {"weight": torch.zeros(32, 32, dtype=dtype), "bias": torch.zeros(32)}
+    save_file({**state, "weight_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"weight in .* dequantize the checkpoint first"):
+        make().parameters(model, "cpu", weights=tmp_path)
+
+
 def test_weights_of_another_model_are_refused(
     make: Make, in_memory: _Model, tmp_path: Path
 ) -> None:

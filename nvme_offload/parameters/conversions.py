@@ -1,0 +1,183 @@
+"""The conversions of transformers between a model and its checkpoints, whose names and tensors may
+differ: a model has the experts of a layer in one tensor, and its checkpoint has each apart.
+
+Source: convert_and_load_state_dict_in_model and revert_weight_conversion, in core_model_loading of
+transformers 5. Older releases have no conversions.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+Read = Callable[[str], torch.Tensor]
+
+
+class Part(NamedTuple):
+    """A tensor of a model or of a checkpoint: the name of the tensor of the other that it is, or what
+    makes it of others; and a tensor of its shape and dtype.
+    """
+
+    source: str | Made
+    form: torch.Tensor
+
+
+class Group:
+    """Tensors that one conversion makes of others."""
+
+    def __init__(self, model: Any, transform: Any, name: str, renamings: list[Any]) -> None:
+        self._model = model
+        self._transform = transform
+        self._name = name
+        self._renamings = renamings
+        self._sources: list[tuple[str, str]] = []  # the pattern that a name matches, and the name
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the tensors that the conversion takes."""
+        return [name for _, name in self._sources]
+
+    def add(self, pattern: str, name: str) -> None:
+        """Take the tensor *name*, too, which *pattern* of the conversion matches."""
+        self._sources.append((pattern, name))
+
+    def made(self, read: Read) -> dict[str, torch.Tensor]:
+        """The tensors by name, of the sources that *read* returns. On the meta device they have no more
+        than their shapes and dtypes.
+        """
+        transform = copy.deepcopy(self._transform)
+        for pattern, name in self._sources:
+            transform.add_tensor(self._name, name, pattern, functools.partial(read, name))
+        found = transform.convert(self._name, model=self._model, config=self._model.config)
+        return {
+            _renamed(name, self._renamings): one[0] if isinstance(one, list) else one
+            for name, one in found.items()
+        }
+
+
+class Made(NamedTuple):
+    """The tensor *name* of those that *group* makes."""
+
+    group: Group
+    name: str
+
+
+class Tensors:
+    """Reads tensors by *read*, and makes others of them, a group at a time."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._group: Group | None = None
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __call__(self, source: str | Made) -> torch.Tensor:
+        """The tensor *source*. What its group makes besides is kept until the next group."""
+        if isinstance(source, str):
+            return self._read(source)
+        if self._group is not source.group or source.name not in self._made:
+            self._made = {}  # before the next are made
+            self._group, self._made = source.group, source.group.made(self._read)
+        return self._made.pop(source.name)
+
+
+def loaded(
+    model: torch.nn.Module, inside: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> dict[str, Part]:
+    """The tensors of *model*'s state dict *inside* that a checkpoint with the tensors *saved* has.
+    Both may be on the meta device.
+    """
+    core = _core(model)
+    if core is None:
+        return {name: Part(name, form) for name, form in saved.items() if name in inside}
+    given: Any = model
+    transforms = _mapping(given)
+    renamings = [one for one in transforms if isinstance(one, core.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, core.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    base = given.base_model_prefix
+    found: dict[str, Part] = {}
+    groups: dict[str, Group] = {}
+    for name in sorted(saved, key=core.dot_natural_key):
+        target, pattern = core.rename_source_key(name, renamings, converters, base, inside)
+        if target not in inside and name in inside:  # a model's own name
+            target, pattern = core.rename_source_key(name, [], [], base, inside)
+        if target not in inside:
+            continue
+        if pattern is None:
+            found.setdefault(target, Part(name, saved[name]))
+        else:
+            group = Group(model, of_pattern[pattern], target, [])
+            groups.setdefault(target, group).add(pattern, name)
+    return found | _made_by(groups.values(), saved)
+
+
+def stored(model: torch.nn.Module, inside: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """The tensors of a checkpoint of *model*, whose state dict is *inside*."""
+    core = _core(model)
+    given: Any = model
+    transforms = None if core is None else getattr(given, "_weight_conversions", None)
+    if core is not None and transforms is None:  # not made by from_pretrained
+        transforms = [
+            one
+            for one in _mapping(given, add_legacy=False)
+            if not isinstance(one, core.PrefixChange)  # whose prefix the checkpoint may lack
+        ]
+    if core is None or not transforms:
+        return {name: Part(name, form) for name, form in inside.items()}
+    backward = [one.reverse_transform() for one in reversed(transforms)]
+    renamings = [one for one in backward if isinstance(one, core.WeightRenaming)]
+    converters = [one for one in backward if isinstance(one, core.WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, Part] = {}
+    groups: dict[str, Group] = {}
+    for name in sorted(inside, key=core.dot_natural_key):
+        target, pattern = core.apply_converters(name, converters)
+        if pattern is None:
+            found[_renamed(name, renamings)] = Part(name, inside[name])
+        else:
+            group = Group(model, of_pattern[pattern], target, renamings)
+            groups.setdefault(target, group).add(pattern, name)
+    return found | _made_by(groups.values(), inside)
+
+
+def _made_by(groups: Iterable[Group], of: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    def form(name: str) -> torch.Tensor:
+        return torch.empty(of[name].shape, dtype=of[name].dtype, device="meta")
+
+    return {
+        name: Part(Made(group, name), made)
+        for group in groups
+        for name, made in group.made(form).items()
+    }
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for one in renamings:
+        name, _ = one.rename_source_key(name)
+    return name
+
+
+def _mapping(model: Any, **options: Any) -> list[Any]:
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    found: list[Any] = mapping.get_model_conversion_mapping(model, **options)
+    return found
+
+
+def _core(model: torch.nn.Module) -> Any:
+    """The module of transformers with the conversions of *model*; None if it is no model of a
+    transformers that has them.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return None
+    try:
+        core: Any = importlib.import_module("transformers.core_model_loading")
+    except ImportError:
+        return None
+    return core if hasattr(core, "apply_converters") else None
