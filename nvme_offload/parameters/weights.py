@@ -79,9 +79,11 @@ class SavedWeights:
 
     def __init__(self, path: str | os.PathLike[str], engine: Engine) -> None:
         place = Path(path)
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-        if not files or not all(file.is_file() for file in files):
-            raise UsageError(f"{place} has no file of safetensors: give a file, or its directory")
+        files = _files_in(place) if place.is_dir() else [place]
+        lacking = [file.name for file in files if not file.is_file()]
+        if not files or lacking:
+            what = f"lacks {lacking[0]}" if len(files) > 1 else "has no file of safetensors"
+            raise UsageError(f"{place} {what}: give a file, or its directory")
         self._place = place
         self._engine = engine
         self._tensors: dict[str, _Saved] = {}
@@ -263,6 +265,19 @@ def _write(path: Path, entries: Sequence[Entry]) -> None:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """The files of the checkpoint in *directory*, which may have a second one in another form."""
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return sorted(directory / name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(f"{index} is not an index of safetensors: copy it again") from None
+    single = directory / _SINGLE
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
 
 
 def _tensors_in(path: Path, file: File) -> dict[str, _Saved]:

@@ -207,6 +207,29 @@ def test_a_checkpoint_of_the_model_without_its_head_is_read(make: Make, tmp_path
         assert torch.equal(model(tokens)[0], in_memory(tokens)[0])
 
 
+def test_the_index_says_which_files_count(
+    make: Make, in_memory: _Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory may have the same weights in another form."""
+    monkeypatch.setattr(weights, "FILE_BYTES", 5000)
+    saved, offload = tmp_path / "saved", make()
+    offload.parameters(model := copy.deepcopy(in_memory), "cpu")
+    offload.save(saved)
+    for other in ("consolidated", "zzz"):
+        _saved(_Model(), saved / f"{other}.safetensors")
+    again = _on_meta()
+    make().parameters(again, "cpu", weights=saved)
+    assert all(
+        torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True)
+    )
+    next(saved.glob("model-00002-*")).unlink()
+    with pytest.raises(UsageError, match="lacks model-00002-of-"):
+        make().parameters(_on_meta(), "cpu", weights=saved)
+    (saved / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UsageError, match="is not an index of safetensors"):
+        make().parameters(_on_meta(), "cpu", weights=saved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
 def test_quantized_weights_are_refused(make: Make, tmp_path: Path, dtype: torch.dtype) -> None:
     """Whose factors are in other tensors, which the model does not have."""
