@@ -110,6 +110,13 @@ class Bucket:
         return f"<Bucket {self.name} of {len(self.places)} parameters>"
 
 
+def has_other_strides(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* has other strides than a new tensor of its shape. `is_contiguous` ignores the
+    strides of dimensions of one element, from which convolutions infer channels_last.
+    """
+    return tensor.stride() != torch.empty(tensor.shape, device="meta").stride()
+
+
 def divide(
     model: torch.nn.Module, division: Division, prefix: str
 ) -> tuple[list[Bucket], list[torch.nn.Parameter]]:
@@ -124,7 +131,7 @@ def divide(
         one
         for one in parameters
         if _nbytes(one) <= division.small_bytes
-        or not one.is_contiguous()
+        or has_other_strides(one)
         or (one.requires_grad and trainable <= division.trainable_share * total)
     ]
     staying = set(stays)

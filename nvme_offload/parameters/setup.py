@@ -16,7 +16,7 @@ from ..sizes import STREAMED_IN_MEMORY, STREAMED_SLOTS
 from ..swap.tier import STEP_BYTES, Tier
 from ..units import format_bytes
 from . import idle
-from .buckets import Bucket, Division, divide
+from .buckets import Bucket, Division, divide, has_other_strides
 from .compiled import check_not_whole, compiled_blocks
 from .slots import Slots
 from .streamer import Streamer, put_data
@@ -48,7 +48,7 @@ def stream(
         if saved is None:
             return tensor.detach()
         values = saved.read(sources[tensor])
-        if tensor.is_contiguous():
+        if not has_other_strides(tensor):
             return values
         # channels_last and other strides stay, as in load_state_dict
         return torch.empty_like(tensor, device="cpu", dtype=values.dtype).copy_(values)

@@ -73,6 +73,25 @@ def test_no_hooks_on_saved_tensors_are_left_after_an_exception(
     assert autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_convolutions_with_channels_last_give_the_bits_of_the_run_in_memory(
+    make: Callable[..., Offload],
+) -> None:
+    torch.manual_seed(0)
+    layers = (torch.nn.Conv2d(WIDTH, WIDTH, size) for size in (3, 1, 1, 3, 1))
+    model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    model.append(torch.nn.GroupNorm(2, WIDTH))
+    in_memory, x = copy.deepcopy(model), torch.randn(2, WIDTH, 9, 9)
+    make("1MB").parameters(model, "cpu")
+    outputs = [one(x) for one in (model, in_memory)]
+    assert torch.equal(*outputs)
+    assert outputs[0].stride() == outputs[1].stride()
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert _same(one.grad, other.grad)
+        assert (one.stride(), one.grad.stride()) == (other.stride(), other.grad.stride())
+
+
 def test_a_parameter_that_changes_before_backward_is_detected(offload: Offload) -> None:
     model = Stack(KINDS["tied"])
     offload.parameters(model, "cpu")

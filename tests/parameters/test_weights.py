@@ -319,11 +319,14 @@ def test_weights_are_converted_to_the_dtype_of_the_model(make: Make, tmp_path: P
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_weights_get_the_strides_of_the_model(make: Make, tmp_path: Path, device: str) -> None:
-    in_memory = nn.Conv2d(6, 8, 3).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_get_the_strides_of_the_model(
+    make: Make, tmp_path: Path, device: str, size: int
+) -> None:
+    in_memory = nn.Conv2d(6, 8, size).to(memory_format=torch.channels_last)
     path = tmp_path / "model.safetensors"
     save_file({key: one.contiguous() for key, one in in_memory.state_dict().items()}, path)
-    model = nn.Conv2d(6, 8, 3, device=device).to(memory_format=torch.channels_last)
+    model = nn.Conv2d(6, 8, size, device=device).to(memory_format=torch.channels_last)
     make().parameters(model, "cpu", weights=path)
     assert torch.equal(model.weight, in_memory.weight)
     assert model.weight.stride() == in_memory.weight.stride()
