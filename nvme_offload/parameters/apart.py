@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import idle
-from .buckets import Bucket, Place
+from .buckets import Bucket, Place, has_other_strides
 from .slots import Slot, references_to
 
 _numbers = itertools.count(1)
@@ -18,6 +18,23 @@ _untyped: Any = torch.Tensor
 _set_data = _untyped.data.__set__
 # To the memory of a parameter: of the parameter, of `memory_of`, and of the storage's object.
 _OWN_REFERENCES = 3
+
+
+def has_form_of(parameter: torch.nn.Parameter, values: torch.Tensor) -> bool:
+    """Whether *values* can be the `data` of *parameter*. Other strides than those of a memory format
+    are no obstacle: the parameter gets a contiguous copy.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = formats.get(values.dim())
+    return (values.shape, values.dtype, values.device) == (
+        parameter.shape,
+        parameter.dtype,
+        parameter.device,
+    ) and not (
+        memory_format is not None
+        and has_other_strides(values)
+        and values.is_contiguous(memory_format=memory_format)
+    )
 
 
 def assign(bucket: Bucket, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:

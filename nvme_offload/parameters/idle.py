@@ -218,9 +218,9 @@ def _name(function: Any) -> str:
 
 
 def refuse_form() -> NoReturn:
-    """Refuse a change of shape, dtype or device. Raises: UsageError."""
+    """Refuse a change of shape, dtype, device or memory format. Raises: UsageError."""
     raise UsageError(
-        "a streamed parameter keeps its shape, dtype and device: convert or move the model before offload.parameters"
+        "a streamed parameter keeps its shape, dtype, device and memory format: convert or move the model before offload.parameters"
     )
 
 

@@ -163,11 +163,7 @@ class Streamer:
         """Carry out ``parameter.data = values``. Raises: UsageError."""
         if values is parameter:
             return
-        if (values.shape, values.dtype, values.device) != (
-            parameter.shape,
-            parameter.dtype,
-            parameter.device,
-        ):
+        if not apart.has_form_of(parameter, values):
             idle.refuse_form()
         bucket = self._of[parameter]
         with self.using([parameter]), self._lock, outside_of_modes():

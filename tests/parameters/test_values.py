@@ -413,7 +413,7 @@ def test_a_swap_of_tensors_is_refused(pair):
 def test_another_form_in_place_is_refused(pair):
     model, in_memory = pair
     for change in (torch.Tensor.t_, torch.Tensor.squeeze_, lambda one: one.unsqueeze_(0)):
-        with pytest.raises(UsageError, match="keeps its shape, dtype and device"):
+        with pytest.raises(UsageError, match="keeps its shape, dtype, device and memory format"):
             change(model[0].weight)
     _assert_equal(model, in_memory)
 
@@ -422,8 +422,22 @@ def test_another_dtype_is_refused_after_streaming_and_the_same_is_not(pair):
     model, in_memory = pair
     model.to("cpu").float()
     _assert_equal(model, in_memory)
-    with pytest.raises(UsageError, match="keeps its shape, dtype and device"):
+    with pytest.raises(UsageError, match="keeps its shape, dtype, device and memory format"):
         model.half()
+
+
+@pytest.mark.parametrize(("dims", "size"), [(2, 3), (2, 1), (3, 2)])
+def test_another_memory_format_is_refused_after_streaming(offload, dims, size):
+    kind, memory_format = (
+        (nn.Conv2d, torch.channels_last) if dims == 2 else (nn.Conv3d, torch.channels_last_3d)
+    )
+    model = nn.Sequential(*(kind(6, 6, size) for _ in range(4)))
+    in_memory = copy.deepcopy(model)
+    offload.parameters(model, "cpu")
+    with pytest.raises(UsageError, match="keeps its shape, dtype, device and memory format"):
+        model.to(memory_format=memory_format)
+    for one, other in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_views_that_the_program_keeps_stay_valid(pair):
