@@ -30,6 +30,8 @@ _HALVINGS = 24  # of the size of a bucket, from 256 MB to a few bytes
 _serials = itertools.count()
 
 
+@torch.inference_mode(False)  # the caller's mode would make tensors that cannot be trained
+@torch.no_grad()
 def stream(
     model: torch.nn.Module,
     tier: Tier,

@@ -50,6 +50,18 @@ def _evaluate_average(model: nn.Module, average: list[torch.Tensor]) -> torch.Te
     return output
 
 
+def test_a_model_that_streams_since_inference_mode_can_be_trained(make: Make) -> None:
+    model = Blocks()
+    in_memory, offload = copy.deepcopy(model), make("2MB")
+    with torch.inference_mode():
+        offload.parameters(model, "cpu")
+    optimizers = (
+        offload.optimizer(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(in_memory.parameters(), lr=1e-2, foreach=False),
+    )
+    assert _train(model, optimizers[0]) == _train(in_memory, optimizers[1])
+
+
 @pytest.mark.parametrize("in_backward", [False, True, "provisional"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_the_same_after_others_took_their_place_for_a_while(
