@@ -342,6 +342,9 @@ def test_an_address_is_refused(pair, use):
 _X = torch.randn(2, 24)
 TRACERS = {
     "compile": lambda model: torch.compile(model, backend="eager")(_X),
+    "compile a loss": lambda model: torch.compile(torch.mm, backend="eager")(
+        model(_X), model[0].weight
+    ),
     "fullgraph": lambda model: torch.compile(model, backend="eager", fullgraph=True)(_X),
     "compile a block": lambda model: (model[0].compile(backend="eager"), model(_X)),
     "export": lambda model: torch.export.export(model, (_X,)),
@@ -358,6 +361,14 @@ def test_tracing_is_refused(pair, trace):
     with pytest.raises(Exception, match=r"torch\.jit cannot trace modules whose parameters stream"):
         trace(pair[0])
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+def test_a_compiled_function_takes_a_clone_of_a_parameter(pair):
+    function = torch.compile(torch.mm, backend="eager")
+    outputs = [function(_X, one[0].weight.clone()) for one in pair]
+    torch._dynamo.reset()
+    assert torch.equal(*outputs)
 
 
 def test_transforms_of_functions_are_refused(pair):
