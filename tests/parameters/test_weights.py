@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from families_of_transformers import classes_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nvme_offload import NVMeOptimizer, Offload, UnsupportedError, UsageError
-from nvme_offload.parameters import setup, weights
+from nvme_offload.parameters import conversions, setup, weights
 from nvme_offload.parameters.buckets import Division
 
 Make = Callable[..., Offload]
@@ -191,6 +192,36 @@ def test_checkpoints_that_transformers_converts_are_read_and_written(
     again = type(in_memory).from_pretrained(tmp_path / "ours")
     with torch.no_grad():
         assert torch.equal(again(tokens)[0], in_memory(tokens)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers warns
+def test_checkpoints_of_the_families_of_transformers_have_its_names_and_shapes() -> None:
+    """One family of twelve, by its first and its last class."""
+    hf = pytest.importorskip("transformers", minversion="5")
+    core = pytest.importorskip("transformers.core_model_loading")
+    converted = 0
+    for family in sorted(hf.CONFIG_MAPPING)[::12]:
+        kinds = classes_of(hf, family)
+        for kind in dict.fromkeys([*kinds[:1], *kinds[-1:]]):
+            try:
+                config = hf.CONFIG_MAPPING[family]()
+                with torch.device("meta"):
+                    model = kind._from_config(config)
+            except Exception:  # a model that transformers cannot build has no checkpoint
+                continue
+            named = dict(model.state_dict(keep_vars=True))
+            inside = {name: one for one, name in {one: key for key, one in named.items()}.items()}
+            parts = conversions.stored(model, inside)
+            shapes = {name: part.form.shape for name, part in parts.items()}
+            expected = core.revert_weight_conversion(model, inside)
+            assert shapes == {name: one.shape for name, one in expected.items()}, kind
+            saved = {name: part.form for name, part in parts.items()}
+            found = conversions.loaded(model, named, saved)
+            assert {named[name] for name in found} == set(inside.values()), kind
+            assert all(part.form.shape == named[name].shape for name, part in found.items()), kind
+            converted += shapes.keys() != inside.keys()
+    assert converted > 5
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families_of_transformers import classes_of
 
 from nvme_offload.commands import cli
 from nvme_offload.commands.config_json import model_of
@@ -248,7 +249,7 @@ def test_families_of_transformers_are_counted(tmp_path):
     families = sorted(transformers.CONFIG_MAPPING)[::16]
     counted, wrong, not_built = 0, [], []
     for family in families:
-        kinds = classes(transformers, family)
+        kinds = classes_of(transformers, family)
         for kind in dict.fromkeys([*kinds[:1], *kinds[-1:]]):
             try:
                 config = transformers.CONFIG_MAPPING[family]()
@@ -272,25 +273,6 @@ def test_families_of_transformers_are_counted(tmp_path):
                 wrong.append(f"{kind.__name__}: {found}, and it has {wanted}")
     assert wrong == []
     assert counted > 4 * len(not_built), not_built
-
-
-def classes(transformers: Any, family: str) -> list[Any]:
-    """The models of *family*, from its own modeling file; empty where that needs a missing package."""
-    config_class = transformers.CONFIG_MAPPING[family]
-    name = config_class.__module__.replace(".configuration_", ".modeling_")
-    try:
-        module = importlib.import_module(name)
-    except ImportError:
-        return []
-    return [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type)
-        and issubclass(each, transformers.PreTrainedModel)
-        and each.__module__ == name
-        and each.config_class is config_class
-        and not each.__name__.endswith("PreTrainedModel")
-    ]
 
 
 @pytest.mark.parametrize(
