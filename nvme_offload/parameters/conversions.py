@@ -8,15 +8,15 @@ transformers 5. Older releases have no conversions.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-Read = Callable[[str], torch.Tensor]
+Named = dict[str, torch.Tensor]
+Read = Callable[[Sequence[str]], Named]  # of all names at the same time
 
 
 class Part(NamedTuple):
@@ -47,13 +47,13 @@ class Group:
         """Take the tensor *name*, too, which *pattern* of the conversion matches."""
         self._sources.append((pattern, name))
 
-    def made(self, read: Read) -> dict[str, torch.Tensor]:
-        """The tensors by name, of the sources that *read* returns. On the meta device they have no more
-        than their shapes and dtypes.
+    def made(self, of: Named) -> Named:
+        """The tensors by name, made of its sources, which are dropped from *of*. On the meta device they
+        have no more than their shapes and dtypes.
         """
         transform = copy.deepcopy(self._transform)
         for pattern, name in self._sources:
-            transform.add_tensor(self._name, name, pattern, functools.partial(read, name))
+            transform.add_tensor(self._name, name, pattern, of.pop(name))
         found = transform.convert(self._name, model=self._model, config=self._model.config)
         return {
             _renamed(name, self._renamings): one[0] if isinstance(one, list) else one
@@ -74,15 +74,16 @@ class Tensors:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._group: Group | None = None
-        self._made: dict[str, torch.Tensor] = {}
+        self._made: Named = {}
 
     def __call__(self, source: str | Made) -> torch.Tensor:
         """The tensor *source*. What its group makes besides is kept until the next group."""
         if isinstance(source, str):
-            return self._read(source)
+            return self._read([source])[source]
         if self._group is not source.group or source.name not in self._made:
             self._made = {}  # before the next are made
-            self._group, self._made = source.group, source.group.made(self._read)
+            sources = self._read(source.group.sources)
+            self._group, self._made = source.group, source.group.made(sources)
         return self._made.pop(source.name)
 
 
@@ -147,14 +148,14 @@ def stored(model: torch.nn.Module, inside: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def _made_by(groups: Iterable[Group], of: Mapping[str, torch.Tensor]) -> dict[str, Part]:
-    def form(name: str) -> torch.Tensor:
-        return torch.empty(of[name].shape, dtype=of[name].dtype, device="meta")
-
-    return {
-        name: Part(Made(group, name), made)
-        for group in groups
-        for name, made in group.made(form).items()
-    }
+    found: dict[str, Part] = {}
+    for group in groups:
+        forms = {
+            name: torch.empty(of[name].shape, dtype=of[name].dtype, device="meta")
+            for name in group.sources
+        }
+        found |= {name: Part(Made(group, name), one) for name, one in group.made(forms).items()}
+    return found
 
 
 def _renamed(name: str, renamings: Iterable[Any]) -> str:

@@ -105,11 +105,13 @@ class SavedWeights:
         """The tensor *source*. Raises: as `Ticket.wait`."""
         return self._convert(source)
 
-    def _read_saved(self, name: str) -> torch.Tensor:
-        saved = self._tensors[name]
-        tensor = torch.empty(saved.shape, dtype=saved.dtype)
-        self.read_into({name: tensor})
-        return tensor
+    def _read_saved(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        targets: dict[Source, torch.Tensor] = {}
+        for name in names:
+            saved = self._tensors[name]
+            targets[name] = torch.empty(saved.shape, dtype=saved.dtype)
+        self.read_into(targets)
+        return {name: targets[name] for name in names}
 
     def read_into(self, targets: Mapping[Source, torch.Tensor]) -> None:
         """Read tensors, in parallel, each into contiguous memory of its shape. Raises: as
@@ -183,7 +185,7 @@ def save(
     for name, tensor in _saved_tensors(model):
         tensors.setdefault(tensor, name)
     inside = {name: tensor for tensor, name in tensors.items()}
-    convert = conversions.Tensors(lambda name: values_of(inside[name]))
+    convert = conversions.Tensors(lambda names: {name: values_of(inside[name]) for name in names})
     entries = [
         Entry(name, part.form.shape, part.form.dtype, functools.partial(convert, part.source))
         for name, part in conversions.stored(model, inside).items()
