@@ -31,11 +31,11 @@ class Part(NamedTuple):
 class Group:
     """Tensors that one conversion makes of others."""
 
-    def __init__(self, model: Any, transform: Any, name: str, renamings: list[Any]) -> None:
+    def __init__(self, model: Any, transform: Any, name: str, rename: Callable[[str], str]) -> None:
         self._model = model
         self._transform = transform
         self._name = name
-        self._renamings = renamings
+        self._rename = rename  # what it makes
         self._sources: list[tuple[str, str]] = []  # the pattern that a name matches, and the name
 
     @property
@@ -55,8 +55,10 @@ class Group:
         for pattern, name in self._sources:
             transform.add_tensor(self._name, name, pattern, of.pop(name))
         found = transform.convert(self._name, model=self._model, config=self._model.config)
+        if isinstance(found, tuple):  # with errors, in early releases
+            found = found[0]
         return {
-            _renamed(name, self._renamings): one[0] if isinstance(one, list) else one
+            self._rename(name): one[0] if isinstance(one, list) else one
             for name, one in found.items()
         }
 
@@ -113,7 +115,7 @@ def loaded(
         if pattern is None:
             found.setdefault(target, Part(name, saved[name]))
         else:
-            group = Group(model, of_pattern[pattern], target, [])
+            group = Group(model, of_pattern[pattern], target, str)
             groups.setdefault(target, group).add(pattern, name)
     return found | _made_by(groups.values(), saved)
 
@@ -127,7 +129,8 @@ def stored(model: torch.nn.Module, inside: Mapping[str, torch.Tensor]) -> dict[s
         transforms = [
             one
             for one in _mapping(given, add_legacy=False)
-            if not isinstance(one, core.PrefixChange)  # whose prefix the checkpoint may lack
+            # whose prefix the checkpoint may lack; early releases have no such class
+            if not isinstance(one, getattr(core, "PrefixChange", ()))
         ]
     if core is None or not transforms:
         return {name: Part(name, form) for name, form in inside.items()}
@@ -135,14 +138,19 @@ def stored(model: torch.nn.Module, inside: Mapping[str, torch.Tensor]) -> dict[s
     renamings = [one for one in backward if isinstance(one, core.WeightRenaming)]
     converters = [one for one in backward if isinstance(one, core.WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+
+    def rename(name: str) -> str:
+        renamed: str = core.rename_source_key(name, renamings, [])[0]
+        return renamed
+
     found: dict[str, Part] = {}
     groups: dict[str, Group] = {}
     for name in sorted(inside, key=core.dot_natural_key):
-        target, pattern = core.apply_converters(name, converters)
+        target, pattern = core.rename_source_key(name, [], converters)
         if pattern is None:
-            found[_renamed(name, renamings)] = Part(name, inside[name])
+            found[rename(name)] = Part(name, inside[name])
         else:
-            group = Group(model, of_pattern[pattern], target, renamings)
+            group = Group(model, of_pattern[pattern], target, rename)
             groups.setdefault(target, group).add(pattern, name)
     return found | _made_by(groups.values(), inside)
 
@@ -156,12 +164,6 @@ def _made_by(groups: Iterable[Group], of: Mapping[str, torch.Tensor]) -> dict[st
         }
         found |= {name: Part(Made(group, name), one) for name, one in group.made(forms).items()}
     return found
-
-
-def _renamed(name: str, renamings: Iterable[Any]) -> str:
-    for one in renamings:
-        name, _ = one.rename_source_key(name)
-    return name
 
 
 def _mapping(model: Any, **options: Any) -> list[Any]:
@@ -178,7 +180,6 @@ def _core(model: torch.nn.Module) -> Any:
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return None
     try:
-        core: Any = importlib.import_module("transformers.core_model_loading")
+        return importlib.import_module("transformers.core_model_loading")
     except ImportError:
         return None
-    return core if hasattr(core, "apply_converters") else None
