@@ -1,5 +1,5 @@
-"""The memory of a GPU: `memory_of` the process, and `DeviceRoom`, what is free for values that host
-memory could hold.
+"""The memory of a GPU: `memory_of` the process, and `DeviceRoom` for values that host memory could
+hold.
 """
 
 from __future__ import annotations

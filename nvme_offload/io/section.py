@@ -29,7 +29,7 @@ class Section:
         self.check_process()
         if self.closed:
             raise UsageError(
-                f"the {self._owner} is closed: close it, or what it belongs to, after the last use"
+                f"the {self._owner} is closed: close it, or its owner, after the last use"
             )
         if self.interrupted_by:
             raise UsageError(

@@ -20,8 +20,8 @@ Read = Callable[[Sequence[str]], Named]  # of all names at the same time
 
 
 class Part(NamedTuple):
-    """A tensor of a model or of a checkpoint: the name of the tensor of the other that it is, or what
-    makes it of others; and a tensor of its shape and dtype.
+    """A tensor of a model that a checkpoint has, or the reverse: the name there, or the group of tensors
+    of which it is made; and a tensor of its shape and dtype.
     """
 
     source: str | Made
@@ -35,7 +35,7 @@ class Group:
         self._model = model
         self._transform = transform
         self._name = name
-        self._rename = rename  # what it makes
+        self._rename = rename  # the tensors that it makes
         self._sources: list[tuple[str, str]] = []  # the pattern that a name matches, and the name
 
     @property
@@ -49,7 +49,7 @@ class Group:
 
     def made(self, of: Named) -> Named:
         """The tensors by name, made of its sources, which are dropped from *of*. On the meta device they
-        have no more than their shapes and dtypes.
+        have shapes and dtypes alone.
         """
         transform = copy.deepcopy(self._transform)
         for pattern, name in self._sources:
