@@ -104,7 +104,7 @@ class Stage3(Access):
         if self.overlap is not None:
             if self.overlap.notes:
                 self.partly_changed = False  # from here on, the thread sets it
-            pending = self.overlap.end(known(self.clock).number)
+            pending = self.overlap.end(self.clock.number)
         if self.in_backward is not None:
             self.in_backward.end()
         return pending
@@ -179,20 +179,6 @@ class Stage3(Access):
                 super()._optimizer_step(index)
         if once.conflict:
             raise depends_on_values(self.optimizer, once.conflict)
-
-    def step_sub_group(self, index: int, optimizer: Any) -> None:
-        """Make a step of *optimizer* over sub-group *index*, whose states are swapped in."""
-        parameter = self.fp32_partitioned_groups_flat[index]
-        group = optimizer.param_groups[self.sub_group_to_group_id[index]]
-        multiplied = self.powers.multiplied if compat.keeps_powers_for_a_step() else None
-        if self.optimizer_swapper.step(parameter, optimizer, group, multiplied):
-            return
-        group["params"] = [parameter]
-        try:
-            optimizer.step()
-        finally:
-            group["params"] = []
-        self.optimizer_swapper.count_step(parameter)
 
     # Calls that wait for updates.
 

@@ -20,8 +20,6 @@ from .stage3_gradients import Reductions
 class Access(Reductions):
     """DeepSpeed's ZeRO-3 optimizer whose sub-groups are in memory while they are used."""
 
-    _steps_packed = True
-
     # The sub-group whose gradient is being edited, and the copy that is edited.
     _edited: tuple[int, torch.Tensor] | None = None
 

@@ -161,7 +161,7 @@ class Reductions(SubGroups):
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """Set the factor by which the base class would multiply the gradients."""
-        self.partly_changed = self.clock is not None
+        self.partly_changed = True
         scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / scale) + 1e-6) / self.clip_grad

@@ -257,11 +257,6 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
         return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
     @property
-    def groups_of_sub_groups(self) -> list[int]:
-        """The index of the parameter group of each sub-group."""
-        return [self.sub_group_to_group_id[index] for index in range(len(self.fp16_groups))]
-
-    @property
     def trained_groups(self) -> list[list[Any]]:
         """The parameters of each parameter group."""
         groups: list[list[Any]] = [[] for _ in self.optimizer.param_groups]

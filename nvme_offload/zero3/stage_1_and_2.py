@@ -26,7 +26,7 @@ from ..device.staging import CPU
 from ..errors import UnsupportedError, UsageError
 from . import compat, fragments, states
 from .agreement import all_or_none
-from .once_per_step import OncePerStep, computed_from_values, one_step
+from .once_per_step import OncePerStep, one_step
 from .reader import CheckpointReader, Saved, as_of_stage_3, in_flat_groups
 from .replacing import replaced
 from .step_stats import StepClock
@@ -91,7 +91,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
             compat.sums_on_accelerator(self, number) for number in range(len(self.bit16_groups))
         )
         self._gradient_dtype = self.gradient_accumulation_dtype if sums_apart else self.dtype
-        self._can_cut = is_elementwise(self.optimizer) and not computed_from_values(self.optimizer)
+        self._can_cut = is_elementwise(self.optimizer)
         sizes = [int(size) for size in self.partition_size]
         largest = min(_LEAST_SUB_GROUP, max(sizes)) if self._can_cut else max(sizes)
         self._require_room(self._footprint_of(self._gradient_dtype, CPU), sizes, largest)
@@ -106,6 +106,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         for group, size in enumerate(map(int, self.partition_size)):
             starts = range(0, size, wanted if self._can_cut else max(size, 1))
             self.spans += [(group, start, min(start + starts.step, size)) for start in starts]
+        self.sub_group_to_group_id = {index: span[0] for index, span in enumerate(self.spans)}
 
     def _fill(self) -> None:
         self._make_swappers(self.fp16_partitioned_groups_flat_numel, self._gradient_dtype)
@@ -130,11 +131,6 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         return self._weights(self._index_of(parameter))
 
     @property
-    def groups_of_sub_groups(self) -> list[int]:
-        """The index of the parameter group of each sub-group."""
-        return [group for group, _, _ in self.spans]
-
-    @property
     def fp16_partitioned_groups_flat_numel(self) -> list[int]:
         """The elements of each sub-group."""
         return [end - start for _, start, end in self.spans]
@@ -155,16 +151,12 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
 
     def _clear_fp32_optimizer_param_groups(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
-            group["params"] = self._of_group(number)
+            group["params"] = [
+                self.fp32_partitioned_groups_flat[index] for index in self._of_group(number)
+            ]
 
-    def _of_group(self, number: int) -> list[torch.Tensor]:
-        return [
-            parameter
-            for parameter, group in zip(
-                self.fp32_partitioned_groups_flat, self.groups_of_sub_groups, strict=True
-            )
-            if group == number
-        ]
+    def _of_group(self, number: int) -> list[int]:
+        return [index for index, span in enumerate(self.spans) if span[0] == number]
 
     def pieces(self, group: int, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
         """The parts, by sub-group, of *numel* elements from *start* in this rank's partition of
@@ -277,22 +269,21 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         return False
 
     def _optimizer_step(self, group_no: int) -> None:
-        group, parameters = self.optimizer.param_groups[group_no], self._of_group(group_no)
+        group, indexes = self.optimizer.param_groups[group_no], self._of_group(group_no)
         try:
             with (
                 replaced(self.optimizer, param_groups=[group]),
-                one_step(self.optimizer, len(parameters)) as once,
+                one_step(self.optimizer, len(indexes)) as once,
             ):
-                for parameter in parameters:
-                    group["params"] = [parameter]
-                    step = functools.partial(self._step_in_turn, once)
-                    self.update(self._index_of(parameter), self._factor, step)
+                for index in indexes:
+                    step = functools.partial(self._step_in_turn, once, index)
+                    self.update(index, self._factor, step)
         finally:
             self._clear_fp32_optimizer_param_groups()
 
-    def _step_in_turn(self, once: OncePerStep) -> None:
+    def _step_in_turn(self, once: OncePerStep, index: int) -> None:
         with once.sub_group(0):
-            self.optimizer.step()
+            self.step_sub_group(index, self.optimizer)
         if once.conflict:
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} computes {once.conflict!r} from all parameters together, and stages 1 and 2 on a drive update them "
@@ -353,8 +344,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         groups = zip(self.optimizer.param_groups, self._unpadded, strict=True)
         try:
             for number, (group, size) in enumerate(groups):
-                parts = [index for index, span in enumerate(self.spans) if span[0] == number]
-                master, state = states.joined(self, parts, size)
+                master, state = states.joined(self, self._of_group(number), size)
                 self._masters.append(master)
                 flat = torch.empty(0, device="meta")
                 if state:

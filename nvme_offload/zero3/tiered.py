@@ -64,10 +64,10 @@ class Tiered:
     overflow: bool
     dynamic_loss_scale: Any
     fp32_partitioned_groups_flat: list[torch.Tensor]
+    sub_group_to_group_id: dict[int, int]
 
-    # Set if something is offloaded.
     tier: Tier
-    clock: StepClock | None = None
+    clock: StepClock
     # Set if optimizer states are.
     gradient_store: Gradients
     optimizer_swapper: OptimizerSwapper
@@ -83,7 +83,6 @@ class Tiered:
     _awaits_backward = False  # no backward pass has ended since the last applied step
     _within_backward = False  # engine.backward has begun and has not ended
     _factor: Any = 1.0  # of the gradients in the step
-    _steps_packed = False  # whether the optimizer's step may update packed states
     _gpu_bytes = 0.0  # for each element of a sub-group, if updates run on a GPU
 
     def _read_settings(self, ds_config: Mapping[str, Any]) -> None:
@@ -203,6 +202,14 @@ class Tiered:
             self._indexes[id(other)] = index
         return self._indexes[id(parameter)]
 
+    @property
+    def groups_of_sub_groups(self) -> list[int]:
+        """The index of the parameter group of each sub-group."""
+        return [
+            self.sub_group_to_group_id[index]
+            for index in range(len(self.fp32_partitioned_groups_flat))
+        ]
+
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         return True
 
@@ -319,9 +326,6 @@ class Tiered:
         some states; loading a checkpoint clears this condition. With `"overlap_step"`, the error of
         the previous step's updates, if they failed.
         """
-        if self.clock is None:
-            self._base_step(closure)
-            return
         self.finish_updates()
         self.require_whole()
         self._require_backward()
@@ -358,7 +362,7 @@ class Tiered:
             self.read_ahead(index)
         # Load the gradient before the states, so that only one value is in use at a time.
         gradient = self._last_gradient(index)
-        packed = self._steps_packed and updates_packed(self.optimizer)
+        packed = updates_packed(self.optimizer)
         self.optimizer_swapper.swap_in_optimizer_state(parameter, packed=packed)
         parameter.grad = gradient
         self._multiply_gradient(index, factor)
@@ -366,6 +370,22 @@ class Tiered:
         if self.state_format.in_place:  # otherwise the swapper stores the weights
             self.store_weights(parameter, parameter.data)
         self.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
+
+    def step_sub_group(self, index: int, optimizer: Any) -> None:
+        """Make a step of *optimizer* over sub-group *index*, whose states are swapped in. Stages 1 and 2
+        have shown it one parameter group.
+        """
+        parameter, groups = self.fp32_partitioned_groups_flat[index], optimizer.param_groups
+        group = groups[self.sub_group_to_group_id[index] if len(groups) > 1 else 0]
+        multiplied = self.powers.multiplied if compat.keeps_powers_for_a_step() else None
+        if self.optimizer_swapper.step(parameter, optimizer, group, multiplied):
+            return
+        group["params"] = [parameter]
+        try:
+            optimizer.step()
+        finally:
+            group["params"] = []
+        self.optimizer_swapper.count_step(parameter)
 
     def _last_gradient(self, index: int) -> torch.Tensor:
         return self.gradient_store.widened(index, last=True)
@@ -401,8 +421,7 @@ class Tiered:
         """
         if self.overlap is not None:
             self.overlap.wait()
-        if self.clock is not None:
-            quiesce(self.tier)
+        quiesce(self.tier)
 
     def give_back(self) -> None:
         """Release everything that an interrupted call left in use, after pending updates."""
@@ -423,8 +442,7 @@ class Tiered:
         """Prepare for a load of states: complete the pending updates, and forget failed ones."""
         if self.overlap is not None:
             self.overlap.begin_load()
-        if self.clock is not None:
-            quiesce(self.tier)
+        quiesce(self.tier)
 
     @outside_of_all_modes()
     def begin_load(self) -> None:
@@ -436,7 +454,7 @@ class Tiered:
             self._reset_tiers()
         self.give_back()
         self._drop_gradients()
-        if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
+        if self.partly_changed or self.tier.swapper.lacks_writes():
             # Otherwise the load would raise the errors of failed writes midway.
             self.tier.swapper.flush()
 
