@@ -55,31 +55,23 @@ class Plan:
         return {weight for weight, found in made.items() if True in found}
 
 
+@dataclasses.dataclass(eq=False)
 class Binding:
     """Makes buckets by *bucketing*, and reserves *budget* and *tier* for them; *weights* are in the
     order of the groups. *share_room*: see `ProvisionalUpdates`.
     """
 
-    def __init__(
-        self,
-        bucketing: Bucketing,
-        budget: Budget,
-        tier: Tier,
-        updater: Updater,
-        when: When,
-        share_room: Callable[[Sequence[Bucket], int], int],
-    ) -> None:
-        self._bucketing = bucketing
-        self._budget = budget
-        self._tier = tier
-        self._updater = updater
-        self._when = when
-        self._share_room = share_room
-        self._second_bytes = 0  # of second versions of values
-        self._by_id: dict[int, Weight] = {}
-        self._is_made = False
-        self.weights: list[Weight] = []
-        self.buckets: list[Bucket] = []
+    bucketing: Bucketing
+    budget: Budget
+    tier: Tier
+    updater: Updater
+    when: When
+    share_room: Callable[[Sequence[Bucket], int], int]
+    weights: list[Weight] = dataclasses.field(default_factory=list, init=False)
+    buckets: list[Bucket] = dataclasses.field(default_factory=list, init=False)
+    _second_bytes: int = dataclasses.field(default=0, init=False)  # of second versions of values
+    _by_id: dict[int, Weight] = dataclasses.field(default_factory=dict, init=False)
+    _is_made: bool = dataclasses.field(default=False, init=False)
 
     def of(self, parameter: torch.Tensor) -> Weight | None:
         """The weight of *parameter*; None if it is not bound."""
@@ -117,7 +109,7 @@ class Binding:
             }
             if len(set(now.values())) > 1 or len(bucket.groups) > 1:
                 stale.update(weight for weight, index in now.items() if index != weight.group)
-        if self._bucketing.together and (stale or places.keys() - self._by_id.keys()):
+        if self.bucketing.together and (stale or places.keys() - self._by_id.keys()):
             stale.update(self.weights)
         while True:
             buckets = {fragment.bucket for weight in stale for fragment in weight.fragments}
@@ -142,15 +134,15 @@ class Binding:
         for weight in self.weights:
             weight.group = plan.places[id(weight.parameter)]
         if not self.buckets:
-            self._bucketing.together = False
-            self._budget.forget()
+            self.bucketing.together = False
+            self.budget.forget()
             self._second_bytes = 0
-            self._tier.cap_bytes = self._budget.cap_bytes
-            if self._tier.counters() is not None:
-                self._tier.start_over()
+            self.tier.cap_bytes = self.budget.cap_bytes
+            if self.tier.counters() is not None:
+                self.tier.start_over()
         elif plan.buckets:
-            self._tier.forget([bucket.name for bucket in plan.buckets])
-            self._tier.give_back(_room_bytes(plan.buckets))
+            self.tier.forget([bucket.name for bucket in plan.buckets])
+            self.tier.give_back(_room_bytes(plan.buckets))
 
     def admit(
         self, groups: Groups, options: Options, plan: Plan, updated: Collection[Weight]
@@ -166,12 +158,12 @@ class Binding:
         for index, group in enumerate(groups):
             new = [one for one in group["params"] if id(one) not in self._by_id]
             if new:
-                made = self._bucketing.admit(
+                made = self.bucketing.admit(
                     index, new, options(index, group), before, updated, elements
                 )
                 weights += made[0]
                 buckets += made[1]
-        buckets = self._bucketing.joined(buckets)
+        buckets = self.bucketing.joined(buckets)
         self._make_room(buckets, _room_bytes(plan.buckets) if self.buckets else 0)
         return weights, buckets
 
@@ -196,10 +188,10 @@ class Binding:
 
     def _make_room(self, buckets: Sequence[Bucket], freed_bytes: int) -> None:
         trained = [bucket for bucket in buckets if bucket.trained]
-        tier, when = self._tier, self._when
-        nbytes = self._bucketing.required_bytes(trained)
-        tier.cap_bytes = self._budget.values_bytes
-        self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
+        tier, when = self.tier, self.when
+        nbytes = self.bucketing.required_bytes(trained)
+        tier.cap_bytes = self.budget.values_bytes
+        self.updater.slack_bytes = self.budget.cap_bytes - self.budget.values_bytes
         tier.require_memory(nbytes)
         # the tier holds nothing else, and all sizes are known
         foretold = not (
@@ -211,12 +203,12 @@ class Binding:
             max(nbytes - freed_bytes, 0),
             largest=max(sizes.values(), default=0) if foretold else None,
             twice=max(nbytes - tier.cap_bytes, 0) if when.is_provisional else 0,
-            growth=self._bucketing.growth_bytes(trained),
+            growth=self.bucketing.growth_bytes(trained),
         )
         if when.is_provisional:
             tier.give_back(self._second_bytes)
             left = tier.cap_bytes - tier.needed_bytes - nbytes
-            self._second_bytes = self._share_room([*self.buckets, *trained], left)
+            self._second_bytes = self.share_room([*self.buckets, *trained], left)
         tier.require(nbytes + self._second_bytes)
         if foretold:
             on_cpu = all(bucket.device.type == "cpu" for bucket in trained)

@@ -38,6 +38,7 @@ _NOTHING = Traits({}, eager=False, separable=True, elementwise=True, why="")
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
 class Bucketing:
     """Makes buckets of the parameters of groups. *make* makes optimizers of the class *name* with
     given options. The buckets' names begin with *prefix*. *declared*: the user asserts that every
@@ -47,38 +48,27 @@ class Bucketing:
     Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be offloaded.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        state_format: StateFormat,
-        budget: Budget,
-        prefix: str,
-        *,
-        declared: bool,
-        gradients: bool,
-        place_updates: Callable[[torch.Tensor], torch.device],
-    ) -> None:
-        self._name = name
-        self._place_updates = place_updates
-        self._make = make
-        self._format = state_format
-        self._budget = budget
-        self._prefix = prefix
-        self._declared = declared
-        self._gradients = gradients
-        self._found: dict[Any, Traits] = {}
-        self._told: set[str] = set()
-        self._numbers = itertools.count()  # numbers of buckets
-        # whether the optimizer can update parameters only together
-        self.together = False
+    name: str
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    format: StateFormat
+    budget: Budget
+    prefix: str
+    declared: bool
+    gradients: bool
+    place_updates: Callable[[torch.Tensor], torch.device]
+    # whether the optimizer can update parameters only together
+    together: bool = dataclasses.field(default=False, init=False)
+    _found: dict[Any, Traits] = dataclasses.field(default_factory=dict, init=False)
+    _told: set[str] = dataclasses.field(default_factory=set, init=False)
+    # of buckets
+    _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def try_out(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
         """Examine how the optimizer treats parameters like these, whatever their final device.
         Raises: UnsupportedError if it cannot be offloaded.
         """
         for dtype in {one.dtype for one in parameters if _has_gradients(one.dtype)}:
-            self._examine(options, _dimensions(parameters), self._format.update_dtype(dtype), _CPU)
+            self._examine(options, _dimensions(parameters), self.format.update_dtype(dtype), _CPU)
 
     def admit(
         self,
@@ -104,19 +94,17 @@ class Bucketing:
                 tensor.is_contiguous() and weight.traits.elementwise
                 for tensor, weight in zip(tensors, kind, strict=True)
             ]
-            unit = (
-                BLOCK if self._format.eight_bit else 1 if kind[0].traits.elementwise else _ALIGNED
-            )
+            unit = BLOCK if self.format.eight_bit else 1 if kind[0].traits.elementwise else _ALIGNED
             for parts in (
                 cut([tensor.numel() for tensor in tensors], most, divisible, unit) if most else ()
             ):
                 dtype = tensors[0].dtype
                 bucket = Bucket(
-                    name=f"{self._prefix}/{next(self._numbers)}",
+                    name=f"{self.prefix}/{next(self._numbers)}",
                     dtype=dtype,
-                    update_dtype=self._format.update_dtype(dtype),
+                    update_dtype=self.format.update_dtype(dtype),
                     home=tensors[0].device,
-                    device=self._place_updates(kind[0].parameter),
+                    device=self.place_updates(kind[0].parameter),
                     traits=kind[0].traits,
                     alignment=unit,
                 )
@@ -132,12 +120,12 @@ class Bucketing:
         """
         values, beside = [], []
         for bucket in buckets:
-            bucket.room_bytes = self._value_bytes(bucket, self._format)
+            bucket.room_bytes = self._value_bytes(bucket, self.format)
             values.append(bucket.room_bytes)
             if bucket.device.type == "cpu":
                 each = self._beside_bytes(bucket.traits, bucket.dtype, bucket.device)
                 beside.append(bucket.numel * each + bucket.foreseen()[1])
-        cap = self._budget.cap_bytes
+        cap = self.budget.cap_bytes
         if cap < LEAST_BUDGET_BYTES and len(buckets) > _MANY and "cap" not in self._told:
             self._told.add("cap")
             _log.warning(
@@ -145,15 +133,15 @@ class Bucketing:
                 *(format_bytes(cap), len(buckets), format_bytes(LEAST_BUDGET_BYTES)),
             )
         # a bucket has two values, of which only one at a time is in use
-        gradients = [bucket.gradient_bytes if self._gradients else 0 for bucket in buckets]
+        gradients = [bucket.gradient_bytes if self.gradients else 0 for bucket in buckets]
         most = [*map(self._wide_bytes, buckets), *gradients]
         try:
-            return self._budget.divide(values, beside, max(most, default=0)) + sum(gradients)
+            return self.budget.divide(values, beside, max(most, default=0)) + sum(gradients)
         except UsageError as error:
             if not self.together:
                 raise
             raise UsageError(
-                f"{self._name} updates all parameters together, so host_memory has to hold all of its states: {error}"
+                f"{self.name} updates all parameters together, so host_memory has to hold all of its states: {error}"
             ) from None
 
     def growth_bytes(self, buckets: Sequence[Bucket]) -> int:
@@ -163,12 +151,12 @@ class Bucketing:
     def _wide_bytes(self, bucket: Bucket) -> int:
         """The bytes of the bucket's value if its states turn out to need 16 bits."""
         return self._value_bytes(
-            bucket, dataclasses.replace(self._format, wide=self._format.eight_bit)
+            bucket, dataclasses.replace(self.format, wide=self.format.eight_bit)
         )
 
     def _value_bytes(self, bucket: Bucket, state_format: StateFormat) -> int:
         states, rest_bytes = bucket.foreseen()
-        layout = state_format.layout(bucket.numel, states, bucket.dtype, self._name)
+        layout = state_format.layout(bucket.numel, states, bucket.dtype, self.name)
         return layout.nbytes + rest_bytes
 
     def goes_on_with(
@@ -180,7 +168,7 @@ class Bucketing:
         """Whether the optimizer updates the parameters of *bucket* with *states* of another dtype,
         as some of torch's do after a model was cast. Tries it on a sample.
         """
-        if self._format.eight_bit or bucket.dtype != bucket.update_dtype:
+        if self.format.eight_bit or bucket.dtype != bucket.update_dtype:
             return False
         weights = {fragment.weight: fragment.group for fragment in bucket.fragments}
         found = {
@@ -216,7 +204,7 @@ class Bucketing:
             return buckets
         if len({(bucket.dtype, bucket.home, bucket.device) for bucket in trained}) > 1:
             raise UnsupportedError(
-                f"{self._name} updates all parameters together: NVMeOptimizer takes it with parameters of one dtype on one device. Use an optimizer that "
+                f"{self.name} updates all parameters together: NVMeOptimizer takes it with parameters of one dtype on one device. Use an optimizer that "
                 "treats every parameter separately, such as AdamW"
             )
         self.together = True
@@ -229,7 +217,7 @@ class Bucketing:
         """Check that the buckets that are *due* can be updated. Raises: UnsupportedError."""
         if self.together and not all(bucket.trained for bucket in due):
             raise UnsupportedError(
-                f"{self._name} updates all parameters together, and some that are frozen have gradients: call requires_grad_() on them, or set their gradients "
+                f"{self.name} updates all parameters together, and some that are frozen have gradients: call requires_grad_() on them, or set their gradients "
                 "to None"
             )
 
@@ -252,8 +240,8 @@ class Bucketing:
             missing, others = needed[kind] - state.keys(), state.keys() - needed[kind]
             if missing:
                 raise UsageError(
-                    f"the state of a parameter lacks {_listed(missing)}, without which {self._name} cannot go on"
-                    f"{f', and has {_listed(others)}' if others else ''}: load states that {self._name} has saved, or rename their keys"
+                    f"the state of a parameter lacks {_listed(missing)}, without which {self.name} cannot go on"
+                    f"{f', and has {_listed(others)}' if others else ''}: load states that {self.name} has saved, or rename their keys"
                 )
 
     def _kinds(
@@ -284,7 +272,7 @@ class Bucketing:
                 _is_scalar(parameter),
                 parameter.dtype,
                 local(parameter).device,
-                self._place_updates(parameter),
+                self.place_updates(parameter),
                 parameter.requires_grad,
                 before.get(id(parameter)) in updated,
             ),
@@ -293,20 +281,20 @@ class Bucketing:
             if not _has_gradients(dtype) or device.type == "meta":
                 yield [weight(parameter, _NOTHING) for parameter in run], 0
                 continue
-            found = self._examine(options, dimensions, self._format.update_dtype(dtype), device)
+            found = self._examine(options, dimensions, self.format.update_dtype(dtype), device)
             weights = [weight(parameter, found) for parameter in run]
             if not found.elementwise and any(is_cut(weight.parameter) for weight in weights):
                 raise UnsupportedError(
-                    f"{self._name} needs whole parameters for an update, and these are sharded over ranks, each of which updates its shard: "
+                    f"{self.name} needs whole parameters for an update, and these are sharded over ranks, each of which updates its shard: "
                     "use an optimizer that treats every element separately, such as AdamW"
                 )
-            value_bytes = self._format.element_bytes(found.states, dtype, self._name) + max(
+            value_bytes = self.format.element_bytes(found.states, dtype, self.name) + max(
                 map(_rest_share, weights)
             )
-            if self._gradients:
+            if self.gradients:
                 value_bytes = max(value_bytes, dtype.itemsize)
-            each = value_bytes + (dtype.itemsize if self._gradients else 0)
-            cap, beside = self._budget.cap_bytes, self._beside_bytes(found, dtype, place)
+            each = value_bytes + (dtype.itemsize if self.gradients else 0)
+            cap, beside = self.budget.cap_bytes, self._beside_bytes(found, dtype, place)
             gpu_bytes = _memory_of(place) if each * elements <= cap else 0
             most = most_elements(cap, value_bytes, beside, gpu_bytes)
             yield (
@@ -323,17 +311,17 @@ class Bucketing:
         if not {"eps", "d", "beta2_decay"} <= options.keys() or options["eps"][0] is not None:
             return
         dtypes = {
-            str(self._format.update_dtype(one.dtype)) for one in parameters if one.requires_grad
+            str(self.format.update_dtype(one.dtype)) for one in parameters if one.requires_grad
         }
         if len(dtypes) > 1:
             raise UnsupportedError(
-                f"{self._name} takes eps[0] from the dtype of a group's first parameter, and this group is updated in {' and '.join(sorted(dtypes))}: "
+                f"{self.name} takes eps[0] from the dtype of a group's first parameter, and this group is updated in {' and '.join(sorted(dtypes))}: "
                 "pass eps with two numbers, or make one group for each dtype"
             )
 
     def _beside_bytes(self, traits: Traits, dtype: torch.dtype, device: torch.device) -> int:
-        in_one_pass = self._format.eight_bit and packs_in_one_pass(device)
-        return beside_bytes(self._format, traits, dtype, in_one_pass=in_one_pass)
+        in_one_pass = self.format.eight_bit and packs_in_one_pass(device)
+        return beside_bytes(self.format, traits, dtype, in_one_pass=in_one_pass)
 
     def _examine(
         self,
@@ -346,7 +334,7 @@ class Bucketing:
         if key not in self._found:
             make = self._maker(options)
             self._found[key] = examine(
-                self._name, make, dimensions, dtype, device, declared=self._declared
+                self.name, make, dimensions, dtype, device, declared=self.declared
             )
             self._tell(self._found[key])
         return self._found[key]
@@ -358,7 +346,7 @@ class Bucketing:
         options = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
-        return lambda samples: self._make([{**copy.deepcopy(options), "params": list(samples)}])
+        return lambda samples: self.make([{**copy.deepcopy(options), "params": list(samples)}])
 
     def _tell(self, traits: Traits) -> None:
         what = (
@@ -370,7 +358,7 @@ class Bucketing:
         )
         if what not in self._told:
             self._told.add(what)
-            _log.info("%s updates %s (%s)", self._name, what, traits.why)
+            _log.info("%s updates %s (%s)", self.name, what, traits.why)
 
 
 def _is_scalar(parameter: torch.Tensor) -> bool:
