@@ -18,11 +18,10 @@ formats differ from DeepSpeed:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -229,31 +228,6 @@ class OptimizerSwapper(Records):
         """Release the sub-group that `swap_in_optimizer_state` loaded, without writing it back."""
         self._end_use(parameter, changed=False)
         self.drain()
-
-    @contextlib.contextmanager
-    def using(
-        self,
-        parameter: torch.Tensor,
-        *,
-        changed: bool = False,
-        renewed: Mapping[str, torch.dtype] | None = None,
-    ) -> Iterator[None]:
-        """Context in which *parameter* and its states are in memory, or the states that `renew`
-        makes for *renewed*. Changes are kept if *changed* is set, and after an exception.
-        """
-        try:
-            if renewed is None:
-                self.swap_in_optimizer_state(parameter)
-            else:
-                self.renew(parameter, renewed)
-            yield
-        except BaseException:
-            self.give_back()
-            raise
-        if changed:
-            self.swap_out_optimizer_state(parameter)
-        else:
-            self.release_swap_buffers(parameter)
 
     def count_step(self, parameter: torch.Tensor) -> None:
         """Count a step that the optimizer has made over *parameter*."""

@@ -182,7 +182,7 @@ class SubGroups(Tiered, compat.stage3()):  # type: ignore[misc]  # untyped
             if not self._swappable_optimizer_subgroup(index):
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                self._make_first_states(parameter)
+                self._make_first_states(index)
         # The base class then makes a gradient buffer for each sub-group listed here.
         self.fp16_groups = [
             params

@@ -119,11 +119,9 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         for params in self.bit16_groups:
             for param in params:
                 self.optimizer.state.pop(param, None)  # Adagrad's constructor makes states
-        for parameter, weights in zip(
-            self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat, strict=True
-        ):
-            self.optimizer_swapper.initialize_parameters([parameter], [weights])
-            self._make_first_states(parameter)
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            self.optimizer_swapper.initialize_parameters([parameter], [self._weights(index)])
+            self._make_first_states(index)
         self._clear_fp32_optimizer_param_groups()
 
     def flat_weights(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -164,10 +164,11 @@ class Tiered:
         )
         self.swaps_natively = True
 
-    def _make_first_states(self, parameter: torch.Tensor) -> None:
+    def _make_first_states(self, index: int) -> None:
         """Make the states that an optimizer has before its first step: only Adagrad has any."""
         if isinstance(self.optimizer, torch.optim.Adagrad):
-            with self.optimizer_swapper.using(parameter, changed=True):
+            with self.in_memory(index, changed=True):
+                parameter = self.fp32_partitioned_groups_flat[index]
                 start = self.optimizer.defaults["initial_accumulator_value"]
                 self.optimizer.state[parameter] = {
                     "step": torch.tensor(0.0, dtype=torch.float32),
@@ -225,16 +226,26 @@ class Tiered:
         changed: bool = False,
         renewed: Mapping[str, torch.dtype] | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Context with the master weights (key "") and the states of sub-group *index* in memory; the
-        other arguments are as in `OptimizerSwapper.using`.
+        """Context with the master weights (key "") and the states of sub-group *index* in memory, or with
+        the states that `OptimizerSwapper.renew` makes for *renewed*. Changes are kept if *changed* is
+        set, and after an exception.
         """
         parameter = self.fp32_partitioned_groups_flat[index]
-        with (
-            self.optimizer_swapper.using(parameter, changed=changed, renewed=renewed)
-            if self.swaps(index)
-            else contextlib.nullcontext()
-        ):
+        swapper = self.optimizer_swapper if self.swaps(index) else None
+        try:
+            if swapper is not None and renewed is None:
+                swapper.swap_in_optimizer_state(parameter)
+            elif swapper is not None:
+                swapper.renew(parameter, known(renewed))
             yield {**self.optimizer.state.get(parameter, {}), MASTER: parameter.data}
+        except BaseException:
+            if swapper is not None:
+                swapper.give_back()
+            raise
+        if swapper is not None and changed:
+            swapper.swap_out_optimizer_state(parameter)
+        elif swapper is not None:
+            swapper.release_swap_buffers(parameter)
 
     def mark_backward(self, begins: bool) -> None:
         """`engine.backward` begins or ends; not called if the user calls `Tensor.backward`."""
@@ -476,7 +487,7 @@ class Tiered:
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if self.swaps(index):
                 self.optimizer.state.pop(parameter, None)
-                with self.optimizer_swapper.using(parameter, changed=True, renewed={}):
+                with self.in_memory(index, changed=True, renewed={}):
                     pass
 
     def _restore_from_bit16_weights(self) -> None:
