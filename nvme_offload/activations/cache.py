@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.stayed import ModifiedError, Stayed
+from ..device.stayed import ModifiedError, Stayed, is_reused
 from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..swap.tier import Tier
@@ -216,7 +216,7 @@ class ActivationCache:
         local: Any = tensor
         if is_distributed(tensor):
             local = local._local_tensor
-        if is_weight(tensor) or not is_plain(local) or tensor.is_inference():
+        if is_weight(tensor) or not is_plain(local) or tensor.is_inference() or is_reused(local):
             return False
         begin, end = span(local)
         return self._fits(end - begin)
@@ -284,7 +284,7 @@ class ActivationCache:
 
     def _pack(self, tensor: torch.Tensor, counter: torch.Tensor) -> Packed:
         autograd: Any = torch.autograd  # its stub is incomplete
-        if not is_plain(tensor):
+        if not is_plain(tensor) or is_reused(tensor):
             return Stayed(tensor)
         begin, end = span(tensor)
         if not self._fits(end - begin):

@@ -1,7 +1,10 @@
-"""`Stayed`: a saved tensor that stays on its device. `innermost_hooks`: on the tensors that are saved."""
+"""`Stayed`: a saved tensor that stays on its device. `innermost_hooks`: on the tensors that are saved.
+`reuse`: of memory whose values tensors do not show.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -35,6 +38,22 @@ def check_version(version: int, saved_version: int, what: str) -> None:
             f"a tensor that backward needs ({what}) was modified by an inplace operation after it was saved: it is at version {version}, "
             f"and was saved at version {saved_version}"
         )
+
+
+_reused: set[int] = set()  # addresses of storages
+
+
+def reuse(owner: object, storage: torch.UntypedStorage) -> None:
+    """As long as *owner* lives, it may give *storage* other values once no tensor refers to it: hooks
+    on saved tensors that keep only a weak reference cannot find the old ones.
+    """
+    _reused.add(storage._cdata)
+    weakref.finalize(owner, _reused.discard, storage._cdata).atexit = False
+
+
+def is_reused(tensor: torch.Tensor) -> bool:
+    """Whether `reuse` was called for the storage of *tensor*."""
+    return tensor.untyped_storage()._cdata in _reused
 
 
 class Stayed:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..device.stayed import reuse
 from ..units import format_bytes
 from .buckets import Bucket
 
@@ -27,6 +28,7 @@ class Slot:
         with torch.inference_mode(False):
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.storage = self.buffer.untyped_storage()
+        reuse(self, self.storage)
         self.bucket: Bucket | None = None
         self.copied: Any = None
         # Kernels of these streams may use the memory since then: those before the events *_ends*, if

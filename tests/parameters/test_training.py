@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,6 +48,45 @@ def _evaluate_average(model: nn.Module, average: list[torch.Tensor]) -> torch.Te
     for one, values in zip(model.parameters(), trained, strict=True):
         one.data = values
     return output
+
+
+def _penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def _without_gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A product with a view of a weight, and none with the weight itself, outside of modules."""
+    output = model(x @ cast(Any, model).blocks[-1].weight.detach())
+    return (output @ cast(Any, model).blocks[0].weight.detach()).square().mean()
+
+
+def _checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight = cast(Any, model).blocks[-1].weight.detach()
+    return model(checkpoint(torch.matmul, x, weight, use_reentrant=False)).square().mean()
+
+
+@pytest.mark.parametrize("loss", [_penalty, _without_gradient, _checkpointed])
+def test_views_of_weights_that_are_saved_outside_of_modules_keep_their_values(
+    make: Make, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    model = Blocks()
+    in_memory, offload = copy.deepcopy(model), make("2MB")
+    offload.parameters(model, "cpu", gpu_memory=64 << 10)
+    activations = offload.activations(min_bytes=64)
+    x, other_x = (_batch(0, torch.float32).requires_grad_() for _ in range(2))
+    for _ in range(2):
+        with activations:
+            value = loss(model, x)
+        expected = loss(in_memory, other_x)
+        value.backward()
+        expected.backward()
+        assert torch.equal(value, expected)
+    pairs = zip((x, *model.parameters()), (other_x, *in_memory.parameters()), strict=True)
+    for one, other in pairs:
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
 def test_a_model_that_streams_since_inference_mode_can_be_trained(make: Make) -> None:
