@@ -38,12 +38,20 @@ class Replacements(list[Callable[[], Any]]):
         is_dict = isinstance(owner, dict)
         put: Any = dict.__setitem__ if is_dict else setattr
         drop: Any = dict.pop if is_dict else delattr
-        before = (owner if is_dict else vars(owner)).get(name, _absent)
+        present = owner if is_dict else vars(owner)
+        before = present.get(name, _absent)
         # A property, such as an optimizer's state, is set and not replaced.
         if before is _absent and inspect.isdatadescriptor(getattr(type(owner), name, None)):
             before = getattr(owner, name)
+
+        def undo() -> None:
+            if before is not _absent:
+                put(owner, name, before)
+            elif name in present:
+                drop(owner, name)
+
+        self.append(undo)  # first: an exception may come before the next line
         put(owner, name, value)
-        self.append(lambda: drop(owner, name) if before is _absent else put(owner, name, before))
 
     def put_functions(self) -> None:
         """Set all functions that `replaces` has registered."""
@@ -54,7 +62,8 @@ class Replacements(list[Callable[[], Any]]):
     def restore(self) -> None:
         """Undo the replacements."""
         while self:
-            self.pop()()
+            self[-1]()  # it may be called again, after an exception before the next line
+            self.pop()
 
 
 @contextlib.contextmanager
@@ -62,10 +71,13 @@ def replaced(owner: Any, **values: object) -> Iterator[None]:
     """Context in which attributes of *owner* have other *values*."""
     made = Replacements()
     try:
-        for name, value in values.items():
-            made.put(owner, name, value)
-        yield
-    finally:
+        try:
+            for name, value in values.items():
+                made.put(owner, name, value)
+            yield
+        finally:
+            made.restore()
+    finally:  # an exception, such as Ctrl-C, may have come in the lines before
         made.restore()
 
 

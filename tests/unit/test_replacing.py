@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from interrupts import places, raising
 
 from nvme_offload.zero3.replacing import replaced
 
@@ -38,3 +39,17 @@ def test_attributes_are_as_before_after_the_context(fails: bool) -> None:
             raise KeyError
     assert vars(owner) == before
     assert Owner.inherited == owner.inherited == "of the class"
+
+
+def test_attributes_are_as_before_after_an_exception_at_any_line() -> None:
+    def use(owner: Owner) -> None:
+        with replaced(owner, own="other", inherited="other", kept="other"):
+            pass
+
+    for place in places(lambda: use(Owner())):
+        owner = Owner()
+        before = dict(vars(owner))
+        with raising(place, KeyboardInterrupt()) as raised, pytest.raises(KeyboardInterrupt):
+            use(owner)
+        assert raised.where is not None
+        assert vars(owner) == before, place
