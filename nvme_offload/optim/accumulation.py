@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import UsageError, known
-from ..optimizer_states.tree import dense_strides
+from ..optimizer_states.tree import dense_strides, in_a_row
 from ..swap.tier import Tier
 from ..update.gradients import Flat, GradientValues
-from .buckets import Bucket, Weight, in_a_row, is_distributed
+from .buckets import Bucket, Weight, is_distributed
 from .host_gradient import HostGradient, Sum
 from .modes import fixed_modes
 

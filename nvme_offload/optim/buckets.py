@@ -14,7 +14,7 @@ import torch
 from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.rounding import BLOCK, block_names
 from ..optimizer_states.traits import UNIT, Traits
-from ..optimizer_states.tree import Key, dense_strides, is_for_each
+from ..optimizer_states.tree import Key, dense_strides, in_a_row, is_for_each
 from ..parameters.idle import address_of, detached
 from ..update.records import Unit
 
@@ -488,17 +488,6 @@ class Bucket(Unit):
     def weights(self) -> list[torch.Tensor]:
         """The fragments' elements of the parameters."""
         return [fragment.of_weight() for fragment in self.fragments]
-
-
-def in_a_row(values: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """*values*, which have no gaps, as a flat view in memory order; of a copy with these *strides* if
-    theirs are others.
-    """
-    if strides not in (None, values.stride()):
-        values = torch.empty_strided(
-            values.shape, strides, dtype=values.dtype, device=values.device
-        ).copy_(values)
-    return values.as_strided((values.numel(),), (1,))
 
 
 def rows_of(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:

@@ -18,8 +18,8 @@ from ..errors import IOFailure, UsageError, known
 from ..io.archive import Part, Provider, offloaded
 from ..optimizer_states.formats import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
-from ..optimizer_states.tree import Key, replaced, tensors, travels
-from .buckets import Bucket, Fragment, Weight, in_a_row, like, local
+from ..optimizer_states.tree import Key, in_a_row, replaced, tensors, travels
+from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .values import MASTER, Find, Values
 

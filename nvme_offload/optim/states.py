@@ -14,10 +14,10 @@ import torch
 
 from ..errors import UsageError, known
 from ..io.archive import MappedFiles
-from ..optimizer_states.tree import Key, content, replaced, tensors, top
+from ..optimizer_states.tree import Key, content, in_a_row, replaced, tensors, top
 from . import saved
 from .binding import Plan
-from .buckets import Bucket, Form, Fragment, Weight, in_a_row, like, local
+from .buckets import Bucket, Form, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive, whole_or_copied
 from .values import MASTER
 

@@ -12,12 +12,10 @@ sizes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import itertools
 import math
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -26,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedError
+from .generators import next_numbers, same_numbers
 from .tree import Key, content, is_for_each, tensors, top, travelling, travels
 
 # Elements. Parameters are cut at multiples of this, in the trial and in training, because
@@ -302,14 +301,14 @@ class _Trial:
     def record(self) -> None:
         whole = [(index, 0, sample.numel()) for index, sample in enumerate(self._samples)]
         device = self._samples[0].device
-        with _same_random_numbers(device):
+        with same_numbers(device):
             for weights in self._train([whole]):
                 if not all(bool(weight.isfinite().all()) for weight in weights):
                     break
                 self._weights.append([weight.clone() for weight in weights])
-            drawn = _random_numbers(device)
-        with _same_random_numbers(device):
-            self.changes_outside |= drawn != _random_numbers(device)
+            drawn = next_numbers(device)
+        with same_numbers(device):
+            self.changes_outside |= drawn != next_numbers(device)
 
     @property
     def states(self) -> dict[Key, torch.dtype]:
@@ -348,7 +347,7 @@ class _Trial:
         """Whether the result is the same if each of *buckets* has a separate optimizer."""
         if len(self._weights) < _FEWEST_STEPS:
             return False
-        with _same_random_numbers(self._samples[0].device):
+        with same_numbers(self._samples[0].device):
             try:
                 return all(
                     all(map(_same_bits, weights, expected))
@@ -497,38 +496,6 @@ def _form(cases: Sequence[tuple[torch.Size, torch.Size, torch.dtype]]) -> Form:
     return Form(dtype, tuple(sizes), share)
 
 
-@contextlib.contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Context in which torch, Python and NumPy draw the same numbers each time."""
-    import numpy as np
-
-    python, drawn = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            random.seed(0)
-            np.random.seed(0)
-            # `torch.manual_seed` seeds all GPUs, also those that `fork_rng` does not restore
-            torch.default_generator.manual_seed(0)
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(0)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(drawn)
-
-
-def _random_numbers(device: torch.device) -> list[float]:
-    """The next numbers of the generators of torch, Python and NumPy."""
-    import numpy as np
-
-    drawn = [
-        float(torch.rand((), dtype=torch.float64, device=one))
-        for one in {torch.device("cpu"), device}
-    ]
-    return [random.random(), np.random.random(), *drawn]
-
-
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
     """The shapes of two samples, above and below the sizes from which optimizers factor matrices or
     pack states, and no multiples of `UNIT`; if *moderate*, small enough for the root of a matrix
@@ -549,7 +516,7 @@ def _first_states(
     make: Make, samples: Sequence[torch.Tensor], steps: int = 1
 ) -> dict[torch.Tensor, Any]:
     """The states after the first *steps*. Empty if a step fails: the trial will report it."""
-    with _same_random_numbers(samples[0].device):
+    with same_numbers(samples[0].device):
         try:
             parameters = [torch.nn.Parameter(sample) for sample in samples]
             optimizer = make(parameters)

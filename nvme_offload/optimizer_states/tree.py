@@ -69,6 +69,17 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def in_a_row(values: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """*values*, which have no gaps, as a flat view in memory order; of a copy with these *strides* if
+    theirs are others.
+    """
+    if strides not in (None, values.stride()):
+        values = torch.empty_strided(
+            values.shape, strides, dtype=values.dtype, device=values.device
+        ).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
+
+
 def drop_memory(held: Iterable[torch.Tensor]) -> None:
     """Empty the tensors *held*, so that other tensors can use the memory of which they were views."""
     empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

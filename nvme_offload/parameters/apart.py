@@ -1,4 +1,4 @@
-"""Parameters to whose `data` the program has assigned. As in torch, such a parameter has the memory of
+"""Parameters to whose `data` the program has assigned. As in torch, the parameter has the memory of
 the assigned tensor, and the tensors that shared its memory before keep the old values.
 """
 
@@ -21,7 +21,7 @@ _OWN_REFERENCES = 3
 
 
 def has_form_of(parameter: torch.nn.Parameter, values: torch.Tensor) -> bool:
-    """Whether *values* can be the `data` of *parameter*. Other strides than those of a memory format
+    """Whether *values* can be the `data` of *parameter*. Strides that no memory format has
     are no obstacle: the parameter gets a contiguous copy.
     """
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -51,7 +51,7 @@ def assign(bucket: Bucket, parameter: torch.nn.Parameter, values: torch.Tensor) 
 
 
 def rejoin(bucket: Bucket, slot: Slot) -> None:
-    """Copy the values of parameters with memory of their own into *slot*, which is free. A parameter
+    """Copy the values of parameters with separate memory into *slot*, which is free. A parameter
     stays apart if another tensor shares its memory, or if backward may need the old values.
     """
     for parameter in list(bucket.apart):

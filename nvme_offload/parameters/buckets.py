@@ -64,7 +64,7 @@ class Bucket:
         self.slot: Any = None  # has the values on the device; None if only the tier has them
         self.users = 0  # uses that have not ended
         self.shown: list[Any] = []  # the parameters in use
-        # The parameters with memory of their own, which the program has assigned to `data`, and the
+        # The parameters with separate memory, which the program has assigned to `data`, and the
         # numbers of these memories. *numbers*: of the memories whose values are in the places.
         self.apart: dict[torch.nn.Parameter, int] = {}
         self.numbers: dict[torch.nn.Parameter, int] = {}

@@ -78,7 +78,7 @@ def _no_hook(*_: Any) -> None:
 
 
 class ModuleParameters(dict[str, Any]):
-    """The parameters of a module. *read* is called with each that the program reads."""
+    """The parameters of a module. *read* is called with each parameter that the program reads."""
 
     def __init__(self, read: Callable[[Any], None], parameters: dict[str, Any]) -> None:
         super().__init__(parameters)

@@ -39,7 +39,7 @@ class Slot:
             # PyTorch's allocator reuses memory in the order of a stream: kernels of this stream may
             # still use it.
             self._streams.append(torch.cuda.current_stream(device))
-        self._own_references = 0  # besides those of the parameters
+        self._own_references = 0  # besides the references of the parameters
 
     def count_own_references(self) -> None:
         """The tensors that refer to the memory now are the bucket's own."""

@@ -501,7 +501,7 @@ def test_parameters_of_other_kinds_are_refused(offload: Offload):
     class Special(nn.Parameter):
         pass
 
-    class Quantized(torch.Tensor):  # as torchao's, it has no memory of its own
+    class Quantized(torch.Tensor):  # as torchao's, it has no separate memory
         @staticmethod
         def __new__(cls):
             make = torch.Tensor._make_wrapper_subclass
