@@ -17,9 +17,12 @@ def memory_of(device: torch.device | None = None) -> tuple[int, int]:
     """
     cuda: Any = torch.cuda
     free, total = cuda.mem_get_info(device)
-    fraction = getattr(cuda, "get_per_process_memory_fraction", None)
-    most = total if fraction is None else int(total * fraction(device))  # None in older torch
-    return max(min(free, most - cuda.memory_reserved(device)), 0), min(most, total)
+    fraction_of = getattr(cuda, "get_per_process_memory_fraction", None)  # older torch has none
+    fraction = 1.0 if fraction_of is None else fraction_of(device)
+    if fraction >= 1:
+        return free, total
+    most = int(total * fraction)
+    return max(min(free, most - cuda.memory_reserved(device)), 0), most
 
 
 class DeviceRoom:
