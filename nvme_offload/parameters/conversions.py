@@ -89,8 +89,43 @@ class Tensors:
         return self._made.pop(source.name)
 
 
+class _Conversions:
+    """The conversions *transforms* of *model*, of classes of *core*, and their groups."""
+
+    def __init__(self, core: Any, model: Any, transforms: Iterable[Any]) -> None:
+        transforms = list(transforms)
+        self.renamings = [one for one in transforms if isinstance(one, core.WeightRenaming)]
+        self.converters = [one for one in transforms if isinstance(one, core.WeightConverter)]
+        self._model = model
+        self._of_pattern = {
+            pattern: one for one in self.converters for pattern in one.source_patterns
+        }
+        self._groups: dict[str, Group] = {}
+
+    def take(self, name: str, target: str, pattern: str, rename: Callable[[str], str]) -> None:
+        """Make *target*, which *rename* may rename, of the tensor *name*, too, by the conversion with
+        *pattern*.
+        """
+        if target not in self._groups:
+            transform = self._of_pattern[pattern]
+            self._groups[target] = Group(self._model, transform, target, rename)
+        self._groups[target].add(pattern, name)
+
+    def made_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+        """The tensors that the groups make of *tensors*."""
+        found: dict[str, Part] = {}
+        for group in self._groups.values():
+            forms = {
+                name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta")
+                for name in group.sources
+            }
+            for name, form in group.made(forms).items():
+                found[name] = Part(Made(group, name), form)
+        return found
+
+
 def loaded(
-    model: torch.nn.Module, inside: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+    model: Any, inside: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> dict[str, Part]:
     """The tensors of *model*'s state dict *inside* that a checkpoint with the tensors *saved* has.
     Both may be on the meta device.
@@ -98,14 +133,10 @@ def loaded(
     core = _core(model)
     if core is None:
         return {name: Part(name, form) for name, form in saved.items() if name in inside}
-    given: Any = model
-    transforms = _mapping(given)
-    renamings = [one for one in transforms if isinstance(one, core.WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, core.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    base = given.base_model_prefix
+    conversions = _Conversions(core, model, _mapping(model))
+    renamings, converters = conversions.renamings, conversions.converters
+    base = model.base_model_prefix
     found: dict[str, Part] = {}
-    groups: dict[str, Group] = {}
     for name in sorted(saved, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, base, inside)
         if target not in inside and name in inside:  # a model's own name
@@ -115,55 +146,37 @@ def loaded(
         if pattern is None:
             found.setdefault(target, Part(name, saved[name]))
         else:
-            group = Group(model, of_pattern[pattern], target, str)
-            groups.setdefault(target, group).add(pattern, name)
-    return found | _made_by(groups.values(), saved)
+            conversions.take(name, target, pattern, rename=str)
+    return found | conversions.made_of(saved)
 
 
-def stored(model: torch.nn.Module, inside: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+def stored(model: Any, inside: Mapping[str, torch.Tensor]) -> dict[str, Part]:
     """The tensors of a checkpoint of *model*, whose state dict is *inside*."""
     core = _core(model)
-    given: Any = model
-    transforms = None if core is None else getattr(given, "_weight_conversions", None)
+    transforms = None if core is None else getattr(model, "_weight_conversions", None)
     if core is not None and transforms is None:  # not made by from_pretrained
         transforms = [
             one
-            for one in _mapping(given, add_legacy=False)
+            for one in _mapping(model, add_legacy=False)
             # whose prefix the checkpoint may lack; early releases have no such class
             if not isinstance(one, getattr(core, "PrefixChange", ()))
         ]
     if core is None or not transforms:
         return {name: Part(name, form) for name, form in inside.items()}
-    backward = [one.reverse_transform() for one in reversed(transforms)]
-    renamings = [one for one in backward if isinstance(one, core.WeightRenaming)]
-    converters = [one for one in backward if isinstance(one, core.WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    backward = _Conversions(core, model, (one.reverse_transform() for one in reversed(transforms)))
 
     def rename(name: str) -> str:
-        renamed: str = core.rename_source_key(name, renamings, [])[0]
+        renamed: str = core.rename_source_key(name, backward.renamings, [])[0]
         return renamed
 
     found: dict[str, Part] = {}
-    groups: dict[str, Group] = {}
     for name in sorted(inside, key=core.dot_natural_key):
-        target, pattern = core.rename_source_key(name, [], converters)
+        target, pattern = core.rename_source_key(name, [], backward.converters)
         if pattern is None:
             found[rename(name)] = Part(name, inside[name])
         else:
-            group = Group(model, of_pattern[pattern], target, rename)
-            groups.setdefault(target, group).add(pattern, name)
-    return found | _made_by(groups.values(), inside)
-
-
-def _made_by(groups: Iterable[Group], of: Mapping[str, torch.Tensor]) -> dict[str, Part]:
-    found: dict[str, Part] = {}
-    for group in groups:
-        forms = {
-            name: torch.empty(of[name].shape, dtype=of[name].dtype, device="meta")
-            for name in group.sources
-        }
-        found |= {name: Part(Made(group, name), one) for name, one in group.made(forms).items()}
-    return found
+            backward.take(name, target, pattern, rename)
+    return found | backward.made_of(inside)
 
 
 def _mapping(model: Any, **options: Any) -> list[Any]:
