@@ -101,8 +101,8 @@ class Offload(Closing):
             Where the model computes.
         weights
             A file of safetensors, or a directory with such files, with the model's state dict, or a
-            checkpoint that `from_pretrained` of transformers reads. The model's parameters may be on the meta
-            device. One tensor is read at a time.
+            checkpoint that `from_pretrained` of transformers reads. The model's parameters may be on
+            the meta device. One tensor is read at a time.
         gpu_memory
             The most memory of *device* for parameters: bytes, or a size such as "8GB". The more it
             is, the fewer are copied. "auto" takes what forward and backward passes leave free.

@@ -298,7 +298,7 @@ def _tensors_in(path: Path, file: File) -> dict[str, _Saved]:
                 continue
             if entry["dtype"] not in _DTYPES:
                 raise UnsupportedError(
-                    f"{name} in {path} has the dtype {entry['dtype']}: convert it to one that torch has"
+                    f"{name} in {path} has the dtype {entry['dtype']}: convert it to a dtype of torch"
                 )
             dtype, shape = _DTYPES[entry["dtype"]], list(map(int, entry["shape"]))
             first, last = map(int, entry["data_offsets"])

@@ -450,7 +450,7 @@ def _log_whole_parameters(module: torch.nn.Module, device: Any) -> None:
     nbytes = sum(param.nbytes for param in module.parameters() if not hasattr(param, "ds_id"))
     if device == OffloadDeviceEnum.nvme and nbytes:
         _log.info(
-            "%s of parameters were made outside of zero.Init, so all of them are in memory until they are partitioned: make the model under "
+            "%s of parameters were made outside of zero.Init, so they stay in memory until they are partitioned: make the model under "
             "deepspeed.zero.Init(config_dict_or_path=...) to move each parameter to the drive when it is made",
             format_bytes(nbytes),
         )

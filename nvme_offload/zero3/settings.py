@@ -371,7 +371,7 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
         tier = _tiers.get(key)
         if tier is None:
             if "aio" in ds_config:
-                _log.info('engine settings are those of the section "aio"')
+                _log.info('the section "aio" has the settings of the engine')
             tier = _tiers[key] = Tier(
                 paths,
                 aio,
