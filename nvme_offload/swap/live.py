@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..hardware.disk_counters import DiskCounters, Disks, busy_share
@@ -42,15 +40,13 @@ class Live:
         self._tier = weakref.ref(tier)
         self._disks = Disks(tier.paths)
         self._lock = threading.RLock()  # see `Catalog.lock`
-        # Samples of the last whole step, from its start: (bytes moved, seconds).
-        self._last: list[tuple[int, float]] = []
+        self._last = 0, 0.0  # the bytes moved and the seconds of the last whole step
         self._begin(tier.counters(), self._disks.counters())
 
     def _begin(self, counted: SwapperStats | None, disks: DiskCounters | None) -> None:
         self._began = self._logged = time.monotonic()
         self._before, self._disks_before = counted, disks
         self._bytes_at_begin = counted.bytes_moved if counted is not None else 0
-        self._samples: list[tuple[int, float]] = [(0, 0.0)]
 
     def begin(self, disks: DiskCounters | None, *, ended: bool) -> None:
         """Begin a step, with the counters *disks*. *ended*: it follows the previous step."""
@@ -59,14 +55,14 @@ class Live:
         with self._lock:
             if ended and counted is not None:
                 moved = counted.bytes_moved - self._bytes_at_begin
-                self._last = [*self._samples, (moved, time.monotonic() - self._began)]
+                self._last = moved, time.monotonic() - self._began
             self._begin(counted, disks)
 
     def due_in(self) -> float:
         """Seconds until the next line."""
         now = time.monotonic()
         with self._lock:
-            expected = max(self._last[-1][1] if self._last else 0.0, now - self._began)
+            expected = max(self._last[1], now - self._began)
             is_first = self._logged == self._began
             return self._logged + (_SECONDS if is_first else max(_SECONDS, expected / _LINES)) - now
 
@@ -84,8 +80,7 @@ class Live:
             now, before, disks_before = time.monotonic(), self._before, self._disks_before
             seconds, elapsed = now - self._logged, now - self._began
             self._logged, self._before, self._disks_before = now, counted, disks
-            self._samples.append((moved, elapsed))
-            left = seconds_left(self._last, moved, elapsed)
+            last_moved, last_seconds = self._last
         if before is None or counted.bytes_moved == before.bytes_moved:
             return
         read = counted.bytes_read - before.bytes_read
@@ -95,40 +90,14 @@ class Live:
             if disks_before is not None and disks is not None
             else ""
         )
-        end = f"; about {left:.0f} s to the end of the step" if left is not None else ""
+        left = last_seconds - elapsed
+        expected = left > 0 and moved <= last_moved
+        end = f"; about {left:.0f} s to the end of the step" if expected else ""
         _log.info(
             "still going: in the last %.0f s read %s and wrote %s, %.2f GB/s; waited %.1f s for the drive%s%s",
             *(seconds, format_bytes(read), format_bytes(written), (read + written) / seconds / 1e9),
             *(counted.waited_seconds - before.waited_seconds, busy, end),
         )
-
-
-def seconds_left(last: Sequence[tuple[int, float]], moved: int, elapsed: float) -> float | None:
-    """The remaining seconds of a step that has *moved* so many bytes in *elapsed* seconds, at its pace
-    so far. None in the first step, and in a step that has moved more bytes than the *last*, whose
-    samples are (bytes moved, seconds) from (0, 0.0) to its end.
-    """
-    if not last or moved > last[-1][0]:
-        return None
-    end = last[-1][1]
-    # The last step stood at this many bytes from `first` to `until`.
-    first, until = _time_at(last, moved, bisect.bisect_left), _time_at(last, moved, bisect.bisect)
-    then = min(max(elapsed, first), until)
-    if then <= 0.0:
-        return end - elapsed if elapsed < end else None
-    return (end - then) * elapsed / then
-
-
-def _time_at(samples: Sequence[tuple[int, float]], moved: int, find: Callable[..., int]) -> float:
-    """The time at which *moved* bytes were reached, or exceeded, interpolated between *samples*."""
-    place = find(samples, moved, key=lambda sample: sample[0])
-    if place == 0:
-        return samples[0][1]
-    if place == len(samples):
-        return samples[-1][1]
-    (bytes_before, before), (bytes_after, after) = samples[place - 1], samples[place]
-    share = (moved - bytes_before) / (bytes_after - bytes_before)
-    return before + (after - before) * share
 
 
 def watch(tier: Tier) -> Live:

@@ -141,35 +141,6 @@ def test_nothing_runs_where_the_log_takes_no_such_lines(tmp_path, caplog):
     assert not thread.is_alive()
 
 
-LAST = [(0, 0.0), (0, 10.0), (100, 20.0), (100, 50.0), (300, 60.0)]
-
-
-@pytest.mark.parametrize(
-    ("moved", "elapsed", "left"),
-    [
-        (0, 4.0, 56.0),  # as in the last step, which moved nothing in its first 10 s
-        (0, 20.0, 100.0),  # twice as slow
-        (50, 15.0, 45.0),
-        (50, 30.0, 90.0),
-        (100, 20.0, 40.0),
-        (100, 35.0, 25.0),  # it stood at 100 from 20 s to 50 s
-        (100, 100.0, 20.0),
-        (200, 55.0, 5.0),
-        (300, 60.0, 0.0),
-        (301, 60.0, None),
-    ],
-)
-def test_the_time_that_is_left_goes_by_the_step_before(moved, elapsed, left):
-    assert live.seconds_left(LAST, moved, elapsed) == (left and pytest.approx(left))
-
-
-def test_the_first_step_has_no_estimate():
-    assert live.seconds_left([], 100, 10.0) is None
-    # nothing moves in some steps
-    assert live.seconds_left([(0, 0.0), (100, 30.0)], 0, 12.0) == 18.0
-    assert live.seconds_left([(0, 0.0), (100, 30.0)], 0, 31.0) is None
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """What `time.monotonic` says in `live`, to be set."""
@@ -194,9 +165,25 @@ def test_a_line_says_how_the_step_goes(tier, said, clock, monkeypatch):
         "still going: in the last 10 s read 1 MiB and wrote 0 bytes, 0.00 GB/s; waited "
     )
     assert line.endswith(
-        " s for the drive, busy 30% of the time; about 10 s to the end of the step"
+        " s for the drive, busy 30% of the time; about 30 s to the end of the step"
     )
     assert moved == 3 * MIB
+
+
+def test_a_step_that_moves_more_or_takes_longer_than_the_last_has_no_estimate(tier, said, clock):
+    lines = live.Live(tier)
+    use(tier, "a")
+    clock.seconds += 40
+    lines.begin(None, ended=True)
+    use(tier, "b")
+    clock.seconds += 41
+    lines.log_line()
+    lines.begin(None, ended=True)
+    use(tier, "a", "b", "a")
+    clock.seconds += 10
+    lines.log_line()
+    assert len(said()) == 2
+    assert not any("to the end of the step" in line for line in said())
 
 
 def test_lines_come_after_ten_seconds_and_then_ten_to_a_step(tier, clock):
