@@ -101,8 +101,7 @@ class Best(Setting):
     ----------
     gb_per_s : float
         The median speed of the control in the finals times *relative*, so that on a drive that drifts
-        all settings refer to the same level of it. In profiles of schema 3 and older, the median of
-        the setting's trials.
+        all settings refer to the same level of it.
     relative, relative_low, relative_high : float
         Ratio of the setting's speed to the control's, and its middle 90 %.
     """
@@ -145,7 +144,7 @@ class Beside:
     Attributes
     ----------
     name, version, phase : str
-        The backend, and the load. In older profiles also "fio", with its version.
+        The backend, "", and the load.
     gb_per_s, chosen_gb_per_s : float
         Medians of its runs, and of the engine's runs in between.
     relative, relative_low, relative_high : float
@@ -222,7 +221,7 @@ class Health:
     Attributes
     ----------
     source : str
-        "SMART log" or "sysfs"; in older profiles also "nvme-cli" or "smartctl".
+        "SMART log" or "sysfs".
     temperature_celsius : float or None
         At the time of the report.
     wear : float or None
@@ -273,7 +272,7 @@ class Profile:
     steady : bool
         Whether the drive held its speed while it was judged.
     latencies : tuple of Latency
-        Of the chosen setting; in older profiles also of the fastest and the control.
+        Of the chosen setting.
     beside : tuple of Beside
         Comparisons at the chosen setting.
     sustained : Sustained or None
@@ -312,20 +311,19 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Parse *text*, of a `profile.json` of this schema or an older one, which is called
-        *source* in messages. Raises: UsageError when it is not a profile, was altered, or is of an
-        unknown schema.
+        """Parse *text*, of a `profile.json`, which is called *source* in messages. Raises:
+        UsageError when it is not a profile, was altered, or is of another schema.
         """
         try:
             data = sealed.loads(text)
             version = data["schema_version"]
         except (ValueError, KeyError) as error:
             raise UsageError(f"{source} is not a drive profile: {error!r}") from None
-        if isinstance(version, bool) or version not in _READABLE:
+        if version != SCHEMA_VERSION:
             raise UsageError(
                 f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again"
             )
-        if version >= _SEALED_SINCE and not sealed.unseal(data):
+        if not sealed.unseal(data):
             raise UsageError(
                 f"{source} was damaged or edited after it was written; run nvme-sweep again"
             )
@@ -340,20 +338,9 @@ class Profile:
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 
-# Schema 1 stored the flaw of a trial as its stage; 3 added the checksum; 4 added the finalists, and
-# speeds at one level of the drive (see `Best`).
-_READABLE = (1, 2, 3, SCHEMA_VERSION)
-_SEALED_SINCE = 3
-
-
 def _profile(data: dict[str, Any]) -> Profile:
     """The profile from its parsed file. Raises: TypeError, ValueError, KeyError, AttributeError."""
-    for trial in data["trials"]:
-        trial.pop("samples", None)  # throughput over time, in older profiles
-        if data["schema_version"] == 1:
-            trial["flaw"] = trial["stage"] if trial["stage"] in ("drifted", "impossible") else ""
-    data.pop("grade", None)  # of older profiles
-    found: Profile = _decoded(Profile, {**data, "schema_version": SCHEMA_VERSION}, "")
+    found: Profile = _decoded(Profile, data, "")
     for key in ("path", "model", "filesystem", "device"):
         _decoded(str, found.drive[key], f"drive.{key}")
     for group in (found.best, found.performance):

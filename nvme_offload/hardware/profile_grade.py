@@ -37,7 +37,7 @@ class Grade:
 
 
 def grade(profile: Profile) -> Grade:
-    """Judge the evidence for the chosen setting of *profile*, which may be of any schema."""
+    """Judge the evidence for the chosen setting of *profile*."""
     poor, weak = inconsistencies(profile), list[str]()
     for phase in PHASES:
         runs = final_trials(profile, phase)

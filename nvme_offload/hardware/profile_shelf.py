@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shlex
 from pathlib import Path
 
@@ -38,9 +37,8 @@ def directory() -> Path:
 
 
 def keep(profile: Profile) -> Path:
-    """Write *profile* to its file, over an earlier profile of the drive. Returns the file.
-
-    Raises: UsageError when *profile* does not name its drive; UnsupportedError; OSError.
+    """Write *profile* to its file, over an earlier profile of the drive. Returns the file. Raises:
+    UnsupportedError; OSError.
     """
     path = _file(profile)
     commit.make_directory(path.parent)
@@ -127,10 +125,5 @@ def _nearest(path: str | os.PathLike[str]) -> Path:
 
 def _file(profile: Profile) -> Path:
     """A profile of DeepSpeed's op has a separate file, since `find` must not return it."""
-    identity = profile.drive.get("identity")
-    if not isinstance(identity, str) or not re.fullmatch("[0-9a-f]{32}", identity):
-        raise UsageError(
-            "the profile does not name its drive, because an older version wrote it; run nvme-sweep again"
-        )
-    engine = profile.engine.get("name")
+    identity, engine = profile.drive["identity"], profile.engine["name"]
     return directory() / (f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json")

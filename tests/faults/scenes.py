@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from profiles import profile
+
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.files import commit
 from nvme_offload.hardware.profile import Profile
 
-ROOT = Path(__file__).parents[2]
-_PROFILE = ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json"
+PROFILE = profile(runs=4).to_json()
 _CONFIG = '{\n  // mine\n  "aio": {"block_size": 1048576},\n  "mine": "' + "x" * 9000 + '"\n}\n'
 _CHANGED = ds_config.edit(_CONFIG, {"block_size": 4 << 20})
 
@@ -28,8 +29,7 @@ from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
 place = Path(sys.argv[1])
-profile = Profile.load({str(_PROFILE)!r})
-profile = dataclasses.replace(profile, finals={{phase: (one,) for phase, one in profile.performance.items()}})
+profile = Profile.from_json({PROFILE!r})
 os.environ["XDG_CONFIG_HOME"] = str(place)
 
 def optimizer(fill):

@@ -12,18 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from profiles import profile
 
 import nvme_offload
 
 ROOT = Path(nvme_offload.__file__).parents[1]
+PROFILE = profile(runs=4).to_json()
 SCRIPT = f"""
-import dataclasses, sys
+import sys
 from pathlib import Path
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.tune import results
 from nvme_offload.tune.progress import Progress
-profile = Profile.load({str(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")!r})
-profile = dataclasses.replace(profile, finals={{phase: (one,) for phase, one in profile.performance.items()}})
+profile = Profile.from_json({PROFILE!r})
 results.write_report(profile, "drive", Path(sys.argv[1]), Progress(sys.stderr))
 """
 
@@ -68,7 +69,7 @@ def test_a_report_is_whole_or_not_there(
 # Each write in a separate process, which a SIGTERM comes to before the call with its number,
 # until there is no such call.
 STOPPED = f"""
-import ctypes, dataclasses, json, os, shutil, signal, sys, threading
+import ctypes, json, os, shutil, signal, sys, threading
 from pathlib import Path
 from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.hardware import profile_shelf
@@ -78,8 +79,7 @@ from nvme_offload.tune import cli, results
 from nvme_offload.tune.progress import Progress
 
 what, root, listener, step = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-profile = Profile.load({str(ROOT / "reports" / "h200-vda-2026-11-21" / "profile.json")!r})
-profile = dataclasses.replace(profile, finals={{phase: (one,) for phase, one in profile.performance.items()}})
+profile = Profile.from_json({PROFILE!r})
 signal.signal(signal.SIGTERM, cli._stop)
 os.environ["XDG_CONFIG_HOME"] = str(root / "shelf")
 config = root / "config.json"

@@ -159,12 +159,6 @@ def test_compare_prints_both_sides(tmp_path: Path) -> None:
     assert "faster" in lines["read"]
 
 
-def test_a_report_of_the_first_schema_can_still_be_compared() -> None:
-    profile = compare.load(Path(__file__).with_name("profile_schema_1.json"))
-    assert profile.chosen == Setting(1 << 20, 8, 4)
-    assert len(compare.changes(profile, profile)) == 3
-
-
 def test_a_drive_that_was_never_swept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="run `nvme-sweep /proc` first"):
         compare.load(Path("/proc"))

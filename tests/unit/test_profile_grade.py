@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -122,14 +121,6 @@ def test_the_defaults_are_known_by_their_own_trials(speeds: tuple[float, float],
         trial(phase, speed=speed) for phase in PHASES for speed in speeds for _ in range(2)
     )
     assert grade(profile(performance=defaults, best=defaults, trials=trials)).name == name
-
-
-def test_the_grade_in_an_older_file_is_not_believed() -> None:
-    data = json.loads(profile(trials=evidence(rounds=3)).to_json())
-    del data["sha256"]
-    data["schema_version"] = 2  # which had no checksum
-    data["grade"] = {"name": "good", "reasons": []}
-    assert grade(Profile.from_json(json.dumps(data))).name == "weak"
 
 
 # On the shelf

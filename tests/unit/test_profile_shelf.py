@@ -122,12 +122,6 @@ def test_a_file_of_another_drive_is_refused(tmp_path: Path) -> None:
         AioConfig.for_path(tmp_path)
 
 
-def test_a_profile_without_a_drive_is_not_kept(tmp_path: Path, shelf: Path) -> None:
-    with pytest.raises(UsageError, match="does not name its drive"):
-        profile_shelf.keep(profile_of(tmp_path, identity="../../../etc/passwd"))
-    assert not shelf.exists()
-
-
 def test_where_there_is_no_profile_the_nearest_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UnsupportedError, match=f"no profile of the drive of {tmp_path}/file "):
