@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from ..errors import UsageError
 from ..files import sealed
@@ -328,7 +327,7 @@ class Profile:
                 f"{source} was damaged or edited after it was written; run nvme-sweep again"
             )
         try:
-            return _profile(data)
+            return cast("Profile", _decoded(cls, data))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{source} is not a complete drive profile: {error!r}") from None
 
@@ -338,53 +337,25 @@ class Profile:
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 
-def _profile(data: dict[str, Any]) -> Profile:
-    """The profile from its parsed file. Raises: TypeError, ValueError, KeyError, AttributeError."""
-    found: Profile = _decoded(Profile, data, "")
-    for key in ("path", "model", "filesystem", "device"):
-        _decoded(str, found.drive[key], f"drive.{key}")
-    for group in (found.best, found.performance):
-        if set(group) != set(PHASES):
-            raise TypeError(f"{set(group)} cannot be the phases")
-    return found
-
-
-def _decoded(kind: Any, value: Any, place: str) -> Any:
-    """Parsed JSON, which has neither tuples nor dataclasses, as the type *kind*: whole numbers are not
-    negative, other numbers are finite. Raises: TypeError with the wrong field.
+def _decoded(kind: Any, value: Any) -> Any:
+    """Parsed JSON, which has neither tuples nor dataclasses, as the type *kind*. Raises: KeyError,
+    TypeError, ValueError, AttributeError, for another file.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any or (value is None and type(None) in arguments):
-        return value
+    if value is None:
+        return None
     if origin in (Union, types.UnionType):
-        (kind,) = (one for one in arguments if one is not type(None))
-        return _decoded(kind, value, place)
-    made: Any = kind
+        return _decoded(arguments[0], value)
     if dataclasses.is_dataclass(kind):
+        made: Any = kind
         hints = _types_of(made)
-        _require_instance(dict, value, place)
-        inner = ((name, each, f"{place}.{name}".lstrip(".")) for name, each in value.items())
-        return made(**{name: _decoded(hints.get(name, Any), each, at) for name, each, at in inner})
+        return made(**{name: _decoded(hints[name], each) for name, each in value.items()})
     if origin is tuple:
-        _require_instance(list, value, place)
-        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
-        if len(kinds) != len(value):
-            raise TypeError(f"{place} has {len(value)} values rather than {len(kinds)}")
-        items = enumerate(zip(kinds, value, strict=True))
-        return tuple(_decoded(of, each, f"{place}[{number}]") for number, (of, each) in items)
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_decoded(of, each) for of, each in zip(kinds, value, strict=True))
     if origin is dict:
-        _require_instance(dict, value, place)
-        return {key: _decoded(arguments[1], each, f"{place}.{key}") for key, each in value.items()}
-    _require_instance((int, float) if kind is float else kind, value, place)
-    odd = isinstance(value, bool) and kind is not bool
-    if odd or (kind is int and value < 0) or (kind is float and not math.isfinite(value)):
-        raise TypeError(f"{place} cannot be {value}")
+        return {key: _decoded(arguments[1], each) for key, each in value.items()}
     return value
 
 
 _types_of = functools.cache(get_type_hints)
-
-
-def _require_instance(kind: Any, value: Any, place: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{place} cannot be {value!r:.80}")
