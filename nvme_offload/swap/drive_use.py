@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,9 @@ from ..units import format_gb, format_speed
 from . import live
 
 if TYPE_CHECKING:
-    from ..hardware.profile import Profile
     from .tier import Tier
 
 __all__ = ["DriveUse"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,9 +90,8 @@ class DriveUse:
 
 
 class Meter:
-    """Counts all transfers of *tier*, and makes `live` log during long steps. It also logs, once, the
-    endurance of the drives according to their profiles. Raises: UsageError before the first
-    `Tier.require`.
+    """Counts all transfers of *tier*, and makes `live` log during long steps. Raises: UsageError before
+    the first `Tier.require`.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -104,11 +99,9 @@ class Meter:
         self._before = tier.swapper.stats()
         self._tuned: float | None = None
         with contextlib.suppress(OffloadError, OSError):  # never swept
-            profiles = [profile_shelf.find(path) for path in tier.paths]
+            profiles = map(profile_shelf.find, tier.paths)
             drives = {each.drive["identity"]: each for each in profiles}.values()
             self._tuned = sum(each.performance["mixed"].gb_per_s for each in drives) * 1e9
-            for path, profile in zip(tier.paths, profiles, strict=True):
-                _log_endurance(path, profile)
         self._disks = Disks(tier.paths)
         self._disks_before, self._took = self._disks.counters(), time.monotonic()
         live.watch(tier)
@@ -148,19 +141,3 @@ class Meter:
             "busy_share": busy,
             "disk_written_bytes": disks.written_bytes if disks is not None else None,
         }
-
-
-def _log_endurance(path: str, profile: Profile) -> None:
-    """Log the wear of the drive at the time of its sweep, if the drive reported it."""
-    health = profile.health_after
-    if path in _logged_paths or health is None or health.written_bytes is None:
-        return
-    _logged_paths.add(path)
-    worn = f", {health.wear:.0%} of its rated life" if health.wear is not None else ""
-    _log.info(
-        "the drive of %s had %.2f TB written to it when it was swept%s",
-        *(path, health.written_bytes / 1e12, worn),
-    )
-
-
-_logged_paths: set[str] = set()
