@@ -16,7 +16,6 @@ import logging
 import os
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,6 @@ from nvme_offload.io.engine import File
 
 _MEMORY_BYTES = 512 << 20  # the most memory that a sweep locks
 _BUILT = "async_io", "pin_memory", "utils"  # by the op's builder
-_LONGEST_BUILD_SECONDS = 900.0
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +157,7 @@ def load() -> DeepSpeedOp:
         with standard_output_to_error():
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
-            await_builds()
+            warn_of_builds()
             module = AsyncIOBuilder().load(verbose=False)
     except ImportError as error:
         raise UnsupportedError(
@@ -175,25 +173,17 @@ def load() -> DeepSpeedOp:
     return DeepSpeedOp(module, sys.modules["torch"])  # which DeepSpeed has loaded
 
 
-def await_builds() -> None:
-    """Wait for other processes that build the op, as torch does without a limit. Raises:
-    UnsupportedError for the lock of a build that was killed.
+def warn_of_builds() -> None:
+    """Log a warning for each lock of a build that another process makes, or left as it was killed:
+    torch waits until the lock is gone.
     """
     cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
     for name in _BUILT:
         lock = Path(cpp_extension._get_build_directory(name, verbose=False)) / "lock"
-        has_warned = False
-        with contextlib.suppress(FileNotFoundError):
-            while time.time() - lock.stat().st_mtime < _LONGEST_BUILD_SECONDS:
-                if not has_warned:
-                    has_warned = True
-                    _log.warning(
-                        "waiting for another process that compiles DeepSpeed's %s: if none does, a compilation was killed, so remove %s",
-                        *(name, lock),
-                    )
-                time.sleep(0.1)
-            raise UnsupportedError(
-                f"a killed build of DeepSpeed's op has left a lock file, for which every later build waits: remove {lock}"
+        if lock.exists():
+            _log.warning(
+                "waiting for another process that compiles DeepSpeed's %s: if none does, a compilation was killed, so remove %s",
+                *(name, lock),
             )
 
 
