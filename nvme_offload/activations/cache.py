@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.stayed import ModifiedError, Stayed, is_reused
+from ..device.stayed import ModifiedError, Stayed, is_plain, is_reused
 from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..swap.tier import Tier
@@ -30,7 +30,6 @@ from .saved import (
     Parts,
     counter_of,
     is_distributed,
-    is_plain,
     is_weight,
     span,
 )
@@ -100,11 +99,11 @@ class ActivationCache:
     are lost.
     """
 
-    def __init__(self, tier: Tier, least_bytes: int, copier: Copier | None = None) -> None:
+    def __init__(self, tier: Tier, least_bytes: int) -> None:
         self._tier = tier
         self._least_bytes = max(least_bytes, 1)
         self._lock = threading.RLock()  # guards all of the below
-        self._copier = copier or Copier()
+        self._copier = Copier()
         # in flight, in the order of their start
         self._saving: deque[tuple[SavedBytes, Copy]] = deque()
         self._restoring: deque[tuple[SavedBytes, Copy]] = deque()
@@ -159,7 +158,7 @@ class ActivationCache:
 
     def begin(self) -> None:
         """A forward pass begins. Raises: UsageError when closed, or in a forked child process."""
-        self._check_process()
+        self._section.check_process()
         with self._changing():
             self._collect()
             if not self._values and self._chunks.begin_step():
@@ -185,7 +184,7 @@ class ActivationCache:
         if isinstance(saved, Parts):
             return saved.restore(self.unpack)
         saved.check()
-        self._check_process()
+        self._section.check_process()
         with self._changing():
             self._collect()
             held = self._held.get(saved.number)
@@ -459,12 +458,6 @@ class ActivationCache:
                 f"a saved tensor of {format_bytes(nbytes)} stays on its device: it is larger than host_memory, {format_bytes(self._tier.cap_bytes)}",
                 RuntimeWarning,
                 stacklevel=3,
-            )
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process_id:
-            raise UsageError(
-                "save_on_nvme belongs to the process that this one was forked from: make one here"
             )
 
 

@@ -37,18 +37,6 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is fully described by its storage, dtype, size and stride."""
-    special = (
-        type(tensor) is not torch.Tensor
-        or tensor.layout is not torch.strided
-        or tensor.is_nested
-        or tensor.is_quantized
-        or tensor.is_meta
-    )
-    return not (special or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-
-
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a DTensor, as in tensor parallelism."""
     module = sys.modules.get("torch.distributed.tensor")

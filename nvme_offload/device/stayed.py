@@ -56,6 +56,20 @@ def is_reused(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage()._cdata in _reused
 
 
+def is_plain(tensor: torch.Tensor, *kinds: type) -> bool:
+    """Whether *tensor*, a Tensor or of one of the classes *kinds*, is fully described by its storage,
+    dtype, size and stride.
+    """
+    special = (
+        type(tensor) not in (torch.Tensor, *kinds)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_meta
+    )
+    return not (special or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+
+
 class Stayed:
     """A tensor that stays on its device."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..device.stayed import Stayed, check_version, innermost_hooks
+from ..device.stayed import Stayed, check_version, innermost_hooks, is_plain
 from .apart import memory_of
 from .idle import UsedParameter
 
@@ -52,7 +52,7 @@ class SavedTensors:
     def __call__(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps of *tensor*."""
         slot = None
-        if _is_plain(tensor):
+        if is_plain(tensor, torch.nn.Parameter, UsedParameter):
             slot = self._streamer.slots.holding(tensor)
         if slot is not None and slot.bucket is not None:
             if not self._is_in_checkpoint:
@@ -158,13 +158,3 @@ def _owner(hooks: Any) -> SavedTensors | None:
 def _pop_ended() -> None:
     while (owner := _owner(innermost_hooks(ignores_tracing=True))) is not None and owner.has_ended:
         _autograd._pop_saved_tensors_default_hooks()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is fully described by its storage, dtype, size and stride."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, UsedParameter)
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and not tensor._is_zerotensor()
-    )

@@ -14,11 +14,10 @@ JUMP = 1.25
 
 
 class Steadiness(NamedTuple):
-    """The verdict on a series of speeds; range and slope are shares of the mean of its last `ROUNDS`."""
+    """The verdict on a series of speeds; range is a share of the mean of its last `ROUNDS`."""
 
     steady: bool
     range: float
-    slope: float
 
 
 def judge(speeds: Sequence[float]) -> Steadiness:
@@ -27,7 +26,7 @@ def judge(speeds: Sequence[float]) -> Steadiness:
     """
     window = speeds[-ROUNDS:]
     if not window:
-        return Steadiness(False, math.inf, math.inf)
+        return Steadiness(False, math.inf)
     mean = sum(window) / len(window)
     middle = (len(window) - 1) / 2
     rising = sum((index - middle) * speed for index, speed in enumerate(window))
@@ -35,7 +34,7 @@ def judge(speeds: Sequence[float]) -> Steadiness:
     value_range = (max(window) - min(window)) / mean
     slope = abs(per_round) * (len(window) - 1) / mean
     steady = len(window) == ROUNDS and value_range <= MOST_RANGE and slope <= MOST_SLOPE
-    return Steadiness(steady, value_range, slope)
+    return Steadiness(steady, value_range)
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
