@@ -77,6 +77,7 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": """
         __init__(init_optimizer, param_names, timers, ...)
+        _finalize_cpu_offload_gradient_accumulation() >=0.19.5
         _get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements) >=0.19.5
         _get_groups_without_padding(groups_with_padding) _get_offload_gradient_dict()
         _lazy_init_hp_params_optimizer_state() _link_all_hp_params() _load_global_state(sd)

@@ -245,6 +245,12 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self.gradient_store.pause()
         self._awaits_backward = self._partly_reduced = False
 
+    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
+        """As in the base class: `step` is called, and the backward passes were not told to be the last."""
+        super()._finalize_cpu_offload_gradient_accumulation()
+        self.gradient_store.pause()
+        self._partly_reduced = False
+
     def reset_cpu_buffers(self) -> None:
         """End the step, as in the base class. From now on its gradients are only read."""
         super().reset_cpu_buffers()

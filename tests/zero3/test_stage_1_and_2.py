@@ -50,6 +50,13 @@ IN_STAGE_2 = {
     "nadam": Case(optimizer="nadam", groups=2, model="blocks", section=SMALLEST),
     "round-robin": Case(model="blocks", section=SMALLEST, zero={"round_robin_gradients": True}),
     "overlapped": Case(model="blocks", section=SMALLEST, zero={"overlap_comm": True}),
+    "unmanaged-accumulation": Case(
+        model="blocks",
+        loop="backward twice",
+        section=SMALLEST,
+        zero={"overlap_comm": False},
+        top={"managed_gradient_accumulation": False},
+    ),
     "frozen": Case(model="frozen", section=SMALLEST),
     "tied": Case(model="tied", section=SMALLEST),
     "checkpointed": Case(model="checkpointed", accumulation=2, section=SMALLEST),
