@@ -150,6 +150,12 @@ def pop(own: SavedTensors | None) -> None:
     _pop_ended()
 
 
+def others_receive_tensors() -> bool:
+    """Whether hooks for a streamer are the innermost ones, and pass tensors to other hooks."""
+    owner = _owner(innermost_hooks(ignores_tracing=True))
+    return owner is not None and owner.outer is not None
+
+
 def _owner(hooks: Any) -> SavedTensors | None:
     owner = None if hooks is None else hooks[0]
     return owner if isinstance(owner, SavedTensors) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import weakref
@@ -18,12 +19,13 @@ from ..errors import OffloadError, UsageError
 from ..sizes import evenly
 from ..swap.access_order import AccessOrder
 from ..swap.tier import Tier
+from ..units import format_bytes
 from . import apart, idle
 from .buckets import Bucket, Place
 from .compiled import CompiledBlock, check_not_frozen, compiled_blocks
 from .copied import Hook, ModuleParameters, StateCopies
 from .home import Home
-from .saved import SavedTensors, hide_from_compiler, pop, push
+from .saved import SavedTensors, hide_from_compiler, others_receive_tensors, pop, push
 from .slots import Slot, Slots
 
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
@@ -34,6 +36,7 @@ AHEAD = 3
 Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]
 
 _untyped_torch: Any = torch._C
+_log = logging.getLogger(__name__)
 
 
 class Streamer:
@@ -83,6 +86,7 @@ class Streamer:
         self._first_module: weakref.ref[torch.nn.Module] | None = None
         self._placeholders: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
         self._is_reset = False  # `_begin_load` has reset the tier, and not ended
+        self._has_seen_autocast = False
         self._running = _Running()
         self._model = weakref.ref(model)
         self._admit(buckets, load, step)
@@ -447,9 +451,29 @@ class Streamer:
                 with self._lock, outside_of_modes():
                     self._begin_period()
         running.frames.append(_Frame(module, push(self)))
+        if not self._has_seen_autocast and torch.is_autocast_enabled(self._device.type):
+            self._check_autocast(torch.get_autocast_dtype(self._device.type))
         for parameter in parameters:
             if parameter is not None:
                 self.read(parameter)
+
+    def _check_autocast(self, dtype: torch.dtype) -> None:
+        """Warn if the copies that autocast makes of weights need more memory than the slots."""
+        if not torch.is_grad_enabled():
+            return
+        self._has_seen_autocast = True
+        if others_receive_tensors() and not torch.is_autocast_cache_enabled():
+            return
+        copied = {torch.float32, torch.float16, torch.bfloat16} - {dtype}
+        places = (place for bucket in self._buckets.values() for place in bucket.places)
+        elements = sum(place.shape.numel() for place in places if place.dtype in copied)
+        if (copies := elements * dtype.itemsize) > self.slots.count * self.slots.each_nbytes:
+            _log.warning(
+                "autocast copies weights to %s, and up to %s of copies stay until backward: convert the model to that dtype before offload.parameters, "
+                "or combine cache_enabled=False of torch.autocast with offload.activations()",
+                dtype,
+                format_bytes(copies),
+            )
 
     def _leave(self, module: torch.nn.Module, *_: Any) -> None:
         running = self._running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -331,6 +332,29 @@ def test_memory_is_returned_once_views_are_dropped(offload, caplog):
         storages.clear()
         model(x)
     assert len(storages) <= 4
+
+
+@pytest.mark.parametrize(
+    ("cached", "activations", "dtype"),
+    [
+        (True, False, torch.float32),
+        (False, False, torch.float32),
+        (True, True, torch.float32),
+        (False, True, torch.float32),
+        (True, False, torch.bfloat16),
+    ],
+)
+def test_copies_that_autocast_keeps_are_announced(offload, caplog, cached, activations, dtype):
+    model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(12))).to(dtype)
+    offload.parameters(model, "cpu", gpu_memory=10_240)
+    with offload.activations(min_bytes=1) if activations else contextlib.nullcontext():
+        with torch.no_grad(), torch.autocast("cpu"):
+            model(torch.randn(2, 24))
+        assert not caplog.messages
+        with torch.autocast("cpu", cache_enabled=cached):
+            model(torch.randn(2, 24, requires_grad=True))
+    stay = dtype == torch.float32 and (cached or not activations)
+    assert [("copies stay until backward" in one) for one in caplog.messages] == [True] * stay
 
 
 @pytest.mark.parametrize("use", ["data_ptr", "untyped_storage", "share_memory_"])
