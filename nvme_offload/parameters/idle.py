@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -141,6 +142,15 @@ class IdleParameter(_StreamedParameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
+
+
+def _refuse_sending(_: _StreamedParameter) -> NoReturn:
+    # Memory of a copy made here would be freed before the other process opens it.
+    raise UsageError("a streamed parameter cannot be sent to another process: send a clone() of it")
+
+
+for _kind in UsedParameter, IdleParameter:
+    ForkingPickler.register(_kind, _refuse_sending)
 
 
 def as_it_is(function: Any, *args: Any) -> Any:

@@ -9,6 +9,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -300,6 +301,13 @@ def test_a_pickle_of_the_model_is_refused(pair):
     with pytest.raises(UsageError, match=r"pickle a copy\.deepcopy\(\) of it"):
         pickle.dumps(model)
     _assert_equal(pickle.loads(pickle.dumps(copy.deepcopy(model))), in_memory)
+
+
+def test_a_parameter_is_not_sent_to_another_process(pair):
+    weight = pair[0][0].weight
+    with pytest.raises(UsageError, match=r"send a clone\(\) of it"):
+        ForkingPickler.dumps(weight)
+    ForkingPickler.dumps(weight.detach().clone())
 
 
 def test_the_form_of_a_parameter_does_not_bring_its_values(pair):
