@@ -1,9 +1,8 @@
-"""The drawings of a report: the heat map, a table with coloured cells, and the plot of `--sustained`."""
+"""The drawing of a report: the heat map, a table with coloured cells."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -34,18 +33,6 @@ class HeatMap:
 
     depths: tuple[int, ...]
     rows: dict[int, list[Cell | None]]
-    finding: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Plot:
-    """Write speed over the bytes written. *points*: of an SVG line in 100 by 40, whose bottom is 0 and
-    whose top is *most_gb_per_s*. *cache_end*: how far to the right the cache ends, if it does.
-    """
-
-    points: str
-    most_gb_per_s: float
-    cache_end: float | None
     finding: str
 
 
@@ -93,26 +80,3 @@ def heat_map(profile: Profile) -> HeatMap:
         f"The fastest of {len(cells)} pairs is {format_bytes(fast[0])} at queue depth {fast[1]}, {wording.ratio(cells[fast].ratio)} "
         f"DeepSpeed's defaults; the slowest, {format_bytes(slow[0])} at {slow[1]}, {wording.ratio(cells[slow].ratio)}.",
     )
-
-
-def sustained(profile: Profile) -> Plot | None:
-    """Writing without a pause; None if it was not measured."""
-    run = profile.sustained
-    if run is None:
-        return None
-    speeds = [
-        (after, (after - before) / (end - start) / 1e9)
-        for (start, before), (end, after) in itertools.pairwise(run.samples)
-        if end > start
-    ]
-    most = max(speed for _, speed in speeds)
-    points = (
-        f"{100 * done / run.bytes:.2f},{40 - 40 * speed / most:.2f}" for done, speed in speeds
-    )
-    first, last = wording.speed(run.first_gb_per_s), wording.speed(run.steady_gb_per_s)
-    said = f"Over {wording.decimal_bytes(run.bytes)} the drive went from {first} to {last} GB/s: no end of a cache was seen."
-    ends, cache_end = run.cache_ends_bytes, None
-    if ends is not None:
-        said = f"After {wording.decimal_bytes(ends)} the drive fell from {first} to {last} GB/s: its fast cache is full."
-        cache_end = 100 * ends / run.bytes
-    return Plot(" ".join(points), most, cache_end, said)

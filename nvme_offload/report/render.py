@@ -42,7 +42,9 @@ def html(profile: Profile) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    names = "size speed ratio interval duration shown label plural code_spans decimal_bytes"
+    names = (
+        "size speed ratio interval duration shown label plural code_spans decimal_bytes sustained"
+    )
     environment.filters |= {name: getattr(wording, name) for name in names.split()}
     script = environment.get_template("copy.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -72,7 +74,6 @@ def _context(profile: Profile) -> dict[str, Any]:
         "drive_facts": {key: value for key, value in facts.items() if key not in _NOT_SHOWN},
         "grade": grade(profile),
         "heat_map": charts.heat_map(profile),
-        "sustained": charts.sustained(profile),
         "tables": tables.of(profile),
         "step_write_bytes": traffic.STEP_BYTES_7B,
         "settings_tried": len({trial.setting for trial in profile.trials}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.hardware.profile import Best
+from nvme_offload.hardware.profile import Best, Sustained
 from nvme_offload.units import format_bytes, format_ratio, format_speed
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ def duration(seconds: float) -> str:
     return (
         f"{hours}{SPACE}h {minutes}{SPACE}min" if hours else f"{minutes}{SPACE}min {rest}{SPACE}s"
     )
+
+
+def sustained(run: Sustained) -> str:
+    """The result of writing without a pause."""
+    first, last = speed(run.first_gb_per_s), speed(run.steady_gb_per_s)
+    if run.cache_ends_bytes is None:
+        return f"Over {decimal_bytes(run.bytes)} the drive went from {first} to {last} GB/s: no end of a cache was seen."
+    return f"After {decimal_bytes(run.cache_ends_bytes)} the drive fell from {first} to {last} GB/s: its fast cache is full."
 
 
 def plural(count: int, word: str) -> str:

@@ -55,18 +55,3 @@ def test_flawed_trials_count_nowhere(made_up):
     wild = dataclasses.replace(honest.trials[-1], flaw="impossible", **changes)
     profile = made_up.profile(trials=(*honest.trials, wild))
     assert charts.heat_map(profile) == charts.heat_map(honest)
-
-
-def test_the_plot_shows_the_speed_until_the_cache_ends_and_after(made_up):
-    profile = made_up.shapes["sustained, a cache that ends"]()
-    plot = charts.sustained(profile)
-    points = [tuple(map(float, point.split(","))) for point in plot.points.split()]
-    assert len(points) == len(profile.sustained.samples) - 1
-    assert points[-1][0] == 100
-    end = 100 * 72e9 / profile.sustained.bytes
-    assert plot.cache_end == pytest.approx(end)
-    for x, y in points:
-        speed = plot.most_gb_per_s * (40 - y) / 40
-        assert speed == pytest.approx(4.5 if x <= end + 0.01 else 0.5, abs=0.05)
-    assert charts.sustained(made_up.shapes["sustained, no end"]()).cache_end is None
-    assert charts.sustained(made_up.profile()) is None
