@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nvme_offload.errors import WaitTimeout
 from nvme_offload.hardware.profile import Latency, Setting
@@ -72,13 +73,9 @@ def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> lis
 
 def percentiles(setting: Setting, phase: str, seconds: Sequence[float]) -> Latency:
     """The percentiles of *seconds*, which has one value at least."""
-    ordered = sorted(seconds)
-
-    def share(part: float) -> float:
-        return 1000 * ordered[min(len(ordered), max(1, math.ceil(part * len(ordered)))) - 1]
-
+    shares = 0.50, 0.95, 0.99, 1.0, 0.999
+    found = 1000 * np.quantile(seconds, shares, method="inverted_cdf")
+    p50, p95, p99, longest, rare = found.tolist()
     # of fewer blocks it would be the slowest one
-    rare = share(0.999) if len(ordered) >= LEAST_FOR_P999 else None
-    return Latency(
-        phase, setting, len(ordered), share(0.50), share(0.95), share(0.99), share(1.0), rare
-    )
+    rare = rare if len(seconds) >= LEAST_FOR_P999 else None
+    return Latency(phase, setting, len(seconds), p50, p95, p99, longest, rare)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,26 +27,22 @@ def judge(speeds: Sequence[float]) -> Steadiness:
     window = speeds[-ROUNDS:]
     if not window:
         return Steadiness(False, math.inf)
-    mean = sum(window) / len(window)
-    middle = (len(window) - 1) / 2
-    rising = sum((index - middle) * speed for index, speed in enumerate(window))
-    per_round = rising / (sum((index - middle) ** 2 for index in range(len(window))) or 1)
+    mean = statistics.fmean(window)
     value_range = (max(window) - min(window)) / mean
-    slope = abs(per_round) * (len(window) - 1) / mean
-    steady = len(window) == ROUNDS and value_range <= MOST_RANGE and slope <= MOST_SLOPE
-    return Steadiness(steady, value_range)
+    if len(window) < ROUNDS:
+        return Steadiness(False, value_range)
+    slope = abs(statistics.linear_regression(range(ROUNDS), window).slope) * (ROUNDS - 1) / mean
+    return Steadiness(value_range <= MOST_RANGE and slope <= MOST_SLOPE, value_range)
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
     """The control's speed at *seconds*, interpolated geometrically in the (seconds, speed) pairs of
     *series*.
     """
-    after = bisect.bisect(series, (seconds, math.inf))
-    if after == 0 or after == len(series):
-        return series[min(after, len(series) - 1)][1]
-    (start, first), (end, last) = series[after - 1], series[after]
-    share = (seconds - start) / (end - start) if end > start else 0.5
-    return math.exp((1 - share) * math.log(first) + share * math.log(last))
+    import numpy as np  # slow to import, and not needed to parse options
+
+    times, speeds = zip(*series, strict=True)
+    return math.exp(np.interp(seconds, times, np.log(speeds)))
 
 
 def jumped(before: float, after: float) -> bool:
