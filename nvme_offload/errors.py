@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from errno import EDQUOT, EIO, ENOSPC
 from typing import Any, TypeVar
 
@@ -264,75 +263,9 @@ class NoSpaceError(IOFailure):
 
 
 def known(value: _Value | None) -> _Value:
-    """Return *value*, which is not None where the package's own tables are right.
-
-    Parameters
-    ----------
-    value : object
-        Any.
-
-    Returns
-    -------
-    object
-        *value*.
-
-    Raises
-    ------
-    InvariantError
-        It is None.
+    """Return *value*, which is not None where the package's own tables are right. Raises:
+    InvariantError.
     """
     if value is None:
         raise InvariantError("a table of nvme_offload lacks an entry: please report it as a fault")
     return value
-
-
-def whole_number(name: str, value: int) -> int:
-    """Convert *value* to an int that is valid as a size or a file offset.
-
-    Parameters
-    ----------
-    name : str
-        What to call the value in the error.
-    value : int
-        Anything with `__index__`.
-
-    Returns
-    -------
-    int
-        From 0 to 2**63 - 1.
-
-    Raises
-    ------
-    UsageError
-        *value* is not a whole number, or out of range.
-    """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name} must be a whole number, not {value!r}") from None
-    if not 0 <= count < 1 << 63:
-        raise UsageError(f"{name} must be from 0 to 2**63 - 1, not {count}")
-    return count
-
-
-def time_limit(seconds: float | None) -> float | None:
-    """Check the timeout of a wait.
-
-    Parameters
-    ----------
-    seconds : float or None
-        None waits without a limit.
-
-    Returns
-    -------
-    float or None
-        *seconds*.
-
-    Raises
-    ------
-    UsageError
-        *seconds* is not a number, or nan.
-    """
-    if seconds is not None and (not isinstance(seconds, int | float) or seconds != seconds):
-        raise UsageError(f"a timeout is a number of seconds, or None, not {seconds!r}")
-    return seconds

@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
-from ..errors import OffloadError, UsageError, time_limit, whole_number
+from ..errors import OffloadError, UsageError
 from ..extension import _aio
 from ..hardware.config import AioConfig
+from .arguments import time_limit, whole_number
 from .closing import Closing
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..errors import UnsupportedError, UsageError, whole_number
+from ..errors import UnsupportedError, UsageError
 from ..units import format_bytes
+from .arguments import whole_number
 from .closing import Closing
 from .engine import Memory
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import NoSpaceError, OffloadError, UsageError, time_limit, whole_number
+from ..errors import NoSpaceError, OffloadError, UsageError
 from ..hardware.config import AioConfig
+from ..io.arguments import time_limit, whole_number
 from ..io.closing import Closing
 from ..io.engine import Engine, StrPath, checked_nbytes, close_at_exit, is_tensor
 from ..io.section import Section, give_back

@@ -25,8 +25,8 @@ from nvme_offload.errors import (
     UnsupportedError,
     UsageError,
     WaitTimeout,
-    whole_number,
 )
+from nvme_offload.io.arguments import whole_number
 from nvme_offload.swap.schedule import Schedule
 
 FIELDS = {

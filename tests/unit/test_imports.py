@@ -48,6 +48,7 @@ MAY_IMPORT = {
 # What needs the standard library alone, but for this package.
 PURE = sorted({"errors", "sizes", "units", "files", "hardware", "ds_config", "planning"})
 PURE_MODULES = {
+    "io/arguments.py",
     "io/extents.py",
     "swap/access_order.py",
     "swap/arena.py",
