@@ -89,6 +89,9 @@ def require_possible(stage3: Stage3, ds_config: Mapping[str, Any]) -> None:
         "fp16, whose overflows are known after the backward pass": stage3.dtype == torch.float16,
         '"missing_gradients": "last", which needs gradients of earlier steps': stage3.keeps_last,
         '"overlap_step"': stage3.overlap is not None,
+        '"managed_gradient_accumulation": false, with which no backward pass is known to be the last': (
+            ds_config.get("managed_gradient_accumulation") is False
+        ),
     }
     for what, is_on in refused.items():
         if is_on:

@@ -21,6 +21,10 @@ REFUSED = {
     "fp16": (Case(dtype="fp16"), "excludes fp16"),
     "last": (Case(section={"missing_gradients": "last"}), 'excludes "missing_gradients": "last"'),
     "overlap": (Case(section={"overlap_step": True}), 'excludes "overlap_step"'),
+    "unmanaged": (
+        Case(top={"managed_gradient_accumulation": False}, zero={"overlap_comm": False}),
+        'excludes "managed_gradient_accumulation": false',
+    ),
     "parameters": (Case(parameters="nvme"), "does not work with parameters on a drive"),
     "gradients": (Case(fragments=True), "uses up in backward: leave it out to read"),
     "twice": (Case(loop="backward twice"), "call engine.step() after each backward pass"),
