@@ -309,6 +309,8 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     aio = _aio_section(ds_config) or {}
     if unread := [key for key in aio if key not in _AIO_KEYS and key != "use_gds"]:
         yield f'nothing reads {", ".join(map(repr, unread))} in the section "aio": is it misspelt?'
+    if aio.get("use_gds"):
+        yield '"use_gds" in the section "aio" has no effect: all transfers go through host memory'
     memory = Settings.of(ds_config).host_memory
     total = physical_bytes()
     if memory != "auto" and memory > total:

@@ -212,6 +212,10 @@ QUESTIONED = [
         {"aio": {"num_threads": 2, "queue_dept": 3}},
         "nothing reads 'num_threads', 'queue_dept' in the section \"aio\": is it misspelt?",
     ),
+    (
+        {"aio": {"use_gds": True}, "zero_optimization": ON_NVME},
+        '"use_gds" in the section "aio" has no effect',
+    ),
 ]
 
 
