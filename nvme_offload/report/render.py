@@ -42,9 +42,7 @@ def html(profile: Profile) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    names = (
-        "size speed ratio interval duration shown label plural code_spans decimal_bytes sustained"
-    )
+    names = "size speed ratio interval duration shown label plural code_spans decimal_bytes percent sustained"
     environment.filters |= {name: getattr(wording, name) for name in names.split()}
     script = environment.get_template("copy.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

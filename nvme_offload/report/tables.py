@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable, Iterable
 
 from nvme_offload.hardware.profile import PHASES, Health, Profile
@@ -33,7 +32,7 @@ class Table:
 
 def of(profile: Profile) -> dict[str, Table]:
     """The tables by name; those without rows have no numbers in *profile*."""
-    every = (training, limits, latency, finalists, stripe, health)
+    every = (training, latency, finalists, stripe, health)
     return {make.__name__: make(profile) for make in every}
 
 
@@ -62,28 +61,6 @@ def training(profile: Profile) -> Table:
         *([f"On these\n{len(profile.stripe)} paths"] if together else []),
     )
     return Table("The drive's time in one optimizer step", columns, tuple(rows))
-
-
-def limits(profile: Profile) -> Table:
-    """The share of the drive's link that the chosen setting uses."""
-    link: int = profile.drive.get("link_bytes_per_second") or 0
-    rows = []
-    for phase in PHASES if link else ():
-        speed = profile.performance[phase].gb_per_s
-        # the lanes of the two directions are separate
-        busiest = _busiest(profile) if phase == "mixed" else 1.0
-        rows.append((phase, wording.speed(speed), wording.percent(speed * 1e9 * busiest / link)))
-    each_way = f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"
-    columns = "Load", "This setting,\nGB/s", each_way
-    return Table("How close to the limit of the PCIe link", columns, tuple(rows))
-
-
-def _busiest(profile: Profile) -> float:
-    """The share of the busier direction in the bytes of the final mixed trials."""
-    trials = final_trials(profile, "mixed")
-    read = statistics.median(trial.read_gb_per_s for trial in trials)
-    write = statistics.median(trial.write_gb_per_s for trial in trials)
-    return max(read, write) / (read + write)
 
 
 def latency(profile: Profile) -> Table:

@@ -73,16 +73,6 @@ def test_wear_is_bytes_over_bytes(made_up):
     assert traffic.rated_bytes(made_up.profile()) is None
 
 
-def test_the_share_of_the_link(made_up):
-    rows = [plain(row) for row in tables.limits(made_up.profile()).rows]
-    link = 7.876923076
-    read = made_up.best(made_up.chosen, "read").gb_per_s
-    assert rows[0] == ["read", f"{read:#.3g}", f"{100 * read / link:.0f} %"]
-    # Under the mixed load each direction has half of the bytes here, and separate lanes.
-    assert rows[2][-1] == f"{50 * made_up.best(made_up.chosen, 'mixed').gb_per_s / link:.0f} %"
-    assert [row[0] for row in rows] == ["read", "write", "mixed"]
-
-
 def test_tables_are_rectangles(made_up):
     for shape, make in made_up.shapes.items():
         for name, table in tables.of(make()).items():
@@ -109,7 +99,6 @@ def test_a_setting_has_one_ratio_and_one_speed_wherever_it_is_shown(made_up):
         assert cells["defaults"] == f"{made_up.control_speed[phase]:#.3g} (1.00{TIMES})"
     mixed = profile.performance["mixed"]
     assert charts.mixed_ratios(profile)[profile.chosen] == mixed.relative
-    assert plain(tables.limits(profile).rows[2])[1] == f"{mixed.gb_per_s:#.3g}"
 
 
 def test_latencies_have_the_rate_of_the_speed_that_is_shown(made_up):

@@ -159,7 +159,7 @@ def test_blocks_can_be_read_and_selected_without_scripts(made_up):
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ("one path", "Of the link, 7.88 GB/s each way"),
+        ("one path", "carries 7.88 GB/s each way: reads take"),
         ("latencies", "and the latency of a block of 1 MiB with full queues"),
         ("sustained, a cache that ends", "After 72 GB the drive fell from 4.50 to 0.500 GB/s"),
         (
