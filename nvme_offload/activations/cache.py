@@ -20,7 +20,7 @@ from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..swap.tier import Tier
 from ..units import format_bytes
-from .chunks import Chunk, Chunks, Waiting
+from .chunks import Chunk, Chunks
 from .copies import Copier, Copy, check_no_capture
 from .order import BackwardOrder
 from .saved import (
@@ -61,9 +61,9 @@ class ActivationStats:
         Of tensors that stayed on their device because of their size: below ``min_bytes``, or above
         ``host_memory``.
     forward_wait_seconds
-        The forward pass was blocked until host memory was free.
+        Blocked, mostly in the forward pass, until writes had freed host memory.
     backward_wait_seconds
-        The backward pass was blocked until a tensor was read. Where one of the two is long, the
+        Blocked, in the backward pass, until a tensor was read. Where one of the two is long, the
         drive limits the step.
     alive_bytes
         Of saved tensors that graphs still hold.
@@ -117,8 +117,7 @@ class ActivationCache:
         self._counts = dict.fromkeys(
             ("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0
         )
-        self._room_waits, self._read_waits = Waiting(), Waiting()
-        self._moved: dict[str, int] = {}
+        self._moved: dict[str, Any] = {}
         self._section = Section("save_on_nvme")
         # A copy in flight must not lose its host memory. Finalizers run in reverse order, so the
         # tier, which is older, is closed after this.
@@ -133,9 +132,7 @@ class ActivationCache:
         self._order = BackwardOrder()
         self._storages = Storages()
         self._on_device: set[SavedBytes] = set()  # values with `memory`
-        self._chunks = Chunks(
-            self._tier, weakref.WeakMethod(self._finish_first), self._room_waits, self._read_waits
-        )
+        self._chunks = Chunks(self._tier, weakref.WeakMethod(self._finish_first))
         self._prefetched_at = 0  # `Chunks.swapped_in` at the last prefetch
         self._counts["alive_bytes"] = 0
 
@@ -253,17 +250,14 @@ class ActivationCache:
             moved = None if self._closed else self._tier.counters()
             if moved is not None:
                 self._moved = {
+                    "forward_wait_seconds": moved.room_wait_seconds,
+                    "backward_wait_seconds": moved.read_wait_seconds,
                     "bytes_written": moved.bytes_written,
                     "bytes_read": moved.bytes_read,
                     "host_bytes": moved.resident_bytes,
                     "peak_host_bytes": moved.peak_bytes,
                 }
-            return ActivationStats(
-                **self._counts,
-                forward_wait_seconds=self._room_waits.seconds,
-                backward_wait_seconds=self._read_waits.seconds,
-                **self._moved,
-            )
+            return ActivationStats(**self._counts, **self._moved)
 
     def close(self) -> None:
         """Wait for copies in flight, then free memory and drives. In a forked child, do nothing."""
@@ -361,8 +355,7 @@ class ActivationCache:
     def _restore(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
         """Restore *value* on its device, where it stays until `_look_ahead` drops it."""
         if value.copy is not None:
-            with self._read_waits:
-                self._finish(value, value.copy)
+            self._finish(value, value.copy)
         self._chunks.swap_in(value.chunk)
         try:
             value.memory, copy = self._copier.restore(self._host_memory_of(value), value.device)

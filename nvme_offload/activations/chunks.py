@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import time
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -37,27 +36,9 @@ class Chunk:
     pins: int = 0  # its copies in flight
 
 
-class Waiting:
-    """Context that adds to *seconds* the time its thread was blocked: wall clock minus CPU time of
-    the thread.
-    """
-
-    __slots__ = ("_began", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter() - time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += max(time.perf_counter() - time.thread_time() - self._began, 0.0)
-
-
 class Chunks:
     """Allocates chunks in the swapper of *tier*. Not thread-safe.
 
-    *room_waits* and *read_waits* count the time that a call waits for memory, and for a read.
     *end_copy* waits for one copy to or from a chunk and unpins it, or returns False when none is in
     flight. It is a weak reference, because its owner holds this object.
 
@@ -70,8 +51,6 @@ class Chunks:
         self,
         tier: Tier,
         end_copy: weakref.WeakMethod[Callable[[], bool]],
-        room_waits: Waiting,
-        read_waits: Waiting,
     ) -> None:
         self._tier = tier
         self._copies = end_copy
@@ -83,8 +62,6 @@ class Chunks:
         self._alive_bytes = 0  # of chunks
         self._requested_bytes = 0  # requested from the tier
         self.swapped_in = 0  # chunks swapped in so far
-        self._room_waits = room_waits
-        self._read_waits = read_waits
 
     def reserve(self, nbytes: int) -> tuple[Chunk, int]:
         """Allocate *nbytes*: a chunk, pinned, and the offset in it. May wait for the drive. Raises:
@@ -110,8 +87,7 @@ class Chunks:
         `TensorSwapper.swap_in`.
         """
         if chunk.place is None:
-            with self._read_waits:
-                chunk.place = self._with_room(lambda: self._tier.swapper.swap_in(chunk.name))
+            chunk.place = self._with_room(lambda: self._tier.swapper.swap_in(chunk.name))
             chunk.changed = False
             self.swapped_in += 1
             if chunk.saved > 1:
@@ -167,22 +143,21 @@ class Chunks:
             )
 
     def _create(self, nbytes: int) -> Chunk:
-        with self._room_waits:
-            more = self._alive_bytes + nbytes - self._requested_bytes
-            if more > 0:
-                self._tier.require(more)
-                self._requested_bytes += more
-            if self._free_numbers:
-                # The lowest number: so every step uses the same names.
-                number = heapq.heappop(self._free_numbers)
-            else:
-                number, self._numbers = self._numbers, self._numbers + 1
-            name = f"activation/{number}"
-            try:
-                place = self._with_room(lambda: self._tier.swapper.create(name, nbytes))
-            except BaseException:
-                heapq.heappush(self._free_numbers, number)
-                raise
+        more = self._alive_bytes + nbytes - self._requested_bytes
+        if more > 0:
+            self._tier.require(more)
+            self._requested_bytes += more
+        if self._free_numbers:
+            # The lowest number: so every step uses the same names.
+            number = heapq.heappop(self._free_numbers)
+        else:
+            number, self._numbers = self._numbers, self._numbers + 1
+        name = f"activation/{number}"
+        try:
+            place = self._with_room(lambda: self._tier.swapper.create(name, nbytes))
+        except BaseException:
+            heapq.heappush(self._free_numbers, number)
+            raise
         self._alive_bytes += nbytes
         return Chunk(number, name, nbytes, place)
 
