@@ -126,14 +126,14 @@ class Rig(Closing):
                     self.requests = index
                     break
                 if len(under_way) == 2 * FILLERS:
-                    done += sum(wait(under_way.pop(0)) for _ in range(2))
+                    done += sum(under_way.pop(0).wait() for _ in range(2))
                     report(done)
                 buffer, offset = ring[index % FILLERS], index * self.request_bytes
                 _stamps(buffer)[:] = self._stamp(0, index)
                 under_way += [
                     engine.write(buffer.data, file, offset) for file in self._files.values()
                 ]
-            done += sum(wait(ticket) for ticket in under_way)
+            done += sum(ticket.wait() for ticket in under_way)
         return done / (time.monotonic() - began)
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
@@ -339,7 +339,6 @@ class _Lane:
 
     def drain(self) -> None:
         for entry in self._under_way:
-            wait(entry[0])
             self._finish(*entry)
         self._under_way = []
 
@@ -353,7 +352,7 @@ class _Lane:
         for buffer, index in sample:
             offset = index * self._rig.request_bytes
             if self._direction == "write":
-                wait(self._rig._reader.read(self._rig._scratch.data, self._file, offset))
+                self._rig._reader.read(self._rig._scratch.data, self._file, offset).wait()
                 self._compare(self._rig._scratch, buffer, offset)
             else:
                 _stamps(self._rig._pattern)[:] = self._rig._stamp(0, index)
@@ -420,13 +419,6 @@ def _native_buffer(nbytes: int) -> Bytes:
 def _stamps(buffer: Bytes) -> NDArray[np.uint64]:
     """The first eight bytes of each page."""
     return buffer.view(np.uint64)[:: PAGE_BYTES // 8]
-
-
-def wait(ticket: _Ticket) -> int:
-    """Wait in short waits, between which signal handlers run."""
-    while True:
-        with contextlib.suppress(WaitTimeout):
-            return ticket.wait(0.1)
 
 
 def _counters(engine: Engine | DeepSpeedEngine) -> Result:
