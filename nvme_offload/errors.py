@@ -269,3 +269,9 @@ def known(value: _Value | None) -> _Value:
     if value is None:
         raise InvariantError("a table of nvme_offload lacks an entry: please report it as a fault")
     return value
+
+
+def check(holds: bool, fault: str) -> None:
+    """Check the invariant *holds*. Raises: InvariantError with the *fault* if it is False."""
+    if not holds:
+        raise InvariantError(f"{fault}: please report it as a fault of nvme_offload")

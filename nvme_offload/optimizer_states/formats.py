@@ -24,16 +24,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError, check
 from .eight_bit import decode, encode, is_signed, round_to_16, round_to_24
 from .packed import MASTER_INDEX
 from .rounding import BLOCK
 from .split import join, split
 
 _ALIGNMENT = 64
+_UNFIT = "tensors do not fit the layout of packed states"
 _MANY = 1 << 20  # so many parameters that the bytes for alignment are negligible
 
 
@@ -181,7 +183,7 @@ class StateFormat:
         memory: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The fp32 master, None if the working weight is its own, and the states in *buffer*, by
-        key: flat, with ``layout.numel`` elements. Raises: UsageError for a wrong shape, dtype or
+        key: flat, with ``layout.numel`` elements. Raises: InvariantError for a wrong shape, dtype or
         device.
 
         Shapes: *buffer* flat, uint8, at least ``layout.nbytes``; *working*: the bucket's weights as
@@ -194,18 +196,11 @@ class StateFormat:
         "exact"). A working weight that was changed since `pack` gets the low bits of its old
         master: the result is within one bfloat16 step of the changed weight.
         """
-        _check(layout, buffer)
         needed = self.unpacked_elements(layout)
         if memory is None:
             memory = torch.empty(needed, dtype=torch.float32, device=buffer.device)
-        elif (
-            (memory.dtype, memory.dim(), memory.device) != (torch.float32, 1, buffer.device)
-            or memory.numel() < needed
-            or not memory.is_contiguous()
-        ):
-            raise UsageError(
-                f"memory to unpack to must be flat, float32, contiguous, at least {needed} elements on {buffer.device}"
-            )
+        is_place = _is_flat(memory, torch.float32, needed) and memory.device == buffer.device
+        check(is_place and _is_flat(buffer, torch.uint8, layout.nbytes), _UNFIT)
         fresh = (
             iter(memory[:needed].view(-1, layout.numel))
             if layout.numel
@@ -250,7 +245,7 @@ class StateFormat:
         blocks: torch.Tensor | None = None,
     ) -> None:
         """Write *master* and *states* into *buffer*, and the rounded master into the *working*
-        weights: the inverse of `unpack`. Raises: UsageError for a wrong shape, dtype, device or
+        weights: the inverse of `unpack`. Raises: InvariantError for a wrong shape, dtype, device or
         key.
 
         *master* is None if the working weight is its own, which then does not change; "compact24"
@@ -258,8 +253,7 @@ class StateFormat:
         for stochastic rounding, differs for each step, and is the same to repeat a run bit for bit.
         *blocks*: int64, a distinct name for each `BLOCK` of values; by default blocks are numbered.
         """
-        _check(layout, buffer)
-        _check_values(layout, buffer.device, master, states)
+        _check(layout, buffer, master, states)
         if master is not None and layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
@@ -341,44 +335,35 @@ def put_in_place(
         place.copy_(tensor)
 
 
-def _check(layout: Layout, buffer: torch.Tensor) -> None:
-    if (
-        buffer.dtype != torch.uint8
-        or buffer.dim() != 1
-        or not buffer.is_contiguous()
-        or buffer.numel() < layout.nbytes
-    ):
-        raise UsageError(
-            f"the buffer must be flat, uint8 and contiguous, of at least {layout.nbytes} bytes; it is {buffer.dtype} {list(buffer.shape)}"
-        )
-
-
-def _check_values(
+def _check(
     layout: Layout,
-    device: torch.device,
+    buffer: torch.Tensor,
     master: torch.Tensor | None,
     states: Mapping[str, torch.Tensor],
 ) -> None:
-    if (master is None) != (layout.master is None):
-        raise UsageError(
-            f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master"
-        )
-    if layout.states.keys() != states.keys():
-        raise UsageError(
-            f"the states are {sorted(states)}, the layout was made for {sorted(layout.states)}"
-        )
-    values = {f"state {key!r}": (state, layout.states[key].dtype) for key, state in states.items()}
+    """Check the tensors, whose addresses the extension gets. Raises: InvariantError."""
+    dtypes: dict[Any, torch.dtype] = {key: slot.dtype for key, slot in layout.states.items()}
+    values: dict[Any, torch.Tensor] = dict(states)
+    if layout.master is not None:
+        dtypes[None] = torch.float32
     if master is not None:
-        values["master"] = (master, torch.float32)
-    for name, (tensor, dtype) in values.items():
-        if (tensor.dtype, tensor.numel(), tensor.device) != (
-            dtype,
-            layout.numel,
-            device,
-        ) or not tensor.is_contiguous():
-            raise UsageError(
-                f"the {name} is {tensor.numel()} of {tensor.dtype} on {tensor.device}; it must be contiguous, {layout.numel} of {dtype} on {device}"
-            )
+        values[None] = master
+    check(
+        _is_flat(buffer, torch.uint8, layout.nbytes)
+        and dtypes.keys() == values.keys()
+        and all(
+            (one.dtype, one.numel(), one.device) == (dtypes[key], layout.numel, buffer.device)
+            and one.is_contiguous()
+            for key, one in values.items()
+        ),
+        _UNFIT,
+    )
+
+
+def _is_flat(tensor: torch.Tensor, dtype: torch.dtype, least: int) -> bool:
+    """Whether *tensor* has one dimension of at least *least* elements of *dtype*."""
+    is_kind = tensor.dtype == dtype and tensor.dim() == 1
+    return is_kind and tensor.is_contiguous() and tensor.numel() >= least
 
 
 def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -399,10 +384,7 @@ def _fragments(
     alike = all(
         weight.dtype == layout.working_dtype and weight.is_contiguous() for weight in working
     )
-    if sum(sizes) != layout.numel or len(devices) > 1 or not alike:
-        raise UsageError(
-            f"the weights must be contiguous, of {layout.working_dtype} and {layout.numel} in all, on the buffer's device; they have {sum(sizes)}"
-        )
+    check(sum(sizes) == layout.numel and len(devices) <= 1 and alike, _UNFIT)
     parts = [tensor.view(-1).split_with_sizes(sizes) for tensor in flat]
     return [
         (weight.detach().view(-1), *part) for weight, *part in zip(working, *parts, strict=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ..errors import known
+from ..errors import check, known
 from ..store.transfer import Transfer
 from .arena import Arena
 from .value_states import Event, State
-from .values import EVICTABLE, Value, check
+from .values import EVICTABLE, Value
 
 
 class Prefetched:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 
-from ..errors import OutOfHostMemoryError, UsageError, known
+from ..errors import OutOfHostMemoryError, UsageError, check, known
 from ..sizes import AHEAD_PARTS
 from ..store.transfer import Stage, Transfer
 from ..units import format_bytes
@@ -16,7 +16,7 @@ from .prefetch import Prefetcher
 from .residency import Residency
 from .residents import Chooser
 from .value_states import Event, State
-from .values import EVICTABLE, IDLE, Glimpse, Need, Value, check
+from .values import EVICTABLE, IDLE, Glimpse, Need, Value
 from .victims import Victims
 
 _STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is stale

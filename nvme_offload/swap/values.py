@@ -87,9 +87,3 @@ class Need:
         self.creates = creates
         self.awaited = []
         self.failed_write = self.retried = None
-
-
-def check(holds: bool, fault: str) -> None:
-    """Check the invariant *holds*. Raises: InvariantError with the *fault* if it is False."""
-    if not holds:
-        raise InvariantError(f"{fault}: please report it as a fault of nvme_offload")

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from nvme_offload.errors import UnsupportedError, UsageError
+from nvme_offload.errors import InvariantError, UnsupportedError, UsageError
 from nvme_offload.optimizer_states import by_torch
 from nvme_offload.optimizer_states.eight_bit import decode, encode, round_to_24
 from nvme_offload.optimizer_states.formats import FORMATS, state_format
@@ -518,26 +518,23 @@ def test_what_does_not_fit_the_layout_is_refused_and_changes_nothing():
     format, layout, buffer, working, master, states = packed("split", 1000)
     before = buffer.clone()
 
-    def refused(message, buffer=buffer, working=working, master=master, states=states):
-        with pytest.raises(UsageError, match=message):
+    def refused(buffer=buffer, working=working, master=master, states=states):
+        with pytest.raises(InvariantError, match="tensors do not fit the layout"):
             format.pack(layout, buffer, working, master, states)
 
-    refused("at least", buffer=buffer[:-1])
-    refused("flat, uint8", buffer=buffer.view(torch.int8))
-    refused("they have 500", working=working[:1])
-    refused("contiguous", working=[normal(100, 10).bfloat16().T])
-    refused("torch.bfloat16", working=[normal(1000)])
-    refused("need a separate master", master=None)
-    refused("the states are", states={"exp_avg": states["exp_avg"]})
-    refused("master is 999", master=master[1:])
-    refused("'exp_avg_sq' is 998", states={**states, "exp_avg_sq": states["exp_avg_sq"][2:]})
-    refused("master is 1000 of torch.float32 on meta", master=master.to("meta"))
-    refused("on the buffer's device", working=[weight.to("meta") for weight in working])
-    refused(
-        "'exp_avg' is 1000 of torch.float64",
-        states={**states, "exp_avg": states["exp_avg"].double()},
-    )
-    with pytest.raises(UsageError, match="float32, contiguous"):
+    refused(buffer=buffer[:-1])
+    refused(buffer=buffer.view(torch.int8))
+    refused(working=working[:1])
+    refused(working=[normal(100, 10).bfloat16().T])
+    refused(working=[normal(1000)])
+    refused(master=None)
+    refused(states={"exp_avg": states["exp_avg"]})
+    refused(master=master[1:])
+    refused(states={**states, "exp_avg_sq": states["exp_avg_sq"][2:]})
+    refused(master=master.to("meta"))
+    refused(working=[weight.to("meta") for weight in working])
+    refused(states={**states, "exp_avg": states["exp_avg"].double()})
+    with pytest.raises(InvariantError, match="tensors do not fit the layout"):
         format.unpack(layout, buffer, working, torch.empty(2000)[::2])
     assert torch.equal(buffer, before)
 
