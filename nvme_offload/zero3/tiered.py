@@ -31,7 +31,7 @@ from .optimizer_swapper import OptimizerSwapper, updates_packed
 from .reader import MASTER
 from .settings import Settings, tier_of, trained
 from .sub_groups import element_bytes, states_of
-from .updates import partly_applied, quiesce
+from .updates import partly_applied, quiesce, unfinished_backward
 
 if TYPE_CHECKING:
     from .in_backward import InBackward
@@ -324,9 +324,11 @@ class Tiered:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _require_no_backward(self, *_: Any) -> None:
-        """Raises: OffloadError if an exception ended a backward pass that had reduced gradients."""
+        """Raises: OffloadError if gradients are left of a backward pass that an exception or another
+        engine ended.
+        """
         if torch.is_grad_enabled() and (self._partly_reduced or compat.lacks_reductions(self)):
-            raise partly_applied()
+            raise unfinished_backward()
 
     @outside_of_all_modes()
     def step(self, closure: Any = None) -> None:

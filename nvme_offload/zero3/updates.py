@@ -101,6 +101,14 @@ def partly_applied() -> OffloadError:
     )
 
 
+def unfinished_backward() -> OffloadError:
+    """The error for gradients of a backward pass that this engine did not end."""
+    return OffloadError(
+        "a backward pass was not ended, and its step is only partly applied: load_checkpoint() brings back the states of the last checkpoint; if no "
+        "exception ended the pass, it was another engine's: call requires_grad_(False) on this engine's module for the time of such a pass"
+    )
+
+
 def quiesce(tier: Tier) -> None:
     """Wait until no engine makes updates in *tier*. Failures are left to the callers that wait."""
     for updates in _of(tier):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvme_offload import UnsupportedError
+from nvme_offload import OffloadError, UnsupportedError
 
 FEATURES = 64
 
@@ -125,6 +125,38 @@ def two_engines(config: dict[str, Any], place: Path) -> dict[str, Any]:
             del second, other, follower, followers, every, its
             gc.collect()
     return {"engine": engine, "losses": losses}
+
+
+def through_another(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A generator and a discriminator, each in its engine. The generator's loss goes through the
+    discriminator, which refuses to go on after gradients of a pass that it did not end.
+    """
+    generator, judge = engine_of(layers(2, 0), config), engine_of(layers(2, 1), config)
+    losses = []
+
+    def train(number: int, *, trained: bool) -> None:
+        made = generator(batch(number))
+        loss = judge(batch(number)).float().square().mean() + judge(made.detach()).float().mean()
+        judge.backward(loss)
+        judge.step()
+        judge.module.requires_grad_(trained)
+        losses.extend([float(loss), float(loss := judge(made).float().square().mean())])
+        generator.backward(loss)
+        generator.step()
+        judge.module.requires_grad_(True)
+
+    for number in range(3):
+        train(number, trained=False)
+    if "nvme_offload" in config:
+        judge.save_checkpoint(str(place), tag="one")
+        kept = losses.copy()
+        train(3, trained=True)
+        with pytest.raises(OffloadError, match=r"another engine's: call requires_grad_\(False\)"):
+            judge(batch(4))
+        judge.load_checkpoint(str(place), tag="one")
+        losses[:] = kept
+    losses.append(step(judge, 5))
+    return {"engine": judge, "losses": losses}
 
 
 def gathered_in_inference(config: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -361,5 +393,6 @@ PROGRAMS = {
     "changed without a rank": changed_without_a_rank,
     "two contexts": two_contexts,
     "two engines": two_engines,
+    "through another": through_another,
     "inference first": gathered_in_inference,
 }

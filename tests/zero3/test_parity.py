@@ -168,6 +168,7 @@ CASES = {
         program="states back", parameters="nvme", states="cpu", persistence=100, section=ROOM
     ),
     "reference-follows": Case(program="two engines", parameters="nvme", section=ROOM),
+    "through-another-engine": Case(program="through another", parameters="nvme", section=ROOM),
     "changed-without-a-rank": Case(
         program="changed without a rank", parameters="nvme", section=ROOM
     ),
