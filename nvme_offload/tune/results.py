@@ -170,7 +170,7 @@ def shelf_lines() -> list[str]:
         try:
             profile = Profile.load(path)
         except (OffloadError, OSError) as error:
-            lines.append(f"{path}: {error}")
+            lines.append(str(error))
             continue
         drive, mixed = profile.drive, profile.performance["mixed"]
         by = ", DeepSpeed's own op" if profile.engine.get("name") == "deepspeed" else ""
