@@ -73,11 +73,6 @@ def memory_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return detached
 
 
-def number_of(bucket: Bucket, parameter: torch.nn.Parameter) -> int:
-    """A number that differs for each memory that the program has assigned to *parameter*."""
-    return bucket.apart.get(parameter) or bucket.numbers.get(parameter, 0)
-
-
 def _is_at(place: Place, slot: Slot, values: torch.Tensor) -> bool:
     start = values.storage_offset() * values.element_size()
     return values.untyped_storage()._cdata == slot.storage._cdata and start == place.offset

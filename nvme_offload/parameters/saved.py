@@ -30,17 +30,13 @@ class SavedTensors:
     _checkpoint_internal = True
 
     def __init__(self, streamer: Streamer, outer: Any) -> None:
-        self._streamer = streamer
+        self.streamer = streamer
         self.outer = outer
         self.has_ended = False  # `pop` was called
         # A checkpoint counts the tensors that are saved, so it has to receive every tensor.
         self._is_in_checkpoint = (
             outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         )
-
-    def is_for(self, streamer: Streamer) -> bool:
-        """Whether the hooks are for parameters of *streamer*."""
-        return self._streamer is streamer
 
     @property
     def _user_hooks(self) -> Any:
@@ -53,7 +49,7 @@ class SavedTensors:
         """What autograd keeps of *tensor*."""
         slot = None
         if is_plain(tensor, torch.nn.Parameter, UsedParameter):
-            slot = self._streamer.slots.holding(tensor)
+            slot = self.streamer.slots.holding(tensor)
         if slot is not None and slot.bucket is not None:
             if not self._is_in_checkpoint:
                 return SavedView(slot.bucket, tensor)
@@ -67,7 +63,7 @@ class SavedTensors:
         `TensorSwapper.swap_in`.
         """
         if isinstance(packed, SavedView):
-            return packed.restore(self._streamer)
+            return packed.restore(self.streamer)
         if self.outer is None:
             restored: torch.Tensor = packed.restore()
         else:
@@ -127,7 +123,7 @@ def push(streamer: Streamer) -> SavedTensors | None:
     if not torch.is_grad_enabled():
         return None
     outer = innermost_hooks(ignores_tracing=True)
-    if (owner := _owner(outer)) is not None and owner.is_for(streamer):
+    if (owner := _owner(outer)) is not None and owner.streamer is streamer:
         return None
     own = SavedTensors(streamer, outer)
     _autograd._push_saved_tensors_default_hooks(own, own.unpack)

@@ -176,7 +176,8 @@ class Streamer:
 
     def number_of_memory(self, parameter: torch.nn.Parameter) -> int:
         """A number that differs for each memory that the program has assigned to *parameter*."""
-        return apart.number_of(self._of[parameter], parameter)
+        bucket = self._of[parameter]
+        return bucket.apart.get(parameter) or bucket.numbers.get(parameter, 0)
 
     def changes(self, parameter: torch.nn.Parameter) -> None:
         """The program may change *parameter* in a way that its version does not show."""

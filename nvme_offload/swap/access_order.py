@@ -153,7 +153,7 @@ class AccessOrder:
 
     def dropped(self, name: str) -> None:
         """Record that *name* was discarded after its last use."""
-        self.forget_hint(name)
+        self._hints.pop(name, None)
         self._repeated.discard(name)
         place = self._last_at.get(name)
         if place is not None:
@@ -199,10 +199,6 @@ class AccessOrder:
         """The number of the hint for *name*, increasing from hint to hint; None without a hint."""
         hint = self._hints.get(name)
         return None if hint is None else hint[0]
-
-    def forget_hint(self, name: str) -> None:
-        """Remove the hint for *name*."""
-        self._hints.pop(name, None)
 
     def next_use(self, name: str) -> int | None:
         """The position of the next use of *name* in the learned order; None if unknown."""

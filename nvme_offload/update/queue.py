@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..io.section import give_back
-from ..io.waits import wait_for
 
+# A signal that comes just before a thread blocks does not wake it. Source: acquire_timed of
+# CPython's Modules/_threadmodule.c, which looks at signals once the lock is taken or a signal has
+# cut the wait short.
+_SIGNAL_SECONDS = 0.5
 # The thread of a queue without jobs looks this often whether the queue still exists.
 _LOOK_SECONDS = 5.0
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
@@ -377,6 +380,12 @@ class UpdateQueue:
             act, self._afterwards = self._afterwards, None
         if act is not None:
             act()
+
+
+def wait_for(condition: threading.Condition, is_true: Callable[[], bool]) -> None:
+    """As `threading.Condition.wait_for`, looking up now and then for signals."""
+    while not condition.wait_for(is_true, _SIGNAL_SECONDS):
+        pass
 
 
 def quiesce_all() -> None:

@@ -38,10 +38,9 @@ from reference import (
 
 from nvme_offload import save_on_nvme
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
-from nvme_offload.io.waits import wait_for
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
-from nvme_offload.update.queue import Job, UpdateQueue
+from nvme_offload.update.queue import Job, UpdateQueue, wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
