@@ -44,7 +44,13 @@ class Disks:
         )
 
 
-def busy_share(before: DiskCounters, now: DiskCounters, seconds: float) -> float:
-    """The share of *seconds* in which the busiest of the disks had requests, at most 1."""
+def busy_share(
+    before: DiskCounters | None, now: DiskCounters | None, seconds: float
+) -> float | None:
+    """The share of *seconds* in which the busiest of the disks had requests, at most 1; None without
+    counters.
+    """
+    if before is None or now is None:
+        return None
     spent = zip(before.busy_seconds, now.busy_seconds, strict=True)
     return min(max(after - earlier for earlier, after in spent) / seconds, 1.0)

@@ -77,10 +77,7 @@ class DriveUse:
             text += f", which does {format_speed(self.tuned_bytes_per_second / 1e9)} GB/s by its profile"
         if self.busy_share is not None:
             text += f"; the drive was busy {self.busy_share:.0%} of the time"
-        return f"{text}; {format_gb(self.resident_bytes)} in host memory; {self._written()}"
-
-    def _written(self) -> str:
-        text = f"written so far {format_gb(self.total_written_bytes)}"
+        text += f"; {format_gb(self.resident_bytes)} in host memory; written so far {format_gb(self.total_written_bytes)}"
         if self.disk_written_bytes is not None:
             text += f" of the {format_gb(self.disk_written_bytes)} to the disk since the machine was started"
         return text
@@ -107,27 +104,18 @@ class Meter:
         live.watch(tier)
 
     def waited_seconds(self) -> float:
-        """Seconds that callers of the tier have waited for a drive since the last `take` or `begin`,
-        or since creation.
+        """Seconds that callers of the tier have waited for a drive since the last `take`, or since
+        creation.
         """
         return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
 
-    def begin(self) -> None:
-        """Start the step now, instead of at the end of the previous one."""
-        self._take(ended=False)
-
-    def take(self) -> dict[str, Any]:
-        """End a step. Returns: the fields of its `DriveUse` except *step* and *seconds*."""
-        return self._take(ended=True)
-
-    def _take(self, *, ended: bool) -> dict[str, Any]:
+    def take(self, *, ended: bool = True) -> dict[str, Any]:
+        """End a step, or if it has not *ended*, start it now. Returns: the fields of its `DriveUse`
+        except *step* and *seconds*.
+        """
         before, now = self._before, self._tier.swapper.stats()
         disks, taken = self._disks.counters(), time.monotonic()
-        busy = (
-            busy_share(self._disks_before, disks, taken - self._took)
-            if self._disks_before is not None and disks is not None
-            else None
-        )
+        busy = busy_share(self._disks_before, disks, taken - self._took)
         self._before, self._disks_before, self._took = now, disks, taken
         live.watch(self._tier).begin(disks, ended=ended)
         return {

@@ -85,11 +85,8 @@ class Live:
             return
         read = counted.bytes_read - before.bytes_read
         written = counted.bytes_written - before.bytes_written
-        busy = (
-            f", busy {busy_share(disks_before, disks, seconds):.0%} of the time"
-            if disks_before is not None and disks is not None
-            else ""
-        )
+        share = busy_share(disks_before, disks, seconds)
+        busy = f", busy {share:.0%} of the time" if share is not None else ""
         left = last_seconds - elapsed
         expected = left > 0 and moved <= last_moved
         end = f"; about {left:.0f} s to the end of the step" if expected else ""

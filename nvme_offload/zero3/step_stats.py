@@ -68,7 +68,7 @@ class StepClock:
 
     def begin(self) -> None:
         """Start the step now, instead of at the end of the previous one."""
-        self._meter.begin()
+        self._meter.take(ended=False)
         self._began = time.monotonic()
         # The start of the optimizer step, and the seconds waited by then.
         self._update: tuple[float, float] | None = None
