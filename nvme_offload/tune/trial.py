@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from .latency import RAMP_SECONDS, block_seconds
 from .verdict import Result
 
 if TYPE_CHECKING:
-    from .deepspeed_op import DeepSpeedEngine, DeepSpeedOp
+    from .deepspeed_op import DeepSpeedEngine, DeepSpeedOp, DeepSpeedTicket
 
 REQUEST_BYTES = 16 << 20
 PAGE_BYTES = 4096
@@ -47,13 +47,6 @@ READ_BACK_SHARE = 0.05  # of the written requests; one request at least
 _POLL_SECONDS = 0.002
 
 Bytes = NDArray[np.uint8]
-
-
-class _Ticket(Protocol):
-    """As `Ticket`, of either engine."""
-
-    def done(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Rig(Closing):
@@ -298,7 +291,7 @@ class _Lane:
         self._rig, self._engine, self._direction = rig, engine, direction
         self._file = rig.file(direction)
         self._free = rig.ring(direction, count)
-        self._under_way: list[tuple[_Ticket, Bytes, int]] = []
+        self._under_way: list[tuple[Ticket | DeepSpeedTicket, Bytes, int]] = []
         self._last: dict[int, tuple[Bytes, int]] = {}  # the last request of each buffer
         self._moved = 0
         # the last time of progress, and the bytes until then
@@ -369,7 +362,7 @@ class _Lane:
         ticket = move(buffer.data, self._file, index * rig.request_bytes)
         self._under_way.append((ticket, buffer, index))
 
-    def _finish(self, ticket: _Ticket, buffer: Bytes, index: int) -> None:
+    def _finish(self, ticket: Ticket | DeepSpeedTicket, buffer: Bytes, index: int) -> None:
         self._moved += ticket.wait()
         if self._direction == "read":
             wrong = np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))
