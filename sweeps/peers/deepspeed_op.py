@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.tune.deepspeed_op import await_builds, standard_output_to_error
+from nvme_offload.tune.deepspeed_op import standard_output_to_error, warn_of_builds
 
 from .buffers import Bytes, Shared, failed, memory_of, require_read, spoil
 from .job import Job
@@ -37,7 +37,7 @@ class DeepSpeedOp:
                 from deepspeed.accelerator import get_accelerator
                 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-                await_builds()
+                warn_of_builds()
                 self._module: Any = AsyncIOBuilder().load(verbose=False)
         except ModuleNotFoundError as error:
             raise UnsupportedError(f"DeepSpeed is not installed: {error}") from None
