@@ -21,7 +21,7 @@ sweep: ## tune the drive under DIR (default: this directory); more options of nv
 	@python=$$(tools/setup-env) && exec "$$(dirname "$$python")/nvme-sweep" "$(DIR)" $(ARGS)
 
 compare: ## measure the engine beside its peers on the drive under DIR; more options of sweeps.compare in ARGS
-	@python=$$(tools/setup-env) && tools/compare-peers "$$python" && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
+	@python=$$(tools/setup-env benchmarks) && tools/compare-peers "$$python" && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
 
 # A worker that dies ends the run, which then says in which test: xdist may wait without end for one that it started again.
 test: ## run the tests, four files of them at once; more options of pytest in ARGS

@@ -57,7 +57,7 @@ PURE_MODULES = {
     "swap/value_states.py",
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
-LAZY = {"torch", "triton", "pandas", "matplotlib", "deepspeed", "jinja2"}
+LAZY = {"torch", "triton", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
 # the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
@@ -220,7 +220,7 @@ def test_loading_stays_light_and_public_names_are_there_on_first_use():
     code = """
 import sys
 import nvme_offload, nvme_offload.commands.cli, nvme_offload.planning.plan, nvme_offload.tune.cli
-print({"torch", "pandas", "numpy", "deepspeed"} & set(sys.modules))
+print({"torch", "numpy", "deepspeed"} & set(sys.modules))
 missing = [name for name in nvme_offload.__all__ if not hasattr(nvme_offload, name)]
 print(missing, set(nvme_offload.__all__) - set(dir(nvme_offload)), nvme_offload.errors.UsageError is nvme_offload.UsageError)
 try:
