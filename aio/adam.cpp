@@ -264,11 +264,28 @@ INLINE bool update_range(const AdamParameters& parameters, const AdamStep& step,
   return is_nan;
 }
 
+/// MKL computes with one thread in this scope. With more, it starts them for each block.
+class OneMklThread {
+ public:
+  explicit OneMklThread(const AdamStep& step)
+      : set_(step.set_mkl_threads), previous_(set_ == nullptr ? 0 : set_(1)) {}
+  OneMklThread(const OneMklThread&) = delete;
+  OneMklThread& operator=(const OneMklThread&) = delete;
+  ~OneMklThread() {
+    if (set_ != nullptr) set_(previous_);
+  }
+
+ private:
+  int (*set_)(int count);
+  int previous_;
+};
+
 }  // namespace
 
 bool adam(const AdamParameters& parameters, const AdamStep& step, unsigned threads) {
   std::atomic<bool> is_nan{false};
   parallel_for(parameters.count, threads, [&](std::size_t begin, std::size_t end) {
+    const OneMklThread one_thread{step};
     if (update_range(parameters, step, begin, end)) is_nan.store(true, std::memory_order_relaxed);
   });
   return is_nan;

@@ -34,6 +34,8 @@ struct AdamStep {
   // MKL's vmsSqrt, which torch's separate operations use and which does not round correctly; null
   // for the processor's square root.
   void (*square_roots)(int count, const float* values, float* roots, std::int64_t mode);
+  // MKL's MKL_Set_Num_Threads_Local, which returns the previous number; null without it.
+  int (*set_mkl_threads)(int count);
 };
 
 enum class Element : int { kFloat32, kBFloat16, kFloat16 };

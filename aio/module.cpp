@@ -596,29 +596,31 @@ PYBIND11_MODULE(_aio, module) {
       .value("BFLOAT16", Element::kBFloat16)
       .value("FLOAT16", Element::kFloat16);
   py::class_<AdamStep>(module, "AdamStep")
-      .def(py::init([](AdamFormula formula, std::size_t tail, double weight, double beta1,
-                       double beta2, double square_weight, bool decays, bool decoupled,
-                       double decay, bool maximize, double correction, double eps, double step_size,
-                       std::uintptr_t square_roots) {
-             const auto rounded = [](double value) { return static_cast<float>(value); };
-             return AdamStep{formula,
-                             tail,
-                             rounded(weight),
-                             rounded(beta1),
-                             rounded(beta2),
-                             rounded(square_weight),
-                             decays,
-                             decoupled,
-                             rounded(decay),
-                             maximize,
-                             rounded(correction),
-                             rounded(eps),
-                             rounded(step_size),
-                             reinterpret_cast<decltype(AdamStep::square_roots)>(square_roots)};
-           }),
-           py::kw_only(), "formula"_a, "tail"_a, "weight"_a, "beta1"_a, "beta2"_a,
-           "square_weight"_a, "decays"_a, "decoupled"_a, "decay"_a, "maximize"_a, "correction"_a,
-           "eps"_a, "step_size"_a, "square_roots"_a);
+      .def(
+          py::init([](AdamFormula formula, std::size_t tail, double weight, double beta1,
+                      double beta2, double square_weight, bool decays, bool decoupled, double decay,
+                      bool maximize, double correction, double eps, double step_size,
+                      std::uintptr_t square_roots, std::uintptr_t set_mkl_threads) {
+            const auto rounded = [](double value) { return static_cast<float>(value); };
+            return AdamStep{formula,
+                            tail,
+                            rounded(weight),
+                            rounded(beta1),
+                            rounded(beta2),
+                            rounded(square_weight),
+                            decays,
+                            decoupled,
+                            rounded(decay),
+                            maximize,
+                            rounded(correction),
+                            rounded(eps),
+                            rounded(step_size),
+                            reinterpret_cast<decltype(AdamStep::square_roots)>(square_roots),
+                            reinterpret_cast<decltype(AdamStep::set_mkl_threads)>(set_mkl_threads)};
+          }),
+          py::kw_only(), "formula"_a, "tail"_a, "weight"_a, "beta1"_a, "beta2"_a, "square_weight"_a,
+          "decays"_a, "decoupled"_a, "decay"_a, "maximize"_a, "correction"_a, "eps"_a,
+          "step_size"_a, "square_roots"_a, "set_mkl_threads"_a);
   py::class_<Moment>(module, "Moment")
       .def(py::init([](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t exponents,
                        std::int64_t seed) {

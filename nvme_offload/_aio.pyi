@@ -159,6 +159,7 @@ class AdamStep:
         eps: float,
         step_size: float,
         square_roots: int,
+        set_mkl_threads: int,
     ) -> None: ...
 
 class Moment:

@@ -163,13 +163,18 @@ def _constants(
         eps=group["eps"],
         step_size=-(rate / (1 - beta1**step)),
         square_roots=arithmetic.square_roots,
+        set_mkl_threads=_mkl("MKL_Set_Num_Threads_Local") if arithmetic.square_roots else 0,
     )
 
 
 def deepspeed_step(**constants: Any) -> Any:
     """A step of DeepSpeedCPUAdam for `update`. *constants*: see AdamStep in aio/adam.h."""
     return _aio.AdamStep(
-        formula=_aio.AdamFormula.DEEPSPEED, maximize=False, square_roots=0, **constants
+        formula=_aio.AdamFormula.DEEPSPEED,
+        maximize=False,
+        square_roots=0,
+        set_mkl_threads=0,
+        **constants,
     )
 
 
@@ -230,7 +235,7 @@ def _arithmetic(kind: Any, fused: bool, decoupled: bool) -> _Arithmetic | None:
     tried = (
         [_Arithmetic(vector, 0) for vector in (1, *VECTORS)]
         if fused
-        else [_Arithmetic(1, address) for address in {0: None, _mkl_square_roots(): None}]
+        else [_Arithmetic(1, address) for address in {0: None, _mkl("vmsSqrt"): None}]
     )
     for arithmetic in tried:
         if _gives_same_bits(arithmetic, kind, fused, decoupled):
@@ -292,10 +297,11 @@ def _sample(seed: int) -> torch.Tensor:
     return values
 
 
-def _mkl_square_roots() -> int:
-    """The address of the MKL function that computes torch's square roots; 0 if there is none."""
+@functools.cache
+def _mkl(name: str) -> int:
+    """The address of the function *name* of the MKL that torch computes with; 0 if there is none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(library.vmsSqrt, ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return 0

@@ -233,6 +233,7 @@ def test_adam(codec: Codec, formula: str, short_low: bool) -> None:
                 eps=1e-8,
                 step_size=-0.01,
                 square_roots=0,
+                set_mkl_threads=0,
             )
             _aio.adam(
                 count=NUMEL,
