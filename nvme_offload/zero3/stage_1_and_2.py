@@ -246,7 +246,7 @@ class Stages1And2(Tiered, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # unty
         self._awaits_backward = self._partly_reduced = False
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        """As in the base class: `step` is called, and the backward passes were not told to be the last."""
+        """As in the base class. `step` calls this if no backward pass was reported to be the last."""
         super()._finalize_cpu_offload_gradient_accumulation()
         self.gradient_store.pause()
         self._partly_reduced = False

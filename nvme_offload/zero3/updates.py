@@ -105,7 +105,7 @@ def unfinished_backward() -> OffloadError:
     """The error for gradients of a backward pass that this engine did not end."""
     return OffloadError(
         "a backward pass was not ended, and its step is only partly applied: load_checkpoint() brings back the states of the last checkpoint; if no "
-        "exception ended the pass, it was another engine's: call requires_grad_(False) on this engine's module for the time of such a pass"
+        "exception ended the pass, it was another engine's: call requires_grad_(False) on this engine's module while that pass runs"
     )
 
 
