@@ -72,6 +72,8 @@ def main(request: dict[str, Any]) -> None:
     result = what[request["what"]](training, made, request)
     print(json.dumps(result), file=answers, flush=True)
     deepspeed.comm.destroy_process_group()
+    if request["what"] == "end":
+        sys.exit()  # which frees the engine
 
 
 def trained(training: Training, made: Made, steps: int = FIRST, seed: int = 0) -> Any:
