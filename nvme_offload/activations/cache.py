@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from ..device.modes import check_no_capture
 from ..device.stayed import ModifiedError, Stayed, is_plain, is_reused
 from ..errors import OffloadError, UsageError, known
 from ..io.section import Section
 from ..swap.tier import Tier
 from ..units import format_bytes
 from .chunks import Chunk, Chunks
-from .copies import Copier, Copy, check_no_capture
+from .copies import Copier, Copy
 from .order import BackwardOrder
 from .saved import (
     Held,
@@ -284,7 +285,7 @@ class ActivationCache:
             self._keep(end - begin)
             return Stayed(tensor)
         with self._changing():
-            check_no_capture(tensor)
+            check_no_capture("keep its tensors on a drive: capture it outside of save_on_nvme")
             self._collect()
             storage = tensor.untyped_storage()
             if self._storages.lasts(storage):

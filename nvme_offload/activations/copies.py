@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..device.copies import CopyStreams
-from ..errors import UnsupportedError
 from .storages import bytes_of
 
 
@@ -101,13 +100,3 @@ class Copier:
         except BaseException:
             torch.cuda.synchronize(device_memory.device)  # It may be in flight.
             raise
-
-
-def check_no_capture(tensor: torch.Tensor) -> None:
-    """Raises: UnsupportedError when *tensor* belongs to a CUDA graph that is being captured:
-    replaying it would not save the tensor again.
-    """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "a CUDA graph that is being captured cannot keep its tensors on a drive: capture it outside of save_on_nvme"
-        )

@@ -1,4 +1,4 @@
-"""Dispatch modes of the caller."""
+"""Modes of the caller: those that see operations, inference mode, and the capture of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import UnsupportedError
 
 _untyped_torch: Any = torch._C
 
@@ -31,3 +33,12 @@ def outside_of_all_modes() -> Iterator[None]:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         yield
+
+
+def check_no_capture(cannot: str) -> None:
+    """Raises: UnsupportedError while the current stream captures a CUDA graph, of which a replay would
+    not call this package. *cannot*: what such a graph cannot do, and a remedy.
+    """
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
+        raise UnsupportedError(f"a CUDA graph that is being captured cannot {cannot}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..device.modes import check_no_capture
 from ..errors import UnsupportedError, known
 from .buckets import Bucket, Weight, is_distributed, like, local, local_as_it_is
 from .host_gradient import HostGradient
@@ -128,6 +129,9 @@ class BackwardUpdates:
             or (self._when.step_in_backward and (self.accumulating or owner.health.broken))
         ):
             return
+        check_no_capture(
+            "update or add up gradients in backward: leave step_in_backward and accumulate out, and call step() after each replay"
+        )
         self.check(parameter)  # there may be more processes than at first
         weight = self._bound(parameter)
         if weight is None or not weight.fragments:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..device.modes import check_no_capture
 from ..errors import known
 from ..optimizer_states.formats import StateFormat
 from ..parameters.idle import streamer_of
@@ -256,6 +257,9 @@ class Steps:
 
     def make(self, closure: Callable[[], Any] | None) -> Any:
         """Make a step after *closure*, which computes gradients, and return its result."""
+        check_no_capture(
+            "contain step(): capture the forward and the backward pass, and call step() after each replay"
+        )
         tried_again = self.overlap.told
         self.overlap.check()
         self.recover()

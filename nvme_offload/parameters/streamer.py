@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..device.modes import outside_of_modes
+from ..device.modes import check_no_capture, outside_of_modes
 from ..device.room import DeviceRoom
 from ..errors import OffloadError, UsageError
 from ..sizes import evenly
@@ -98,6 +98,9 @@ class Streamer:
     def begin(self, bucket: Bucket) -> None:
         """Begin a use of *bucket*. Raises: as `TensorSwapper.swap_in`; no use has begun then."""
         idle.check_no_derivative()
+        check_no_capture(
+            "use streamed parameters, whose memory changes: leave the graph out, or stream only other modules"
+        )
         with self._lock, outside_of_modes():
             self._present(bucket)
             bucket.users += 1

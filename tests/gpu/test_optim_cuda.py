@@ -17,6 +17,7 @@ from test_ranks import cases_of, results_of_ranks
 
 from nvme_offload import sizes
 from nvme_offload.device import staging
+from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.swap import schedule
 
@@ -358,3 +359,56 @@ def _tensors(state):
     return [
         one for each in state.values() for one in each.values() if isinstance(one, torch.Tensor)
     ]
+
+
+def _captured(model, x):
+    """A CUDA graph of the forward and the backward pass of *model*, which sets the gradients."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        gradients = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    torch.cuda.current_stream().wait_stream(side)
+    del gradients
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(x).square().mean().backward()
+    return graph
+
+
+@pytest.mark.parametrize("state_format", ["exact", "split"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_after_each_replay_of_a_graph(tmp_path, state_format, fused):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))).to("cuda")
+    plain = copy.deepcopy(model)
+    x = torch.randn(32, 256, device="cuda")
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=fused)
+    settings = {"lr": 1e-2, "fused": fused, "state_format": state_format}
+    with NVMeOptimizer(
+        model.parameters(), paths=tmp_path, host_memory="8MB", **settings
+    ) as optimizer:
+        graph = _captured(model, x)
+        for _ in range(5):
+            graph.replay()
+            optimizer.step()
+            plain(x).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+            assert differing(list(model.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize(
+    "settings", [{}, {"step_in_backward": True}, {"accumulate": "host"}], ids=str
+)
+def test_an_update_within_a_graph_is_refused(tmp_path, settings):
+    model = torch.nn.Linear(256, 256, device="cuda")
+    x = torch.randn(32, 256, device="cuda")
+    with NVMeOptimizer(model.parameters(), paths=tmp_path, **settings) as optimizer:
+        if not settings:
+            _captured(model, x).replay()
+        with (
+            pytest.raises(UnsupportedError, match="CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(x).sum().backward() if settings else optimizer.step()

@@ -16,7 +16,7 @@ from modules import KINDS, WAYS, WIDTH, Stack
 from torch import nn
 
 from nvme_offload import NVMeOptimizer, Offload
-from nvme_offload.errors import UsageError
+from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
 
@@ -268,3 +268,43 @@ def test_a_pass_on_another_stream_has_its_values(make: Make) -> None:
             assert torch.equal(model(x), expected)
             torch.cuda.current_stream().wait_stream(stream)
             assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_graph_that_is_captured_is_refused(make: Make) -> None:
+    model = _blocks()
+    x = torch.randn(64, WIDE, device=DEVICE)
+    make("200MB").parameters(model, DEVICE)
+    with torch.inference_mode():
+        expected = model(x)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(UnsupportedError, match="CUDA graph"), torch.cuda.graph(graph):
+            model(x)
+        assert torch.equal(model(x), expected)
+
+
+def test_graphs_of_the_compiler_have_the_values_of_their_replay(make: Make, tmp_path: Path) -> None:
+    mine = _blocks()[:8]
+    in_memory = copy.deepcopy(mine).to(DEVICE)
+    for model in (mine, in_memory):
+        for block in model:
+            block.compile(mode="reduce-overhead")
+    offload = make("200MB")
+    offload.parameters(mine, DEVICE, gpu_memory="10MB")
+    settings: dict[str, Any] = {"lr": 1e-3, "fused": True, "step_in_backward": True}
+    own = offload.optimizer(mine.parameters(), **settings)
+    x = torch.randn(64, WIDE, device=DEVICE)
+    with NVMeOptimizer(
+        in_memory.parameters(), paths=tmp_path, host_memory="200MB", **settings
+    ) as other:
+        for step in range(6):
+            losses = []
+            for model, optimizer in ((mine, own), (in_memory, other)):
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert losses[0] == losses[1], step
+    for one, same in zip(mine.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(one, same)
