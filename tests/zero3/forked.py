@@ -43,6 +43,7 @@ PRELOADED = (
 )
 # Variables that are read at an import, or before the first.
 AT_IMPORT = ("DS_", "LD_", "MALLOC_", "MKL_", "NVME_OFFLOAD_", "OMP_", "PYTHON", "TORCH", "CUDA_")
+_starting = threading.Lock()
 
 
 class Program:
@@ -91,9 +92,16 @@ def start(
     stderr: IO[str],
 ) -> Program:
     """Start the program of *arguments*, a script and its `sys.argv`."""
-    imports = {name: value for name, value in env.items() if name.startswith(AT_IMPORT)}
+    imports = {
+        name: value
+        for name, value in env.items()
+        # torch sets that one, in some tests
+        if name.startswith(AT_IMPORT) and name != "TORCHINDUCTOR_CACHE_DIR"
+    }
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(_server(json.dumps(imports, sort_keys=True), _inherited()))
+    with _starting:
+        address = _server(json.dumps(imports, sort_keys=True), _inherited())
+    connection.connect(address)
     with tempfile.TemporaryFile("w+") as request, Path("/proc/self/ns/mnt").open() as mounts:
         # In a file: arguments may be longer than a message.
         json.dump({"arguments": list(arguments), "env": dict(env), "cwd": str(cwd)}, request)

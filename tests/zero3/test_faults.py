@@ -4,15 +4,12 @@ work; and DeepSpeed before `enable` and after `disable`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launch import Case, differences, run, train
+from launch import Case, differences, run, run_script, train
 
 from nvme_offload.errors import NoSpaceError
 
@@ -206,13 +203,9 @@ assert changed(before, attributes()) == [], changed(before, attributes())
 
 
 def test_disable_puts_deepspeed_back_as_it_was_and_enable_twice_is_enable_once(tmp_path):
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER],
-        check=True,
-        cwd=tmp_path,
-        env=environment,
-    )
+    script = tmp_path / "before_and_after.py"
+    script.write_text(BEFORE_AND_AFTER)
+    run_script(script, tmp_path)
 
 
 def test_where_deepspeed_refuses_fp16_it_says_what_to_do(tmp_path):

@@ -13,8 +13,6 @@ import json
 import logging
 import os
 import resource
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from patience import PATIENCE
-from processes import finished
 from transfers import Stall
 
 from nvme_offload import CorruptionError, IOFailure, NoSpaceError, TruncatedError, UsageError
@@ -64,6 +62,31 @@ def workers() -> int:
 
 def locked_kibibytes() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0])
+
+
+def run_forked(directory: Path, code: str, *arguments: str) -> tuple[int, str]:
+    """The exit status of *code* as a program in *directory*, and its output."""
+    script, output = directory / "script.py", directory / "output.txt"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # any free port
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(op.__file__).parents[2]), os.environ.get("PYTHONPATH")])
+        ),
+    }
+    with output.open("w+") as said:
+        program = forked.start(
+            [str(script), *arguments], env=environment, cwd=directory, stdout=said, stderr=said
+        )
+        status = program.wait(PATIENCE)
+    return status, output.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -542,12 +565,9 @@ def test_the_end_of_the_interpreter_finishes_what_is_pending(tmp_path):
     from nvme_offload.zero3 import op
     handle = op.aio_handle()
     handle.async_pwrite(torch.full((32 << 20,), 5, dtype=torch.uint8), sys.argv[1])
+    sys.exit()
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "w")],
-        check=True,
-        timeout=PATIENCE,
-    )
+    assert run_forked(tmp_path, code, str(tmp_path / "w")) == (0, "")
     assert torch.equal(on_disk(tmp_path / "w"), torch.full((32 * MIB,), 5, dtype=torch.uint8))
 
 
@@ -571,9 +591,7 @@ def test_a_forked_child_can_go_on(tmp_path):
     handle.sync_pread(back, place + "/child")
     assert torch.equal(back, data + 1)
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True, timeout=PATIENCE
-    )
+    assert run_forked(tmp_path, code, str(tmp_path)) == (0, "")
 
 
 # Descriptors
@@ -948,12 +966,10 @@ def both_sides(
     for side in ("ours", str(deepspeeds_op)):
         directory = tmp_path_factory.mktemp("side")
         answer = directory / "answer.json"
-        ran = finished([sys.executable, "-c", SCENARIOS, side, str(directory), str(answer)])
-        if side != "ours" and ran.returncode == 1 and "ImportError" in ran.stderr:
-            pytest.skip(
-                f"DeepSpeed's op was built for another torch: {ran.stderr.splitlines()[-1]}"
-            )
-        assert ran.returncode == 0, ran.stderr
+        status, said = run_forked(directory, SCENARIOS, side, str(directory), str(answer))
+        if side != "ours" and status == 1 and "ImportError" in said:
+            pytest.skip(f"DeepSpeed's op was built for another torch: {said.splitlines()[-1]}")
+        assert status == 0, said
         results.append(json.loads(answer.read_text()))
     return results[0], results[1]
 
@@ -972,7 +988,6 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
     """Run *code* where DeepSpeed is on the CPU and whatever it would compile fails; a file, so that
     processes it spawns find it too.
     """
-    script = directory / "script.py"
     preamble = """
     import sys
     import torch.utils.cpp_extension
@@ -983,22 +998,11 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
 
     torch.utils.cpp_extension.load = refuse
     """
-    script.write_text(textwrap.dedent(preamble) + textwrap.dedent(code), encoding="utf-8")
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",  # any free port
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(op.__file__).parents[2]), os.environ.get("PYTHONPATH")])
-        ),
-    }
-    ran = finished([sys.executable, str(script), *arguments], env=environment, cwd=directory)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
-    return ran.stdout
+    status, said = run_forked(
+        directory, textwrap.dedent(preamble) + textwrap.dedent(code), *arguments
+    )
+    assert status == 0, said[-6000:]
+    return said
 
 
 @has_deepspeed
