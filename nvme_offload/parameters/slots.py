@@ -35,10 +35,12 @@ class Slot:
         # there are any.
         self._streams: list[Any] = []
         self._ends: list[Any] = []
+        self._allocated_on: Any = None
         if device.type == "cuda":
             # PyTorch's allocator reuses memory in the order of a stream: kernels of this stream may
             # still use it.
-            self._streams.append(torch.cuda.current_stream(device))
+            self._allocated_on = torch.cuda.current_stream(device)
+            self._streams.append(self._allocated_on)
         self._own_references = 0  # besides the references of the parameters
 
     def count_own_references(self) -> None:
@@ -63,8 +65,9 @@ class Slot:
             stream = torch.cuda.current_stream(self.buffer.device)
             if stream not in self._streams:
                 stream.wait_event(self.copied)
-                # Once dropped, the memory is reused only after the kernels of this stream.
-                self.buffer.record_stream(stream)
+                if stream != self._allocated_on:
+                    # Once dropped, the memory is reused only after the kernels of this stream.
+                    self.buffer.record_stream(stream)
                 self._streams.append(stream)
 
     def end_use(self) -> None:

@@ -283,6 +283,7 @@ def test_a_graph_that_is_captured_is_refused(make: Make) -> None:
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler's parts
 def test_graphs_of_the_compiler_have_the_values_of_their_replay(make: Make, tmp_path: Path) -> None:
     mine = _blocks()[:8]
     in_memory = copy.deepcopy(mine).to(DEVICE)
