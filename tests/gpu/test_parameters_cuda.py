@@ -171,8 +171,8 @@ def test_halves_of_a_model_stream_to_two_gpus(
 
 
 def test_auto_takes_no_more_than_the_process_may(make: Make) -> None:
-    """100 MB of weights, where the process may take 64 MB more. It has 256 MB: a tenth of what it may
-    take is kept free, and PyTorch's allocator takes 20 MB at once.
+    """100 MB of weights, where the process may take 64 MB more than 256 MB. A tenth of the limit is kept
+    free, which has to cover the 20 MB of one allocation of PyTorch.
     """
     model = nn.Sequential(*(_blocks() for _ in range(4)))
     torch.cuda.empty_cache()
