@@ -28,21 +28,37 @@ def memory_of(device: torch.device | None = None) -> tuple[int, int]:
 class DeviceRoom:
     """The memory of *device* that forward and backward passes leave free.
 
-    The passes need the peak of memory allocated so far, minus the caller's values. *aside* bytes
-    more are reserved for the caller's temporary tensors.
+    The passes need the peak of memory allocated so far, minus the caller's values at that time.
+    *aside* bytes more are reserved for the caller's temporary tensors.
     """
 
     def __init__(self, device: torch.device, aside: int) -> None:
         self._device = device
         self._aside = aside
+        self._peak = 0
         self._most_bytes = 0
+
+    def has_new_peak(self) -> bool:
+        """Whether memory allocated has reached another peak since `suffices` was called."""
+        return _statistics(self._device)[0] != self._peak
 
     def suffices(self, held: int, more: int = 0) -> bool:
         """Whether *more* bytes fit in addition to the *held* bytes of the caller's values."""
-        cuda = torch.cuda
         free, total = memory_of(self._device)
-        allocated = cuda.max_memory_allocated(self._device) - held
-        self._most_bytes = max(self._most_bytes, allocated)
-        ours = free + cuda.memory_reserved(self._device)
+        peak, reserved = _statistics(self._device)
+        if peak != self._peak:  # it may contain values that leave later
+            self._peak = peak
+            self._most_bytes = max(self._most_bytes, peak - held)
         needed = self._most_bytes + held + more + self._aside
-        return needed <= ours - total // MARGIN_PARTS
+        return needed <= free + reserved - total // MARGIN_PARTS
+
+
+def _statistics(device: torch.device) -> tuple[int, int]:
+    """The peak of the bytes allocated in this process, and the bytes reserved. `max_memory_allocated` and
+    `memory_reserved` of torch would each compute all statistics.
+    """
+    cuda: Any = torch.cuda
+    found = cuda.memory_stats_as_nested_dict(device)
+    if not found:  # CUDA is not initialized yet
+        return 0, 0
+    return found["allocated_bytes"]["all"]["peak"], found["reserved_bytes"]["all"]["current"]

@@ -113,7 +113,7 @@ class Slots:
     @property
     def nbytes(self) -> int:
         """The device memory of all slots."""
-        return sum(slot.buffer.nbytes for slot in self._slots)
+        return len(self._slots) * self.each_nbytes
 
     def holding(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose memory *tensor* refers to."""

@@ -31,6 +31,7 @@ from .slots import Slot, Slots
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
 # copies of optimizer states, which are needed earlier.
 AHEAD = 3
+_USES_A_LOOK = 4  # at the GPU's memory, where slots take what is free
 
 # Writes the values of parameters to the memory of each.
 Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]
@@ -75,7 +76,9 @@ class Streamer:
         # Spread, so that fetches of the others are spread over the order.
         self._ranks = {name: evenly(number) for number, name in enumerate(self._buckets)}
         self.slots = slots
+        self._least_slots = slots.count
         self._room = DeviceRoom(device, slots.each_nbytes) if grows else None
+        self._uses = 0
         self._poison = poison
         self._lock = threading.RLock()  # backward() has a thread for every GPU
         self._order = AccessOrder()
@@ -102,6 +105,9 @@ class Streamer:
             "use streamed parameters, whose memory changes: leave the graph out, or stream only other modules"
         )
         with self._lock, outside_of_modes():
+            self._uses += 1
+            if self._room is not None and self._uses % _USES_A_LOOK == 0:
+                self._leave_room(self._room)
             self._present(bucket)
             bucket.users += 1
             self._note(bucket)
@@ -348,11 +354,23 @@ class Streamer:
         self._find_next_uses()
         self.slots.trim(self._empty)
         if self._room is not None:
-            more = self.slots.each_nbytes
-            while self.slots.count < len(self._buckets) and self._room.suffices(
-                self.slots.count * more, more
-            ):
+            self._leave_room(self._room)
+            while self.slots.count < len(self._buckets) and self._have_room(1, self._room):
                 self.slots.count += 1
+
+    def _leave_room(self, room: DeviceRoom) -> None:
+        """Have fewer slots if forward and backward passes need more memory than before, as they do for
+        longer sequences.
+        """
+        if self.slots.count > self._least_slots and room.has_new_peak():
+            while self.slots.count > self._least_slots and not self._have_room(0, room):
+                self.slots.count -= 1
+            self.slots.trim(self._empty)
+
+    def _have_room(self, more: int, room: DeviceRoom) -> bool:
+        """Whether the GPU has memory for *more* slots."""
+        there, wanted = self.slots.nbytes, (self.slots.count + more) * self.slots.each_nbytes
+        return room.suffices(there, wanted - there)
 
     # Modules.
 

@@ -192,6 +192,34 @@ def test_auto_takes_no_more_than_the_process_may(make: Make) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_longer_sequences_get_the_memory_of_weights(make: Make) -> None:
+    """Weights of 100 MB are all on the GPU, until activations of 200 MB need some of 280 MB."""
+    model = nn.Sequential(*(_blocks() for _ in range(4))).requires_grad_(False)
+    on_gpu = copy.deepcopy(model).to(DEVICE)
+    inputs = [torch.randn(size, WIDE, device=DEVICE) for size in (64, 64, 64, 1024, 1024, 64)]
+
+    def gradient(of: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(of(x.requires_grad_()).square().mean(), x)[0]
+
+    expected = [gradient(on_gpu, x) for x in inputs]
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    most = torch.cuda.memory_reserved() + (280 << 20)
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(most / total)
+    before = torch.cuda.memory_allocated()
+    held = []
+    try:
+        make("400MB").parameters(model, DEVICE)
+        for x, same in zip(inputs, expected, strict=True):
+            assert torch.equal(gradient(model, x), same)
+            held.append(torch.cuda.memory_allocated() - before)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert held[2] > 100e6
+    assert max(held[3:]) < 80e6
+
+
 @pytest.mark.parametrize("gpu_memory", ["10MB", "16MB", "40MB", "auto"])
 def test_every_share_of_the_model_on_the_gpu_gives_the_same_bits(
     make: Make, gpu_memory: str

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from virtual_gpu import VirtualDevice, VirtualGpu, virtual_gpu  # noqa: E402  # where there is torch
 
-from nvme_offload.device.room import memory_of  # noqa: E402
+from nvme_offload.device.room import DeviceRoom, memory_of  # noqa: E402
 from nvme_offload.device.staging import DeviceStager, HostStager, Returns  # noqa: E402
 from nvme_offload.errors import UsageError  # noqa: E402
 from nvme_offload.hardware.config import AioConfig  # noqa: E402
@@ -34,6 +34,26 @@ def test_a_process_may_take_its_fraction_of_the_gpus_memory(monkeypatch, fractio
     else:
         monkeypatch.setattr(torch.cuda, name, lambda _: fraction, raising=False)
     assert memory_of() == found
+
+
+def test_room_is_left_for_the_peak_without_the_callers_values(monkeypatch):
+    """On a GPU of 1000 bytes, of which a tenth stays free."""
+    statistics = {"allocated_bytes": {"all": {}}, "reserved_bytes": {"all": {"current": 700}}}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (300, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics)
+    whole = "get_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, whole, lambda _: 1.0, raising=False)
+    room = DeviceRoom(torch.device("cuda"), aside=50)
+    peaks = statistics["allocated_bytes"]["all"]
+    peaks["peak"] = 500  # 400 of the passes and 100 of the caller
+    assert room.suffices(100, 350)
+    assert not room.suffices(100, 351)
+    assert not room.has_new_peak()
+    peaks["peak"] = 950  # 500 of the passes and 450 of the caller
+    assert room.has_new_peak()
+    assert not room.suffices(450)
+    assert room.suffices(350)  # the peak is that of 450 bytes of the caller still
+    assert not room.suffices(351)
 
 
 class Event:
