@@ -1,16 +1,17 @@
 """The durable changes that this package makes on a drive, each as two scripts, and a function that
 judges the state after an interruption: old, new, or neither.
 
-The scripts run in a separate process, with `place`, a directory. `before` makes the old state; its
-end syncs nothing.
+The scripts run with `place`, a directory. `before` makes the old state; its end syncs nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from profiles import profile
 
 from nvme_offload.ds_config import edit as ds_config
@@ -62,6 +63,14 @@ class Scene(NamedTuple):
 def script(text: str) -> str:
     """*text* as a program whose arguments are the place and another directory."""
     return _HEAD + text
+
+
+def run_here(text: str, place: Path, scratch: Path) -> None:
+    """Run *text* in this process, which need not import torch again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["-c", str(place), str(scratch)])
+        patch.setenv("XDG_CONFIG_HOME", str(place))
+        exec(script(text), {})
 
 
 def _config(found: Path, _: Path, __: Path) -> str:

@@ -256,7 +256,7 @@ with TensorStore(directory, config) as store:
     thread = threading.Thread(target=swapper.create, args=("d", NBYTES))  # where "a" is, once the drive has it
     thread.start()
     while store.stats().puts == 0:
-        pass
+        thread.join(0.001)  # it waits for memory
     used["b"].share_memory_()
     meet("changed")
     thread.join()

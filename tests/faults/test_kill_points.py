@@ -14,7 +14,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from scenes import SCENES, script
+from scenes import SCENES, run_here, script
 
 KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
@@ -28,17 +28,13 @@ def test_a_kill_leaves_the_old_or_the_new(
     place, scratch = tmp_path / "place", tmp_path / "scratch"
     for directory in (place, scratch):
         directory.mkdir()
-
-    def run(text: str, where: Path, environment: dict[str, str]) -> None:
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script(text), str(where), str(scratch)],
-            check=True,
-            env={**os.environ, **environment},
-        )
-
-    run(scene.before, place, {})
+    run_here(scene.before, place, scratch)
     environment, images = kill_points(place)
-    run(scene.change, place, environment)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script(scene.change), str(place), str(scratch)],
+        check=True,
+        env={**os.environ, **environment},
+    )
     found = sorted(image for image in images.iterdir() if image.is_dir())
     seen = [scene.judge(image, scratch, place) for image in found]
     turn = seen.index("new")
@@ -47,7 +43,7 @@ def test_a_kill_leaves_the_old_or_the_new(
     last = found[turn - 1]
     # an edit in place is for its user to finish
     if not any(path.name.endswith(".before") for path in last.iterdir()):
-        run(scene.change, last, {})
+        run_here(scene.change, last, scratch)
         assert scene.judge(last, scratch, place) == "new"
         assert {path.name for path in last.rglob(".*")} == set()
         assert len(list(last.rglob("*"))) == len(list(place.rglob("*")))

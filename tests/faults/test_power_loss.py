@@ -13,8 +13,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from recorded_drive import FILESYSTEMS, Drive, command, recorded, seen_after_loss
-from scenes import SCENES, script
+from recorded_drive import FILESYSTEMS, Drive, recorded, seen_after_loss
+from scenes import SCENES, run_here
 
 
 @pytest.fixture(params=FILESYSTEMS)
@@ -31,14 +31,10 @@ def test_the_old_or_the_new_is_found(name: str, drive: Drive, tmp_path: Path) ->
     scene = SCENES[name]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-
-    def run(text: str) -> None:
-        command(sys.executable, "-W", "ignore", "-c", script(text), drive.place, scratch)
-
-    run(scene.before)
+    run_here(scene.before, drive.place, scratch)
     os.sync()
     start = drive.now()
-    run(scene.change)
+    run_here(scene.change, drive.place, scratch)
     end = drive.now()
     least, others = seen_after_loss(
         drive, start, end, lambda found: scene.judge(found, scratch, drive.place)
