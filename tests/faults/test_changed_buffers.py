@@ -27,7 +27,7 @@ RESIZED = ("freed", "larger storage", "larger")
 # Runs scripts, a line of JSON each, in new children, and prints their exit statuses. Between "ready"
 # and "changed" the drive is stalled: no write finishes, and no request that follows one starts.
 SERVER = """
-import json, os, sys, threading
+import gc, json, os, sys, threading
 import torch
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
@@ -128,6 +128,8 @@ def run(doors_of, combinations):
         cases = [case.end() for case in cases]
         report({"cases": cases, "others": all(bool((other == 7).all()) for other in others)})
 
+gc.collect()
+gc.freeze()  # a child's end need not visit torch's modules
 while line := sys.stdin.readline():
     script, backend, directory = json.loads(line)
     config = AioConfig(backend=backend, block_size=4096, queue_depth=4)

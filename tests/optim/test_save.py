@@ -358,10 +358,10 @@ def test_a_file_without_states_is_refused_and_changes_nothing(tmp_path, other):
 def test_what_it_computes_grows_with_the_parameters_alone(tmp_path):
     """Calls of functions for each parameter, with a few in each bucket or with many."""
     calls = []
-    for count in (64, 1024):
+    for count in (32, 320):
         params = [torch.nn.Parameter(torch.randn(32, 32).bfloat16()) for _ in range(count)]
         with NVMeOptimizer(
-            params, paths=tmp_path, host_memory=300_000, state_format="compact"
+            params, paths=tmp_path, host_memory=200_000, state_format="compact"
         ) as optimizer:
             set_gradients(params, 0)
             optimizer.step()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
-from processes import finished
+from processes import finished, in_fork
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -188,18 +191,16 @@ def test_an_engine_reads_into_the_pool_and_keeps_the_memory_until_it_is_done(
 
 def test_kernels_may_read_a_vector_beyond_the_end():
     """As torch's fused SGD does, of a momentum buffer in bfloat16."""
-    code = """
-        import ctypes
-        import torch
-        from nvme_offload.io.pool import PinnedPool
+
+    def reads_beyond():
         pool = PinnedPool(4096, False, reserve=1 << 20)
         for nbytes in (4096, 8192, 1 << 20):
             pool.grow(nbytes)
-            memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
+            memory = whole(pool)
             assert memory.numel() == nbytes
             assert ctypes.string_at(memory.data_ptr() + nbytes, 128) == bytes(128)
-    """
-    result = in_child(code)
+
+    result = in_fork(reads_beyond)
     assert result.returncode == 0, result.stderr
 
 
@@ -237,32 +238,26 @@ def without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-LIMITED = """
-    import logging, os, resource, sys
-    import torch
-    from nvme_offload.errors import UnsupportedError
-    from nvme_offload.io.pool import PinnedPool
-
+def locked_under_limits():
     nbytes = 16 << 20
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s", force=True)
     for limit in (8 << 20, 64 << 10):
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
         if os.getuid() == 0:
             os.setuid(65534)  # no limit holds for root
         with PinnedPool(nbytes) as pool:
             print(pool.pinned, pool.pinned_bytes)
-            tensor = torch.frombuffer(pool.memory, dtype=torch.uint8).fill_(3)
+            tensor = whole(pool).fill_(3)
             assert int(tensor.sum()) == 3 * nbytes
         del pool, tensor
         try:
             PinnedPool(nbytes, pin=True)
         except UnsupportedError as error:
             print(error)
-"""
 
 
-def test_under_a_limit_as_much_is_locked_as_it_allows_and_that_is_said():
-    child = in_child(LIMITED)
+def test_under_a_limit_as_much_is_locked_as_it_allows_and_that_is_said(without_cuda):
+    child = in_fork(locked_under_limits)
     assert (child.returncode, child.stderr) == (0, "")
     lines = child.stdout.splitlines()
     assert len(lines) == 6
@@ -470,47 +465,31 @@ def test_the_interpreter_may_end_with_tensors_alive():
     assert (child.returncode, child.stdout, child.stderr) == (0, "end\n", "")
 
 
-FORKED = """
-    import ctypes, gc, os, sys
-    import torch
-    from nvme_offload.errors import UsageError
-    from nvme_offload.io.pool import PinnedPool
+def test_a_forked_child_has_no_pool_and_harms_nothing_when_it_drops_it(without_cuda):
+    nbytes = 4 << 20
+    pools = [PinnedPool(nbytes)]
+    tensors = [whole(pools[0]).fill_(1)]
+    address = tensors[0].data_ptr()
 
-    def refused(use):
-        try:
-            use()
-        except UsageError as error:
-            assert "forked" in str(error), error
-        else:
-            raise AssertionError("not refused")
-
-    NBYTES = 4 << 20
-    pool = PinnedPool(NBYTES)
-    tensor = torch.frombuffer(pool.memory, dtype=torch.uint8).fill_(1)
-    address = tensor.data_ptr()
-    child = os.fork()
-    if child == 0:
-        refused(lambda: pool.take(sys))
-        refused(lambda: pool.memory)
-        repr(pool)
+    def drops_it():
+        for use in (lambda: pools[0].take(sys), lambda: pools[0].memory):
+            with pytest.raises(UsageError, match="forked"):
+                use()
+        repr(pools[0])
         # The child maps other memory at the address of the parent's arena.
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-        MAP_FIXED_NOREPLACE = 0x100000
-        assert libc.mmap(address, NBYTES, 3, 0x22 | MAP_FIXED_NOREPLACE, -1, 0) == address, os.strerror(ctypes.get_errno())
-        ctypes.memset(address, 5, NBYTES)
-        pool.close()
-        del pool, tensor
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        map_fixed_noreplace = 0x100000
+        mapped = libc.mmap(address, nbytes, 3, 0x22 | map_fixed_noreplace, -1, 0)
+        assert mapped == address, os.strerror(ctypes.get_errno())
+        ctypes.memset(address, 5, nbytes)
+        pools[0].close()
+        pools.clear()
+        tensors.clear()
         gc.collect()
-        assert ctypes.string_at(address, NBYTES) == bytes([5]) * NBYTES
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert int(tensor.sum()) == NBYTES
-    sys.exit(status)
-"""
+        assert ctypes.string_at(address, nbytes) == bytes([5]) * nbytes
 
-
-def test_a_forked_child_has_no_pool_and_harms_nothing_when_it_drops_it():
-    child = in_child(FORKED)
+    child = in_fork(drops_it)
     assert (child.returncode, child.stderr) == (0, "")
+    assert int(tensors[0].sum()) == nbytes

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import finished
+from processes import finished, in_fork
 
+from nvme_offload.errors import UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.swap.tier import Tier
 
@@ -89,26 +90,19 @@ def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(tmp_pat
     assert (ended.returncode, said) == (0, [])
 
 
-def test_a_forked_child_is_refused_and_leaves_a_tier_to_its_parent(tmp_path):
-    script = f"""
-import os, sys, torch
-from nvme_offload.errors import UsageError
-from nvme_offload.hardware.config import AioConfig
-from nvme_offload.swap.tier import Tier
-tier = Tier([{str(tmp_path)!r}], AioConfig(direct="auto"), host_memory=1 << 20)
-tier.require(1 << 20)
-value = torch.arange(1 << 10)
-tier.swapper.swap_out("value", value)
-if os.fork() == 0:
-    try:
-        tier.swapper.swap_in("value")
-    except UsageError:
-        sys.exit()
-assert os.wait()[1] == 0
-assert torch.equal(tier.swapper.swap_in("value").view(torch.int64), value)
-"""
-    ended = finished([sys.executable, "-c", script])
+def test_a_forked_child_is_refused_and_leaves_a_tier_to_its_parent(tier):
+    tier.require(1 << 20)
+    value = torch.arange(1 << 10)
+    tier.swapper.swap_out("value", value)
+
+    def uses_it():
+        with pytest.raises(UsageError):
+            tier.swapper.swap_in("value")
+        gc.collect()
+
+    ended = in_fork(uses_it)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
+    assert torch.equal(tier.swapper.swap_in("value").view(torch.int64), value)
 
 
 def test_the_log_says_which_engine_settings_are_in_effect(tmp_path, caplog):
