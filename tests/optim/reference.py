@@ -203,7 +203,7 @@ def train(params: Sequence[torch.Tensor], optimizer: Any, steps: int = 3, first:
         optimizer.step()
 
 
-_FIFTY_STEPS = """
+_MANY_STEPS = """
 import gc, importlib, json, re, sys
 import torch
 from nvme_offload.optim import NVMeOptimizer
@@ -227,10 +227,10 @@ del optimizer
 gc.collect()
 before = most = now()
 with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options) as optimizer:
-    for step in range(50):
+    for step in range(24):
         optimizer.step()
         most = max(most, now())
-        if step % 20 == 10:
+        if step % 12 == 6:
             torch.save(optimizer.state_dict(), path + "/saved")
             optimizer.state_dict()
             optimizer.save(path + "/kept")
@@ -239,7 +239,7 @@ with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options)
 """
 
 
-def taken_by_fifty_steps(
+def taken_by_many_steps(
     path: Path,
     *,
     shapes: Sequence[tuple[int, ...]],
@@ -248,7 +248,7 @@ def taken_by_fifty_steps(
     dtype: str = "float32",
     options: Mapping[str, Any] | None = None,
 ) -> tuple[int, int]:
-    """Bytes of memory that fifty steps of *optimizer*, a class by its name, take at most in a
+    """Bytes of memory that many steps of *optimizer*, a class by its name, take at most in a
     separate process, with state dicts; and bytes of states.
     """
     given = json.dumps([str(path), shapes, dtype, optimizer, host_memory, options or {}])
@@ -259,7 +259,7 @@ def taken_by_fifty_steps(
         "PYTHONPATH": os.pathsep.join(folders),
     }
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _FIFTY_STEPS, given],
+        [sys.executable, "-W", "ignore", "-c", _MANY_STEPS, given],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

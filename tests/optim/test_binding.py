@@ -60,14 +60,14 @@ compared = functools.partial(reference.compared, host_memory=CAP)
 
 
 def changed_between(place, mode, change, kind=torch.optim.AdamW, made=net_of):
-    """Where 20 steps of a net that *made* makes differ from the plain optimizer's; *change* gets the
+    """Where ten steps of a net that *made* makes differ from the plain optimizer's; *change* gets the
     net, its optimizer and the number of the step that follows.
     """
 
     def program(make: Make) -> list[torch.Tensor]:
         net = made()
         optimizer = make(net.parameters())
-        for number in range(20):
+        for number in range(10):
             change(net, optimizer, number)
             step(net, optimizer, number)
         return list(net.parameters())
@@ -124,7 +124,7 @@ def test_one_that_assigns_data_of_another_dtype_and_size(tmp_path, mode):
             [net[3].weight.data, torch.ones(4, 100, dtype=torch.float64)]
         )
         net[3].bias.data = torch.cat([net[3].bias.data, torch.ones(4, dtype=torch.float64)])
-        for number in range(20):
+        for number in range(8):
             hidden = net[1](net[0](torch.randn(8, 40, generator=_generator(number)))).double()
             net[3](net[2](hidden)).square().mean().backward()
             optimizer.step()
@@ -139,8 +139,8 @@ def test_a_cast_between_steps_keeps_states_as_torch_does(tmp_path, name, mode):
     """These go on with states of the old dtype."""
 
     def change(net, _, number):
-        if number in (5, 12):
-            net.to(torch.float64 if number == 5 else torch.float32)
+        if number in (3, 7):
+            net.to(torch.float64 if number == 3 else torch.float32)
 
     assert changed_between(tmp_path, mode, change, OPTIMIZERS[name]) == []
 
@@ -148,9 +148,9 @@ def test_a_cast_between_steps_keeps_states_as_torch_does(tmp_path, name, mode):
 @pytest.mark.parametrize("mode", ["after", "overlapped", "provisional", "accumulated"])
 def test_a_cast_between_backward_and_step(tmp_path, mode):
     def change(net, optimizer, number):
-        if number in (5, 12):
+        if number in (3, 7):
             net(_batch(number, net)).square().mean().backward()
-            net.to(torch.float64 if number == 5 else torch.float32)
+            net.to(torch.float64 if number == 3 else torch.float32)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -288,7 +288,7 @@ def test_parameters_that_leave_and_come_back_have_their_states_again(tmp_path, n
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_states_that_a_program_moves_to_the_parameter_in_place_of_another(tmp_path, mode):
     def change(net, optimizer, number):
-        for layer in {4: (net[0], net[3]), 11: (net[2],)}.get(number, ()):
+        for layer in {3: (net[0], net[3]), 7: (net[2],)}.get(number, ()):
             old, new = layer.weight, torch.nn.Parameter(layer.weight.detach().clone())
             layer.weight = new
             for group in optimizer.param_groups:
@@ -302,10 +302,10 @@ def test_states_that_a_program_moves_to_the_parameter_in_place_of_another(tmp_pa
 def test_parameters_that_are_replaced_begin_anew_as_in_torch(tmp_path, mode):
     def change(net, optimizer, number):
         net.zero_grad()
-        if number in (6, 9):
+        if number in (4, 7):
             values = {key: value.clone() for key, value in net.state_dict().items()}
             net.load_state_dict(values, assign=True)
-        if number == 9:
+        if number == 7:
             optimizer.param_groups[0]["params"] = list(net.parameters())
 
     assert changed_between(tmp_path, mode, change) == []
@@ -319,10 +319,10 @@ def test_layers_that_are_unfrozen_one_after_the_other(tmp_path, name, mode):
         return net
 
     def change(net, _, number):
-        if number in (3, 6):
-            net[2 if number == 3 else 0].requires_grad_(True)
-        if number in (9, 14):
-            net[3].requires_grad_(number == 14)
+        if number in (2, 4):
+            net[2 if number == 2 else 0].requires_grad_(True)
+        if number in (6, 8):
+            net[3].requires_grad_(number == 8)
 
     assert changed_between(tmp_path, mode, change, OPTIMIZERS[name], frozen) == []
 
@@ -334,12 +334,12 @@ def test_parameters_that_change_groups(tmp_path, mode):
         if number == 0:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))], "lr": 0.1})
         first, second = optimizer.param_groups
-        if number == 5:
+        if number == 3:
             second["params"] = [*everything[4:], *second["params"]]
             first["params"] = everything[:4]
-        if number == 10:
+        if number == 5:
             optimizer.param_groups = [second, first]
-        if number == 15:
+        if number == 8:
             second["params"].insert(0, first["params"].pop())
 
     assert changed_between(tmp_path, mode, change) == []
@@ -353,8 +353,8 @@ def test_adapters_that_are_attached_and_merged(tmp_path, mode):
         net = net_of()
         optimizer = make(net.parameters())
         layer, adapter = net[0], None
-        for number in range(20):
-            if number == 5:
+        for number in range(10):
+            if number == 3:
                 net.requires_grad_(False)
                 torch.manual_seed(5)
                 adapter = [
@@ -362,7 +362,7 @@ def test_adapters_that_are_attached_and_merged(tmp_path, mode):
                     torch.nn.Parameter(torch.zeros(4, 40)),
                 ]
                 optimizer.add_param_group({"params": adapter, "weight_decay": 0.0})
-            if number == 12 and adapter is not None:
+            if number == 7 and adapter is not None:
                 with torch.no_grad():
                     layer.weight += adapter[0] @ adapter[1]
                 optimizer.param_groups.pop()
@@ -381,7 +381,7 @@ def test_adapters_that_are_attached_and_merged(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", EACH_MODE)
 def test_a_model_from_meta_whose_parameters_keep_their_objects(tmp_path, mode):
-    """20 steps, with a checkpoint that another optimizer loads."""
+    """Ten steps, with a checkpoint that another optimizer loads."""
 
     def program(make: Make) -> list[torch.Tensor]:
         before = torch.__future__.get_swap_module_params_on_conversion()
@@ -395,11 +395,11 @@ def test_a_model_from_meta_whose_parameters_keep_their_objects(tmp_path, mode):
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.copy_(torch.randn(parameter.shape) / 8)
-            for number in range(20):
-                if number == 4:
+            for number in range(10):
+                if number == 3:
                     net.to(torch.float64)
                     optimizer.state.clear()
-                if number == 12:
+                if number == 6:
                     net, optimizer = resumed(net, optimizer, make, net_of(1).double())
                 step(net, optimizer, number)
         finally:

@@ -16,7 +16,7 @@ from reference import (
     parameters,
     set_gradients,
     smallest,
-    taken_by_fifty_steps,
+    taken_by_many_steps,
     tight,
     train,
     unlike,
@@ -321,9 +321,9 @@ def test_a_budget_is_held_to(tmp_path):
     ],
     ids=str,
 )
-def test_fifty_steps_take_no_more_than_the_budget(tmp_path, options, element_bytes):
+def test_many_steps_take_no_more_than_the_budget(tmp_path, options, element_bytes):
     """With state dicts and saves."""
-    taken, states = taken_by_fifty_steps(
+    taken, states = taken_by_many_steps(
         tmp_path,
         shapes=[(1024, 1024)] * 12,
         dtype="bfloat16",

@@ -19,7 +19,7 @@ from reference import (
     Reference,
     differing,
     parameters,
-    taken_by_fifty_steps,
+    taken_by_many_steps,
     tight,
     train,
     unlike,
@@ -263,8 +263,8 @@ def test_a_cap_that_shows_to_be_too_little_is_reported_with_what_would_do(tmp_pa
 
 
 @pytest.mark.slow
-def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
-    taken, states = taken_by_fifty_steps(
+def test_many_steps_take_no_more_than_the_budget(tmp_path):
+    taken, states = taken_by_many_steps(
         tmp_path, shapes=[(512, 512)] * 16, optimizer="test_odd_states.Odd", host_memory="60MB"
     )
     assert states > 140e6

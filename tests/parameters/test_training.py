@@ -71,7 +71,7 @@ def _checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_views_of_weights_that_are_saved_outside_of_modules_keep_their_values(
     make: Make, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
 ) -> None:
-    model = Blocks()
+    model = Blocks(count=20)
     in_memory, offload = copy.deepcopy(model), make("2MB")
     offload.parameters(model, "cpu", gpu_memory=64 << 10)
     activations = offload.activations(min_bytes=64)
@@ -90,7 +90,7 @@ def test_views_of_weights_that_are_saved_outside_of_modules_keep_their_values(
 
 
 def test_a_model_that_streams_since_inference_mode_can_be_trained(make: Make) -> None:
-    model = Blocks()
+    model = Blocks(count=20)
     in_memory, offload = copy.deepcopy(model), make("2MB")
     with torch.inference_mode():
         offload.parameters(model, "cpu")
@@ -106,13 +106,13 @@ def test_a_model_that_streams_since_inference_mode_can_be_trained(make: Make) ->
 def test_weights_are_the_same_after_others_took_their_place_for_a_while(
     make: Make, tmp_path: Path, dtype: torch.dtype, in_backward: Any
 ) -> None:
-    model = Blocks(dtype=dtype)
+    model = Blocks(dtype=dtype, count=20)
     in_memory, offload = copy.deepcopy(model), make("2MB")
     offload.parameters(model, "cpu")
     options: dict[str, Any] = {"step_in_backward": in_backward, "lr": 1e-2}
     optimizers = (
         offload.optimizer(model.parameters(), **options),
-        NVMeOptimizer(in_memory.parameters(), paths=tmp_path, host_memory="2MB", **options),
+        NVMeOptimizer(in_memory.parameters(), paths=tmp_path, host_memory="1MB", **options),
     )
     averages = [[one.data.clone() for one in in_memory.parameters()] for _ in range(2)]
     for step in range(4):
@@ -169,21 +169,21 @@ def test_the_optimizer_gives_the_weights_of_the_run_in_memory(
     make: Make, tmp_path: Path, mode: str, dtype: torch.dtype
 ) -> None:
     settings, training = MODES[mode]
-    model = Blocks(dtype=dtype)
+    model = Blocks(dtype=dtype, count=20)
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
-    offload.parameters(model, "cpu", host_memory="128KB")
+    offload.parameters(model, "cpu", host_memory="64KB")
     optimizer = offload.optimizer(model.parameters(), lr=1e-2, **settings)
     losses = _train(model, optimizer, dtype, **training)
     with NVMeOptimizer(
-        in_memory.parameters(), paths=tmp_path, host_memory="1MB", lr=1e-2, **settings
+        in_memory.parameters(), paths=tmp_path, host_memory="500KB", lr=1e-2, **settings
     ) as other:
         assert _train(in_memory, other, dtype, **training) == losses
     _assert_equal(model, in_memory)
 
 
 def test_adamw_of_torch_in_memory_gives_the_same_weights(make: Make) -> None:
-    model = Blocks()
+    model = Blocks(count=20)
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
     offload.parameters(model, "cpu")
@@ -295,7 +295,7 @@ def test_a_weight_that_is_looked_at_after_its_provisional_update_keeps_it(
 def test_activations_are_offloaded_with_streamed_parameters(
     make: Make, checkpointing: bool
 ) -> None:
-    model = Blocks(checkpointing)
+    model = Blocks(checkpointing, count=20)
     in_memory = copy.deepcopy(model)
     offload = make("4MB")
     offload.parameters(model, "cpu")
@@ -327,7 +327,7 @@ def test_adapters_train_on_the_device_over_a_frozen_base(
             return self.base(x) + x @ self.down @ self.up
 
     monkeypatch.setattr(setup, "DIVISION", Division(20 << 10, small_bytes=0))
-    model = Blocks(checkpointing=True)
+    model = Blocks(checkpointing=True, count=20)
     model.blocks = nn.ModuleList(map(Adapted, model.blocks))
     in_memory = copy.deepcopy(model)
     make("1MB").parameters(model, "cpu")
@@ -343,7 +343,7 @@ def test_adapters_train_on_the_device_over_a_frozen_base(
 def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
     make: Make, tmp_path: Path
 ) -> None:
-    model = Blocks(dtype=torch.bfloat16)
+    model = Blocks(dtype=torch.bfloat16, count=20)
     offload = make("3MB")
     offload.parameters(model, "cpu")
     optimizer = offload.optimizer(model.parameters(), lr=1e-2, state_format="split")
@@ -352,7 +352,7 @@ def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
     optimizer.save(tmp_path / "states")
     expected = _train(model, optimizer, torch.bfloat16, steps=range(2, 4))
 
-    resumed = Blocks(dtype=torch.bfloat16)
+    resumed = Blocks(dtype=torch.bfloat16, count=20)
     other = make("3MB")
     other.parameters(resumed, "cpu")
     resumed.load_state_dict(state)
@@ -365,12 +365,14 @@ def test_a_training_resumes_from_a_state_dict_and_the_saved_states(
 def test_a_change_by_the_program_between_steps_reaches_the_masters(
     make: Make, tmp_path: Path
 ) -> None:
-    model = Blocks(dtype=torch.bfloat16)
+    model = Blocks(dtype=torch.bfloat16, count=20)
     in_memory = copy.deepcopy(model)
     offload = make("3MB")
     offload.parameters(model, "cpu")
     own = offload.optimizer(model.parameters(), lr=1e-2)
-    with NVMeOptimizer(in_memory.parameters(), paths=tmp_path, host_memory="1MB", lr=1e-2) as other:
+    with NVMeOptimizer(
+        in_memory.parameters(), paths=tmp_path, host_memory="500KB", lr=1e-2
+    ) as other:
         for step in range(3):
             for each, optimizer in ((model, own), (in_memory, other)):
                 _train(each, optimizer, torch.bfloat16, steps=range(step, step + 1))
@@ -421,7 +423,7 @@ def test_selective_checkpoints(make: Make, kept: str, respects: bool | None) -> 
             torch.manual_seed(0)
             self.blocks = nn.ModuleList(
                 nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-                for _ in range(24)
+                for _ in range(12)
             )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -432,7 +434,7 @@ def test_selective_checkpoints(make: Make, kept: str, respects: bool | None) -> 
     model = Checkpointed()
     in_memory = copy.deepcopy(model)
     offload = make("400KB")
-    offload.parameters(model, "cpu", gpu_memory=12 * 4 * WIDTH * WIDTH)
+    offload.parameters(model, "cpu", gpu_memory=6 * 4 * WIDTH * WIDTH)
     own = offload.optimizer(model.parameters(), lr=1e-2, step_in_backward=True)
     losses = _train(model, own)
     assert losses == _train(in_memory, torch.optim.AdamW(in_memory.parameters(), lr=1e-2))
