@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for doors
+sys.path.append(str(Path(__file__).parents[1] / "zero3"))  # for forked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

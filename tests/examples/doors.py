@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -85,12 +86,16 @@ def run(
     *commands: Sequence[str | os.PathLike[str]],
     accelerator: str = "cpu",
     timeout: float = 500,
+    forks: bool = True,
     **environment: str,
 ) -> list[Ended]:
-    """Run *commands* concurrently, as on one machine each, and wait for all."""
+    """Run *commands* concurrently, as on one machine each, and wait for all. Where it *forks*, all
+    their processes come from an interpreter that has imported torch and DeepSpeed.
+    """
     with contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(_started(command, accelerator, environment)) for command in commands
+            stack.enter_context(_started(command, accelerator, environment, forks))
+            for command in commands
         ]
         ended = []
         for process, output in processes:
@@ -117,7 +122,10 @@ def moved(said: str) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _started(
-    command: Sequence[str | os.PathLike[str]], accelerator: str, environment: dict[str, str]
+    command: Sequence[str | os.PathLike[str]],
+    accelerator: str,
+    environment: dict[str, str],
+    forks: bool,
 ) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     variables = {
         **{
@@ -134,10 +142,13 @@ def _started(
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         **environment,
     }
+    command = [*map(os.fspath, command)]
+    if forks and accelerator == "cpu" and command[0] == sys.executable:
+        command[0], variables = str(forked.PYTHON), forked.launching(variables)
     # A file, not a pipe: a process that fills a pipe blocks while another pipe is read.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*map(os.fspath, command)],
+            command,
             env=variables,
             cwd=EXAMPLES,
             stdout=output,

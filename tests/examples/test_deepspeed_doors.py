@@ -91,7 +91,8 @@ def test_too_little_host_memory_is_refused_with_the_numbers(place):
     config = configuration("ds_config_host_memory.json", place / "drive", place)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    (ended,) = run([sys.executable, *script(config, 4)], **address, **rank)
+    # in a new interpreter, as no other test of the script
+    (ended,) = run([sys.executable, *script(config, 4)], forks=False, **address, **rank)
     assert ended.status != 0
     assert ended.losses == []
     (refusal,) = re.findall(r"UsageError: (.*)", ended.said)

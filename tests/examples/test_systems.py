@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from doors import needs
 from processes import finished
@@ -34,13 +34,13 @@ def test_every_system_trains_the_same_model(tmp_path, gpus, request):
     (drive := tmp_path / "drive").mkdir()
     ran = finished(
         [
-            *(sys.executable, "-m", "sweeps.systems", str(drive)),
+            *(forked.PYTHON, "-m", "sweeps.systems", str(drive)),
             *("--model", "tiny", "--batch", "2", "--sequence", "64", "--steps", "3"),
             *("--gpus", str(gpus), "--host-memory", "20MB", "--output", str(tmp_path / "report")),
             *("--systems", ",".join((*trained, "megatrain")), "--fio-bytes", "0"),
         ],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=forked.launching({**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}),
     )
     assert ran.returncode == 0, ran.stderr
     assert not any(drive.iterdir())

@@ -50,7 +50,7 @@ def test_run_starts_accelerate_without_a_change_to_the_script(place):
     script = without_our_lines("train_accelerate.py", place)
     launch = [ACCELERATE[0], *RUN, *ACCELERATE, "--config_file", place / "accelerate.yaml"]
     command = [*launch, "--main_process_port", str(free_port()), script, "--steps", "4"]
-    (ours,) = run_well(command)
+    (ours,) = run_well(command, forks=False)
     assert "host memory for offload" in ours.said
     losses = [float(loss.rpartition(" ")[2]) for loss in ours.losses]
     assert len(losses) == 4
@@ -68,7 +68,7 @@ def test_run_starts_the_deepspeed_launcher(place):
     script = without_our_lines("train_deepspeed.py", place)
     launch = [*DEEPSPEED[1:], "--num_gpus=1", "--master_port", str(free_port())]
     command = [DEEPSPEED[0], *RUN, DEEPSPEED[0], *launch, script, "--deepspeed", plain]
-    (ended,) = run_well(command)
+    (ended,) = run_well(command, forks=False)
     assert "host memory for offload" in ended.said
     assert re.search(r"nvme_offload: step 1: .* waited .* for the drive", ended.said)
 

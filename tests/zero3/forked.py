@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -39,10 +40,15 @@ PRELOADED = (
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.original_muon",
     "deepspeed.module_inject.auto_ep_layer",
-    *(f"nvme_offload.zero3.{name}" for name in ("checkpoint", "overlap", "stages")),
 )
+# Not for users' programs, which have to import what they name.
+OURS = tuple(f"nvme_offload.zero3.{name}" for name in ("checkpoint", "overlap", "stages"))
 # Variables that are read at an import, or before the first.
-AT_IMPORT = ("DS_", "LD_", "MALLOC_", "MKL_", "NVME_OFFLOAD_", "OMP_", "PYTHON", "TORCH", "CUDA_")
+AT_IMPORT = (
+    *("DS_", "LD_", "MALLOC_", "MKL_", "NVME_OFFLOAD_", "OMP_", "PYTHON", "TORCH", "CUDA_"),
+    "FORKED_PYTHON",
+)
+PYTHON = Path(__file__).with_name("forked_python.py")
 _starting = threading.Lock()
 
 
@@ -91,17 +97,9 @@ def start(
     stdout: IO[str],
     stderr: IO[str],
 ) -> Program:
-    """Start the program of *arguments*, a script and its `sys.argv`."""
-    imports = {
-        name: value
-        for name, value in env.items()
-        # torch sets that one, in some tests
-        if name.startswith(AT_IMPORT) and name != "TORCHINDUCTOR_CACHE_DIR"
-    }
+    """Start the program of *arguments*: a script, or what follows `python`, and its arguments."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with _starting:
-        address = _server(json.dumps(imports, sort_keys=True), _inherited())
-    connection.connect(address)
+    connection.connect(server(env))
     with tempfile.TemporaryFile("w+") as request, Path("/proc/self/ns/mnt").open() as mounts:
         # In a file: arguments may be longer than a message.
         json.dump({"arguments": list(arguments), "env": dict(env), "cwd": str(cwd)}, request)
@@ -110,6 +108,26 @@ def start(
         files = array.array("i", [file.fileno() for file in passed])
         connection.sendmsg([b"start"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         return Program(connection)
+
+
+def server(env: Mapping[str, str]) -> str:
+    """Where an interpreter listens that has imported all with the variables *env*."""
+    imports = {
+        name: value
+        for name, value in env.items()
+        # torch sets that one, in some tests
+        if name.startswith(AT_IMPORT) and name != "TORCHINDUCTOR_CACHE_DIR"
+    }
+    with _starting:
+        return _server(json.dumps(imports, sort_keys=True), _inherited())
+
+
+def launching(env: Mapping[str, str]) -> dict[str, str]:
+    """*env* for the program `PYTHON`, which has a user's program forked in place of starting an
+    interpreter. The processes that the program starts are forked, too.
+    """
+    env = {**env, "FORKED_PYTHON": str(PYTHON)}
+    return {**env, "FORKED_SERVER": server(env)}
 
 
 def _inherited() -> str:
@@ -124,7 +142,6 @@ def _inherited() -> str:
 
 @functools.cache
 def _server(imports: str, _: str) -> str:
-    """Where an interpreter listens that has imported all with the variables *imports*."""
     address = str(Path(tempfile.mkdtemp(prefix="forked-"), "socket"))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
@@ -152,40 +169,52 @@ def _server(imports: str, _: str) -> str:
 
 def serve(listener: socket.socket) -> list[str]:
     """Fork programs off this process, and report their ends, until standard input ends; in each of
-    them, return its arguments.
+    them, return its arguments. A program ends with the process that asked for it.
     """
     ends: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    clients: dict[int, int] = {}  # the pidfd of each one's program, by the connection
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(sys.stdin, select.POLLIN)
     while True:
-        for descriptor, _ in poll.poll():
-            if descriptor == sys.stdin.fileno():
-                sys.exit()
-            if descriptor != listener.fileno():
-                pid, connection = ends.pop(descriptor)
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with connection, contextlib.suppress(ConnectionError):  # the client is gone
-                    connection.send(str(status).encode())
-                continue
-            connection, _ = listener.accept()
-            _, files, _, _ = socket.recv_fds(connection, 64, 4)
-            pid = os.fork()
-            if pid == 0:
-                listener.close()
-                for other, (_, there) in ends.items():
-                    os.close(other)
-                    there.close()
-                connection.close()
-                return become(*files)
-            for file in files:
-                os.close(file)
-            connection.send(str(pid).encode())
-            end = os.pidfd_open(pid)
-            ends[end] = (pid, connection)
-            poll.register(end, select.POLLIN)
+        # one at a time: the numbers of closed descriptors are given again
+        (descriptor, _), *_ = poll.poll()
+        if descriptor == sys.stdin.fileno():
+            sys.exit()
+        if descriptor in clients:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ends[clients[descriptor]][0], signal.SIGKILL)
+            poll.unregister(descriptor)
+            continue
+        if descriptor != listener.fileno():
+            pid, connection = ends.pop(descriptor)
+            del clients[connection.fileno()]
+            with contextlib.suppress(KeyError):
+                poll.unregister(connection)
+            poll.unregister(descriptor)
+            os.close(descriptor)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with connection, contextlib.suppress(ConnectionError):  # the client is gone
+                connection.send(str(status).encode())
+            continue
+        connection, _ = listener.accept()
+        _, files, _, _ = socket.recv_fds(connection, 64, 4)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            listener.close()
+            for other, (_, there) in ends.items():
+                os.close(other)
+                there.close()
+            connection.close()
+            return become(*files)
+        for file in files:
+            os.close(file)
+        connection.send(str(pid).encode())
+        end = os.pidfd_open(pid)
+        ends[end], clients[connection.fileno()] = (pid, connection), end
+        poll.register(end, select.POLLIN)
+        poll.register(connection, select.POLLHUP)
 
 
 def become(request: int, stdout: int, stderr: int, mounts: int) -> list[str]:
@@ -206,21 +235,42 @@ def become(request: int, stdout: int, stderr: int, mounts: int) -> list[str]:
     os.environ.update(wanted["env"])
     os.chdir(wanted["cwd"])
     arguments: list[str] = wanted["arguments"]
+    sys.executable = os.environ.get("FORKED_PYTHON", sys.executable)
+    sys.orig_argv = [sys.executable, *arguments]
     return arguments
+
+
+def run(arguments: list[str]) -> None:
+    """Run the program of *arguments* as an interpreter does."""
+    if "FORKED_PYTHON" in os.environ and "sitecustomize" in sys.modules:
+        runpy.run_path(str(sys.modules["sitecustomize"].__file__))
+    while arguments[0] in ("-u", "-W"):
+        if arguments[0] == "-u":
+            for file in (sys.stdout, sys.stderr):
+                file.reconfigure(write_through=True)
+        arguments = arguments[1 + (arguments[0] == "-W") :]
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = arguments[1:], str(Path.cwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[1], vars(sys.modules["__main__"]))
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
     import importlib
 
-    for module in PRELOADED:
+    for module in (*PRELOADED, *(OURS if "FORKED_PYTHON" not in os.environ else ())):
         # Which a release of DeepSpeed may lack.
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # imported modules stay: collections need not visit them
-    sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run(serve(socket.socket(fileno=int(sys.argv[1]))))
     # The beginning of Py_FinalizeEx.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
