@@ -426,6 +426,8 @@ class DeviceStager(HostStager):
         ]
         if self._waits.are_long():
             self._add_places(min(len(self._places), len(upcoming) - len(self._places)))
+        if len(self._places) > PLACES and self._room.has_new_peak():
+            self._drop_places()
         present = {place.ahead for place in self._places}
         vacant = (place for place in self._places if place.glimpse is None)
         for place, (glimpse, source) in zip(
@@ -438,9 +440,18 @@ class DeviceStager(HostStager):
             place.glimpse = glimpse
 
     def _add_places(self, count: int) -> None:
-        each = max(0 if one.memory is None else one.memory.numel() for one in self._places)
-        held = each * len(self._places)
         for _ in range(count):
-            if self._room.suffices(held, each):
+            if self._have_room(1):
                 self._places.append(_Place())
-                held += each
+
+    def _drop_places(self) -> None:
+        """Have fewer places if forward and backward passes need more memory than before."""
+        if not self._have_room(0):
+            torch.cuda.synchronize(self._device)  # copies may use the memory
+            while len(self._places) > PLACES and not self._have_room(0):
+                self._places.pop()
+
+    def _have_room(self, more: int) -> bool:
+        """Whether the memory of the device suffices for the places and *more* of them."""
+        each = max(0 if one.memory is None else one.memory.numel() for one in self._places)
+        return self._room.suffices(each * len(self._places), each * more)

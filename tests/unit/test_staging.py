@@ -223,6 +223,13 @@ def test_values_are_copied_before_their_use_and_are_those_of_the_time(tier, gpu,
     steps(tier, stager, names, contents)
     assert used == [True] * len(names)
     assert PLACES < len(stager._places) <= len(tier.swapper.upcoming(1000))
+    # a pass has needed more memory than before
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceRoom, "has_new_peak", lambda _: True)
+        patch.setattr(DeviceRoom, "suffices", lambda _, held, more: held + more <= 4 * 4096)
+        steps(tier, stager, names, contents)
+        assert len(stager._places) == 4
+    steps(tier, stager, names, contents, count=2)
     stager.drain()
     # another user changes a value that was copied already
     tier.swapper.swap_in("n0").fill_(40)
