@@ -175,9 +175,14 @@ def read_from_the_drive() -> list[str]:
     return [] if read else ["everything was in host memory"]
 
 
+@functools.cache
+def in_memory(program: Callable[..., list[Any]]) -> list[Any]:
+    return program(plain, shared("plain"), first=0, last=STEPS)
+
+
 def compared(program: Callable[..., list[Any]], name: str, **options: Any) -> list[Any]:
     """The differences at the end of *program*, in an uninterrupted and in an interrupted run."""
-    expected = program(plain, shared("plain"), first=0, last=STEPS)
+    expected = in_memory(program)
     place = shared(name)
     whole = program(offloaded(**options), place, first=0, last=STEPS)
     resumed = program(offloaded(**options), place, first=HALF, last=STEPS)

@@ -77,11 +77,17 @@ def test_a_transfer_that_fails_once_changes_nothing(
         offload.close()
 
 
+@functools.cache
+def _in_memory() -> tuple[nn.Sequential, list[torch.Tensor]]:
+    """The model, and what `_step` returns of it."""
+    model = _model()
+    return model, _step(model)
+
+
 def _outcome(offload: Offload, place: Place, error: BaseException) -> str:
     model = _model()
-    in_memory = copy.deepcopy(model)
+    in_memory, expected = _in_memory()
     offload.parameters(model, "cpu")
-    expected = _step(in_memory)
     _step(model)
     came: BaseException | None = None
     top = torch._C._autograd._top_saved_tensors_default_hooks

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from sweeps.formats import main, read_text, render
+from sweeps import apart
+from sweeps.formats import Recipe, main, read_text, render, train
 
 
 def report(compact: list[float]) -> str:
@@ -50,8 +52,20 @@ def test_the_text_is_the_same_every_time_and_its_parts_share_no_file():
 
 
 @pytest.mark.slow
-def test_the_command_trains_and_writes_its_report(tmp_path):
+def test_the_command_trains_and_writes_its_report(tmp_path, monkeypatch):
+    """One of the trainings in its process, and the others in this one."""
     (drive := tmp_path / "drive").mkdir()
+    apart_run, alone = apart.run, threading.Lock()
+
+    def run(module, job, work, timeout):
+        if (job["state_format"], job["seed"]) == ("compact24", 1):
+            return apart_run(module, job, work, timeout)
+        with alone:
+            recipe = Recipe(**job["recipe"])
+            given = {key: value for key, value in job.items() if key != "recipe"}
+            return [{"event": "trained", **train(work, recipe, **given)}], None
+
+    monkeypatch.setattr(apart, "run", run)
     options = "--at-once 2 --layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2"
     arguments = [str(drive), *options.split(), "--formats", "exact,compact24"]
     output = tmp_path / "new" / "formats"
