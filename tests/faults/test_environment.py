@@ -157,14 +157,14 @@ def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
         assert fill(store) >= kept - 1
 
 
-# of which torch takes 300 MB, weights and gradients 640 MB: the optimizer's states, 640 MB, have no
+# of which torch takes 300 MB, weights and gradients 320 MB: the optimizer's states, 320 MB, have no
 # room
-GROUP_BYTES = 1400 << 20
+GROUP_BYTES = 800 << 20
 IN_A_GROUP = """
 import sys, torch
 from nvme_offload.hardware.machine import available_bytes
 from nvme_offload.optim import NVMeOptimizer
-weights = [torch.nn.Parameter(torch.full((4 << 20,), 1.0)) for _ in range(20)]
+weights = [torch.nn.Parameter(torch.full((1 << 20,), 1.0)) for _ in range(40)]
 for weight in weights:
     weight.grad = torch.ones_like(weight)
 assert 0 < available_bytes() < int(sys.argv[2]) // 2, available_bytes()

@@ -801,7 +801,7 @@ def test_thousands_of_engines_leave_nothing_behind(
 def test_eight_threads_read_and_write_shared_and_own_files(
     configure: Configure, directory: Path, random_bytes: RandomBytes
 ) -> None:
-    threads, share, rounds = 8, 300_001, 60
+    threads, share, rounds = 8, 300_001, 24
     known = random_bytes(1_000_003)
     known.tofile(directory / "known")
     with (
