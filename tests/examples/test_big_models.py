@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from doors import needs
 from ports import free_port
@@ -52,10 +52,10 @@ def trained(place, runs, ranks=1):
         whole.append([free_port(), [*SMALL.split(), "--drive", *map(str, drives), *options]])
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     (place / "several.py").write_text(SEVERAL)
-    command = [sys.executable, "-W", "ignore", *launcher * (ranks > 1), place / "several.py"]
+    command = [forked.PYTHON, "-W", "ignore", *launcher * (ranks > 1), place / "several.py"]
     ran = finished(
         [*command, json.dumps(whole)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=forked.launching({**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}),
     )
     assert ran.returncode == 0, ran.stderr
     assert not [*place.glob("*/drive*/*")]

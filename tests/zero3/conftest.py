@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cpu_adam() -> None:
-    """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it."""
-    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+def cpu_adam() -> Iterator[None]:
+    """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it. The variable CPU_ADAM
+    tells `training` what DeepSpeed would find out about the library and the processor.
+    """
+    code = """
+import json
+from cpuinfo import get_cpu_info
+from deepspeed.ops.op_builder import CPUAdamBuilder
+library = CPUAdamBuilder().load().__file__
+print(json.dumps({"library": library, "processor": get_cpu_info()}))
+"""
     done = finished([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"})
     if done.returncode != 0:
         pytest.skip(
             f"DeepSpeed's CPU Adam cannot be compiled here: {(done.stderr or 'it says nothing').splitlines()[-1]}"
         )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPU_ADAM", done.stdout.splitlines()[-1])
+        yield

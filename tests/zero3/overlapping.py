@@ -117,9 +117,15 @@ def growth(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     ahead = {one.__code__ for one in vars(Ahead).values() if inspect.isfunction(one)}
     lines: Counter[bool] = Counter()
 
+    @functools.cache
+    def is_ours(file: str) -> bool:
+        return "nvme_offload" in Path(file).parts
+
     def trace(frame: Any, event: str, _: Any) -> Any:
+        if not is_ours(frame.f_code.co_filename):
+            return None
         lines[frame.f_code in ahead] += event == "line"
-        return trace if "nvme_offload" in Path(frame.f_code.co_filename).parts else None
+        return trace
 
     engine = trained(training, made, 1)
     counts = []

@@ -39,9 +39,8 @@ def found(code):
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("first", ["torch", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_an_import_of_deepspeed_enables(first):
-    lines, said = found(f"import {first}\nimport deepspeed\n{ENABLED}")
+def test_an_import_of_deepspeed_enables():
+    lines, said = found(f"import torch\nimport deepspeed\n{ENABLED}")
     assert lines == ["found False nvme_offload", "found True"]
     assert "nvme_offload" not in said
 

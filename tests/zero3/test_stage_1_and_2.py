@@ -236,7 +236,7 @@ def test_values_pass_through_other_numbers_of_ranks(numbers, tmp_path: Path):
         assert result["end"] == direct[name]["end"], name
 
 
-NUMBERS = (1, 2, 3)
+NUMBERS = (2, 3)
 RESUMED = [
     Case(name="adamw", groups=2, model="blocks", zero={"stage": 1}, section=SMALLEST),
     Case(name="frozen", model="frozen", zero={"stage": 2}, section=SMALLEST),
@@ -292,7 +292,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     program="DeepSpeed ZeRO-1 or 2, {name}, resumed on another number of ranks",
     reference="weights and states as saved; the uninterrupted run on as many ranks",
     steps="4, resumed after 2",
-    ranks="1 to 3, then {ranks}",
+    ranks="2 or 3, then {ranks}",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", NUMBERS)

@@ -113,13 +113,7 @@ LEFT_OUT = {
     "no-states-on-a-drive": Case(parameters="nvme", states="cpu"),
     "unknown-optimizer": Case(optimizer="sign", steps=4),
 }
-ON_TWO_RANKS = (
-    "plain",
-    "all-persistent",
-    "persistent-fp16",
-    "sometimes-clipped",
-    "gathered",
-)
+ON_TWO_RANKS = ("all-persistent", "persistent-fp16", "sometimes-clipped", "gathered")
 
 
 def overlapped(case: Case) -> Case:

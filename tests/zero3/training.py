@@ -103,6 +103,16 @@ def begin(request: dict[str, Any]) -> tuple[IO[str], Any]:
     # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks
     # that outnumber the cores do not stand.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if found := os.environ.get("CPU_ADAM"):
+        # DeepSpeed would examine the compilers for 2 s, and the processor for 1 s in each optimizer.
+        import cpuinfo
+        from deepspeed.ops.op_builder.builder import OpBuilder
+        from torch.utils.cpp_extension import _import_module_from_library
+
+        built = json.loads(found)
+        name, folder = "cpu_adam", str(Path(built["library"]).parent)
+        OpBuilder._loaded_ops[name] = _import_module_from_library(name, folder, True)
+        cpuinfo.get_cpu_info = lambda: built["processor"]
     deepspeed.init_distributed(
         dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl", verbose=False
     )

@@ -5,6 +5,7 @@ DeepSpeed's own op for ranks of one machine would be compiled for the better par
 and spins.
 """
 
+import functools
 import os
 import sys
 
@@ -14,6 +15,11 @@ if "RANK" in os.environ and not any("cpuinfo" in word for word in sys.orig_argv)
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    import cpuinfo
+
+    # which DeepSpeed calls for each optimizer, and takes 1 s
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 # Accelerate looks for GPUs before it takes FSDP; its code for FSDP2 runs without them.
 if "RANK" in os.environ and os.environ.get("ACCELERATE_USE_FSDP") == "true":
