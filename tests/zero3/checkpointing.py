@@ -54,7 +54,7 @@ class Life:
     model: str = ""
     failing: bool = False
     breaking: bool = False
-    looks: bool = True
+    looks: bool = False
 
 
 def main(request: dict[str, Any]) -> None:

@@ -112,7 +112,9 @@ def whole(place: Path) -> Results:
     lives = []
     for name, case in CASES.items():
         target = str(place / name)
-        tools = {"weights": target, "model": f"{target}/16bit"} if name in TOOLS else {}
+        tools: dict[str, Any] = {}
+        if name in TOOLS:
+            tools = {"weights": target, "model": f"{target}/16bit", "looks": True}
         lives.append(Life(name, case.but(zero=GATHER), saves=[[1, target], [2, target]], **tools))
     for name in FROM_CPU:
         target = str(place / f"{name} cpu")
@@ -388,7 +390,7 @@ def test_two_ranks(place: Path) -> None:
     target = str(place / "two")
     case = CASES["both"].but(name="two", sub_group_size=1000, clipping=0.3)
     lives = [
-        Life("two", case, saves=[[2, target]], weights=target, failing=True),
+        Life("two", case, saves=[[2, target]], weights=target, failing=True, looks=True),
         Life("cut", case.but(sub_group_size=1_000_000), first=2, load=target),
         Life("to cpu", on_cpu(case), ours=False, first=2, load=target),
     ]

@@ -166,7 +166,7 @@ def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
     case = Case(groups=2, model="blocks", zero={"stage": stage}, section=SMALLEST)
     ours, stock = str(tmp_path / "ours"), str(tmp_path / "stock")
     lives = [
-        Life("ours", case, saves=[[10, ours]], weights=ours),
+        Life("ours", case, saves=[[10, ours]], weights=ours, looks=True),
         Life("stock", on_cpu(case), ours=False, saves=[[10, stock]]),
         Life("from ours", on_cpu(case), ours=False, first=10, load=ours),
         Life("from stock", case, first=10, load=stock),
