@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import finished
 
 # for launch, models and training, which a script imports too
 sys.path.append(str(Path(__file__).parent))
@@ -36,23 +35,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="DeepSpeed is not installed"))
 
 
+BUILD = """
+import json, os
+
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from cpuinfo import get_cpu_info
+from deepspeed.ops.op_builder import CPUAdamBuilder
+
+library = CPUAdamBuilder().load().__file__
+print(json.dumps({"library": library, "processor": get_cpu_info()}), file=answers, flush=True)
+"""
+
+
 @pytest.fixture(scope="session")
-def cpu_adam() -> Iterator[None]:
+def cpu_adam(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it. The variable CPU_ADAM
     tells `training` what DeepSpeed would find out about the library and the processor.
     """
-    code = """
-import json
-from cpuinfo import get_cpu_info
-from deepspeed.ops.op_builder import CPUAdamBuilder
-library = CPUAdamBuilder().load().__file__
-print(json.dumps({"library": library, "processor": get_cpu_info()}))
-"""
-    done = finished([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"})
-    if done.returncode != 0:
-        pytest.skip(
-            f"DeepSpeed's CPU Adam cannot be compiled here: {(done.stderr or 'it says nothing').splitlines()[-1]}"
-        )
+    from launch import finish, start
+
+    script = tmp_path_factory.mktemp("adam") / "build.py"
+    script.write_text(BUILD)
+    with start([], script.parent, script=script) as (process,):
+        built = finish(process)
+    if built.status != 0:
+        reason = (built.complaints or "it says nothing").splitlines()[-1]
+        pytest.skip(f"DeepSpeed's CPU Adam cannot be compiled here: {reason}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CPU_ADAM", done.stdout.splitlines()[-1])
+        patch.setenv("CPU_ADAM", json.dumps(built.results[0]))
         yield
