@@ -96,7 +96,7 @@ def references_to(storage: Any) -> int:
 
 
 class Slots:
-    """At least *count* slots of *nbytes* each on *device*.
+    """*count* slots of *nbytes* each on *device*; fewer if it has no memory for another one.
 
     There are more for as long as tensors refer to all of them: a slot that a tensor refers to is
     never given to another bucket.
@@ -129,7 +129,12 @@ class Slots:
             if chosen is not None:
                 return chosen
             if len(self._slots) < self.count:
-                return self._add()
+                try:
+                    return self._add()
+                except torch.OutOfMemoryError:
+                    if not self._slots:
+                        raise
+                    self.count = len(self._slots)
             chosen = self._first_to_leave(before)
             if chosen is None:
                 return None

@@ -5,6 +5,7 @@ the drive.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from nvme_offload import Offload
-from nvme_offload.parameters import setup
+from nvme_offload.parameters import setup, slots
 from nvme_offload.parameters.buckets import Division
 
 Make = Callable[..., Offload]
@@ -65,6 +66,31 @@ def test_auto_counts_the_memory_that_the_model_frees(
     offload.parameters(model, "cpu")
     model(torch.randn(ROWS, WIDTH)).sum().backward()
     assert _written(offload) == 0
+
+
+def test_a_gpu_without_memory_for_another_slot_has_fewer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, made = _Layers(), 0
+
+    class Few(slots.Slot):
+        def __init__(self, *args: Any) -> None:
+            nonlocal made
+            if made == 4:
+                raise torch.OutOfMemoryError
+            made += 1
+            super().__init__(*args)
+
+    monkeypatch.setattr(slots, "Slot", Few)
+    model = copy.deepcopy(expected)
+    make(4 * PARAMETERS).parameters(model, "cpu", gpu_memory=2 * PARAMETERS)
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH)
+        for one in (model, expected):
+            one(x).square().mean().backward()
+    assert made == 4
+    for one, same in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one.grad, same.grad)
 
 
 def _train(offload: Offload, *, activations: bool = True, **settings: Any) -> list[int]:
