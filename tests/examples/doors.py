@@ -18,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
 
 import nvme_offload
 from nvme_offload.ds_config import edit as ds_config
+
+sys.path.append(str(Path(__file__).parents[1] / "zero3"))
+import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGE = str(Path(nvme_offload.__file__).parents[1])
