@@ -100,7 +100,7 @@ def test_a_drive_that_fails_at_any_transfer_loses_nothing(tmp_path, monkeypatch,
                     failures.append(error)
                     assert len(failures) < 5, "the failure should have passed"
 
-        faults = functools.partial(Engine, _faults=[(first, 2, FaultKind.FAIL, EIO)])
+        faults = functools.partial(Engine, _faults=[(first, 4, FaultKind.FAIL, EIO)])
         monkeypatch.setattr(nvme_offload.store.store, "Engine", faults)
         net = model(torch.bfloat16)
         with NVMeOptimizer(
