@@ -283,16 +283,18 @@ ADAMS = {
 @pytest.mark.processor
 def test_deepspeeds_adam_goes_on_as_if_it_had_not_ended(cpu_adam: None, place: Path) -> None:
     # It multiplies powers of its betas in every step, and would take them by `pow` after a load: with
-    # 0.999 these differ at step 6, with 0.9 at step 9.
+    # 0.999 these differ at step 6, the first after one load and the last before another, with 0.9 at
+    # step 9.
     lives = []
     for name, case in ADAMS.items():
-        first, second = (str(place / f"adam {name} {number}") for number in (1, 2))
+        first, second, third = (str(place / f"adam {name} {number}") for number in (1, 2, 3))
         lives += [
-            Life(f"{name}, whole", case, last=11, saves=[[5, first]]),
+            Life(f"{name}, whole", case, last=11, saves=[[5, first], [6, third]]),
             Life(f"{name}, resumed", case, first=5, last=11, load=first, saves=[[8, second]]),
         ]
         if name in ("one", "overlap"):  # no step is made otherwise after a second load
             lives.append(Life(f"{name}, again", case, first=8, last=11, load=second))
+            lives.append(Life(f"{name}, later", case, first=6, last=11, load=third))
     universal = ADAM.but(top={"checkpoint": {"load_universal": True}})
     target = str(place / "adam one 1")
     lives.append(Life("one, universal", universal, first=5, last=11, load=target, universal=target))
