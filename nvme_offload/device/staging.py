@@ -441,17 +441,17 @@ class DeviceStager(HostStager):
 
     def _add_places(self, count: int) -> None:
         for _ in range(count):
-            if self._have_room(1):
+            if self._has_room(1):
                 self._places.append(_Place())
 
     def _drop_places(self) -> None:
         """Have fewer places if forward and backward passes need more memory than before."""
-        if not self._have_room(0):
+        if not self._has_room(0):
             torch.cuda.synchronize(self._device)  # copies may use the memory
-            while len(self._places) > PLACES and not self._have_room(0):
+            while len(self._places) > PLACES and not self._has_room(0):
                 self._places.pop()
 
-    def _have_room(self, more: int) -> bool:
+    def _has_room(self, more: int) -> bool:
         """Whether the memory of the device suffices for the places and *more* of them."""
         each = max(0 if one.memory is None else one.memory.numel() for one in self._places)
         return self._room.suffices(each * len(self._places), each * more)

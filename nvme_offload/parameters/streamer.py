@@ -355,7 +355,7 @@ class Streamer:
         self.slots.trim(self._empty)
         if self._room is not None:
             self._leave_room(self._room)
-            while self.slots.count < len(self._buckets) and self._have_room(1, self._room):
+            while self.slots.count < len(self._buckets) and self._has_room(1, self._room):
                 self.slots.count += 1
 
     def _leave_room(self, room: DeviceRoom) -> None:
@@ -363,11 +363,11 @@ class Streamer:
         longer sequences.
         """
         if self.slots.count > self._least_slots and room.has_new_peak():
-            while self.slots.count > self._least_slots and not self._have_room(0, room):
+            while self.slots.count > self._least_slots and not self._has_room(0, room):
                 self.slots.count -= 1
             self.slots.trim(self._empty)
 
-    def _have_room(self, more: int, room: DeviceRoom) -> bool:
+    def _has_room(self, more: int, room: DeviceRoom) -> bool:
         """Whether the GPU has memory for *more* slots."""
         there, wanted = self.slots.nbytes, (self.slots.count + more) * self.slots.each_nbytes
         return room.suffices(there, wanted - there)
