@@ -37,7 +37,7 @@ def outside_of_all_modes() -> Iterator[None]:
 
 def check_no_capture(cannot: str) -> None:
     """Raises: UnsupportedError while the current stream captures a CUDA graph, of which a replay would
-    not call this package. *cannot*: what such a graph cannot do, and a remedy.
+    not call this package. *cannot*: the operation that the graph cannot contain, and a remedy.
     """
     cuda: Any = torch.cuda
     if cuda.is_initialized() and cuda.is_current_stream_capturing():

@@ -31,7 +31,7 @@ from .slots import Slot, Slots
 # Buckets that are fetched before their use. With fewer, the GPU waits; with more, their copies delay
 # copies of optimizer states, which are needed earlier.
 AHEAD = 3
-_USES_A_LOOK = 4  # at the GPU's memory, where slots take what is free
+_USES_A_LOOK = 4  # at the GPU's memory, where slots take all free memory
 
 # Writes the values of parameters to the memory of each.
 Load = Callable[[Mapping[torch.Tensor, torch.Tensor]], None]

@@ -79,7 +79,7 @@ def test_a_transfer_that_fails_once_changes_nothing(
 
 @functools.cache
 def _in_memory() -> tuple[nn.Sequential, list[torch.Tensor]]:
-    """The model, and what `_step` returns of it."""
+    """The model, and the result of `_step` for it."""
     model = _model()
     return model, _step(model)
 

@@ -368,7 +368,7 @@ def _kilobytes(name: str) -> int:
 
 
 def _made(layers: int) -> nn.Module:
-    """A model of *layers* of 64 MiB: malloc gives back what is larger than 32 MiB."""
+    """A model of *layers* of 64 MiB: malloc returns tensors above 32 MiB to the kernel."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(layers)))
     for parameter in model.to_empty(device="cpu").parameters():

@@ -52,7 +52,7 @@ def test_room_is_left_for_the_peak_without_the_callers_values(monkeypatch):
     peaks["peak"] = 950  # 500 of the passes and 450 of the caller
     assert room.has_new_peak()
     assert not room.suffices(450)
-    assert room.suffices(350)  # the peak is that of 450 bytes of the caller still
+    assert room.suffices(350)  # the peak still counts 450 bytes of the caller
     assert not room.suffices(351)
 
 

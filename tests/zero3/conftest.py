@@ -51,7 +51,7 @@ print(json.dumps({"library": library, "processor": get_cpu_info()}), file=answer
 @pytest.fixture(scope="session")
 def cpu_adam(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it. The variable CPU_ADAM
-    tells `training` what DeepSpeed would find out about the library and the processor.
+    passes to `training` the library and the processor that DeepSpeed would look for.
     """
     from launch import finish, start
 

@@ -41,7 +41,7 @@ PRELOADED = (
     "deepspeed.runtime.zero.muon.original_muon",
     "deepspeed.module_inject.auto_ep_layer",
 )
-# Not for users' programs, which have to import what they name.
+# Not for users' programs, which have to import every module that they name.
 OURS = tuple(f"nvme_offload.zero3.{name}" for name in ("checkpoint", "overlap", "stages"))
 # Variables that are read at an import, or before the first.
 AT_IMPORT = (
@@ -97,7 +97,7 @@ def start(
     stdout: IO[str],
     stderr: IO[str],
 ) -> Program:
-    """Start the program of *arguments*: a script, or what follows `python`, and its arguments."""
+    """Start the program of *arguments*: a script, or options of `python`, and its arguments."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(server(env))
     with tempfile.TemporaryFile("w+") as request, Path("/proc/self/ns/mnt").open() as mounts:

@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -IS
-"""In place of an interpreter that a launcher starts: has its program forked, see `forked.launching`."""
+"""In place of an interpreter that a launcher starts: it asks for a fork that runs the program, see `forked.launching`."""
 
 import array
 import json
