@@ -42,6 +42,7 @@ from .reader import (
     shape_of,
 )
 from .replacing import replaced
+from .updates import quiesce
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -58,7 +59,10 @@ SCALER = "torch_autocast_gradscaler"
 def in_users_groups(
     stage3: Stage3, masters: list[torch.Tensor] | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which *stage3* shows the user's sub-groups, with *masters*, to DeepSpeed."""
+    """Context in which *stage3* shows the user's sub-groups, with *masters*, to DeepSpeed. Called after
+    pending updates, which read the lists of our sub-groups in another thread.
+    """
+    quiesce(stage3.tier)
     groups = stage3.user_sub_groups
     first = [group[0] for group in groups]
     shown = {

@@ -244,6 +244,8 @@ def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
         forward(training, engine)
         result["then"] = after(gather)
     looks = {
+        # a part of a save, which shows DeepSpeed other lists of sub-groups than updates need
+        "shapes": engine._get_zero_param_shapes,
         "saved": lambda: engine.save_checkpoint(str(Path(request["directory"], "kept"))),
         "fragment": lambda: utils.safe_get_full_fp32_param(params[0]),
         "state": lambda: engine.optimizer.state,
