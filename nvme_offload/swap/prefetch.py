@@ -40,6 +40,7 @@ class Prefetcher:
         self._residency = residency
         self._need = need
         self._hints: OrderedDict[str, None] = OrderedDict()  # not acted on yet
+        self._again: list[int] = []  # positions before the cursor whose memory was freed
 
     def hint(self, names: Iterable[str]) -> None:
         """Expect *names* next, in this order; ignores unknown ones and the followed order."""
@@ -67,8 +68,12 @@ class Prefetcher:
     def on_discard(self, value: Value) -> None:
         """Return to the next use of *value*: memory that was reserved for it is free."""
         position = self._order.next_use(value.name)
-        if position is not None:
-            self.cursor = min(self.cursor, position)
+        if position is None or position >= self.cursor:
+            return
+        if self._blocks.placed == len(self._values):
+            self._again.append(position)  # all other values are in memory
+        else:
+            self.cursor = position
 
     def restart(self) -> None:
         """Begin at the next use, and stop counting values as prefetched."""
@@ -79,6 +84,7 @@ class Prefetcher:
             if value.state == State.RESERVED and value is not self._need.value:
                 self._blocks.drop(value)
         prefetched.values.clear()
+        self._again.clear()
         self.cursor = self._order.now
 
     def on_idle(self, value: Value) -> None:
@@ -135,27 +141,30 @@ class Prefetcher:
             del hints[name]
         if not order.followed:
             return
+        again, self._again = sorted(self._again), []
+        for position in again:
+            if order.now <= position < self.cursor and not self._visit(position):
+                self.cursor = position
         last = min(order.now + len(order.period), self.cursor + _POSITIONS_PER_CALL)
-        while self.cursor < last:
-            position = self.cursor
-            use = order.at(position)
-            self._blocks.operations += 1
-            value = self._values.get(use.name)
-            if value is None:
-                if order.foretold:
-                    return  # the value will be created later, and the uses after it are far away
-                if use.created and not self._reserve(use.name, use.nbytes, position):
-                    return
-            elif (
-                use.created
-                and value is not self._need.value
-                and (value.block is None or value.block.reclaimable)
-            ):
-                if not self._prepare_create(value, use.nbytes, position):
-                    return
-            elif not self._prefetch(value, position, position):
-                return
-            self.cursor = position + 1
+        while self.cursor < last and self._visit(self.cursor):
+            self.cursor += 1
+
+    def _visit(self, position: int) -> bool:
+        """Load or reserve memory for the use at *position*; whether the cursor may advance."""
+        order, use = self._order, self._order.at(position)
+        self._blocks.operations += 1
+        value = self._values.get(use.name)
+        if value is None:
+            if order.foretold:
+                return False  # the value will be created later, and the uses after it are far away
+            return not use.created or self._reserve(use.name, use.nbytes, position)
+        if (
+            use.created
+            and value is not self._need.value
+            and (value.block is None or value.block.reclaimable)
+        ):
+            return self._prepare_create(value, use.nbytes, position)
+        return self._prefetch(value, position, position)
 
     def _fits(self, size: int) -> bool:
         """Whether *size* more bytes may be prefetched: with residents, all transient memory."""

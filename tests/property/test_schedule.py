@@ -885,9 +885,9 @@ def there_and_back(count: int, size: int) -> Iterator[Call]:
         yield Call("release", f"v{number}", size, False)
 
 
-def zero3(count: int, size: int) -> Iterator[Call]:
+def zero3(count: int, size: int, at_the_end: bool = False) -> Iterator[Call]:
     """Of every 7 values 4 are parameters, 1 their gradients and 2 their states; forward, backward
-    and update.
+    and update. Gradients are discarded after their update, or after all updates *at_the_end*.
     """
     groups = max(count // 7, 1)
     parameters = [[f"p{group}.{number}" for number in range(4)] for group in range(groups)]
@@ -901,7 +901,7 @@ def zero3(count: int, size: int) -> Iterator[Call]:
             yield Call("release", f"g{index}", 4 * size, True)
     for index, group in enumerate(parameters):
         yield Call("need", f"g{index}", 4 * size, False)
-        yield Call("discard", f"g{index}", 4 * size, False)
+        yield Call("release" if at_the_end else "discard", f"g{index}", 4 * size, False)
         states = [f"s{index}.{number}" for number in range(2)]
         for name in states:
             yield Call("need", name, 6 * size, True)
@@ -910,6 +910,8 @@ def zero3(count: int, size: int) -> Iterator[Call]:
             yield Call("release", name, size, True)
         for name in states:
             yield Call("release", name, 6 * size, True)
+    for index in range(groups if at_the_end else 0):
+        yield Call("discard", f"g{index}", 4 * size, False)
 
 
 ORDERS: dict[str, Callable[[int, int], Iterator[Call]]] = {
@@ -1000,6 +1002,24 @@ def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
     assert few.operations < 8
     assert many.operations <= 1.2 * few.operations
     assert many.bytes_moved / many.uses <= 1.1 * few.bytes_moved / few.uses
+
+
+@pytest.mark.parametrize("count", [64, 1024])
+def test_a_discard_looks_at_few_values_where_all_are_in_memory(count):
+    calls = list(zero3(count, PAGE, at_the_end=True))
+    schedule = Schedule(2 * sum({call.name: call.nbytes for call in calls}.values()))
+    drive = Drive(schedule)
+    for _ in range(4):
+        discards = operations = 0
+        for call in calls:
+            before = schedule.blocks.operations
+            drive.do(call)
+            if call.action == "discard":
+                discards += 1
+                operations += schedule.blocks.operations - before
+        schedule.step()
+    assert discards == count // 7
+    assert operations <= 3 * discards
 
 
 @pytest.mark.parametrize("count", [256, 4096])
