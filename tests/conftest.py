@@ -60,6 +60,8 @@ FITHAW = 0xC0045878
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that this file reads."""
+    # Imports and thousands of items make much garbage collection find nothing.
+    gc.disable()
     with contextlib.suppress(ImportError):  # tests/gpu do without it
         from hypothesis import HealthCheck, settings
 
@@ -109,6 +111,12 @@ LONGEST = (
     *("test_stage_1_and_2.py", "test_parity.py", "test_interrupts.py", "test_weights_alone.py"),
     "test_ranks.py",
 )
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but for what was imported and found."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,13 +4,15 @@ of stock DeepSpeed with `device: "cpu"`.
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
-
-pytest.importorskip("transformers")
-
-from launch import differences  # where there is transformers
+from launch import differences
 from parity_models import CASES, pairs
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 HANDFUL = {  # and their steps
     "llama": 3,
     "t5": 3,
