@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import UnsupportedError, UsageError
 from ..files import commit
-from .drive import describe
+from .drive import Drive, describe
 from .profile import Profile, Setting
 from .profile_grade import grade
 
@@ -61,7 +61,11 @@ def find(path: str | os.PathLike[str]) -> Profile:
     Raises: UnsupportedError when there is none, with the command that makes one; UsageError when the
     file is damaged or of an unknown schema; OSError.
     """
-    drive = describe(_nearest(path))
+    return of_drive(describe(_nearest(path)))
+
+
+def of_drive(drive: Drive) -> Profile:
+    """The profile of *drive*. Raises: as `find`."""
     kept = directory() / f"{drive.identity}.json"
     command = f"`nvme-sweep {shlex.quote(drive.path)}`"
     try:
@@ -95,11 +99,10 @@ def chosen(path: str | os.PathLike[str]) -> Setting:
 _warned: set[tuple[str, str]] = set()  # drives and dates of their profiles
 
 
-def swept_elsewhere(path: str | os.PathLike[str]) -> Profile | None:
-    """The profile of a drive that was swept at *path* and is not mounted there now, or was replaced;
-    None when the drive that *path* is on now has a profile. Raises: UnsupportedError; OSError.
+def swept_elsewhere(drive: Drive) -> Profile | None:
+    """The profile of another drive that was swept at the path of *drive* and is not mounted there
+    now, or was replaced; None when *drive* has a profile. Raises: UnsupportedError; OSError.
     """
-    drive = describe(_nearest(path))
     if (directory() / f"{drive.identity}.json").exists():
         return None
     place = Path(drive.path)

@@ -530,7 +530,7 @@ def _check_place(path: str) -> None:
         return
     swept_here = False
     with contextlib.suppress(OffloadError, OSError):
-        swept = profile_shelf.swept_elsewhere(path)
+        swept = profile_shelf.swept_elsewhere(drive)
         if swept is not None:
             was = " ".join(filter(None, (swept.drive["model"], swept.drive["device"])))
             _log.warning(
@@ -538,7 +538,7 @@ def _check_place(path: str) -> None:
                 *(path, drive.device, was, path),
             )
             return
-        swept_here = Path(drive.path).is_relative_to(profile_shelf.find(path).drive["path"])
+        swept_here = Path(drive.path).is_relative_to(profile_shelf.of_drive(drive).drive["path"])
     if not swept_here and Path(path).stat().st_dev == Path("/").stat().st_dev:
         _log.warning(
             "%s is on the root filesystem: check that its drive is mounted. If the states should go there, run `nvme-sweep %s`, which ends this warning",

@@ -192,5 +192,5 @@ def test_a_path_that_was_swept_on_another_drive_is_reported_once(
 
 def test_what_is_mounted_below_a_swept_place_is_another_place(tmp_path: Path) -> None:
     profile_shelf.keep(profile_of(tmp_path, identity="0" * 32, mount_point="/"))
-    found = profile_shelf.swept_elsewhere(tmp_path)
+    found = profile_shelf.swept_elsewhere(describe(tmp_path))
     assert (found is None) == (describe(tmp_path).mount_point != "/")
