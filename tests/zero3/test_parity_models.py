@@ -13,6 +13,7 @@ from parity_models import CASES, pairs
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
+SLOW = ("t5", "mixtral", "llama, Accelerate")
 HANDFUL = {  # and their steps
     "llama": 3,
     "t5": 3,
@@ -24,8 +25,12 @@ HANDFUL = {  # and their steps
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return pairs({name: CASES[name] for name in HANDFUL}, tmp_path_factory.mktemp("drive"))
+def results(tmp_path_factory, request):
+    """The results of those programs that the tests of this run are for."""
+    names = [
+        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+    ]
+    return pairs({name: CASES[name] for name in names}, tmp_path_factory.mktemp("drive"))
 
 
 @pytest.mark.processor
@@ -34,12 +39,15 @@ def results(tmp_path_factory):
     [
         pytest.param(
             name,
-            marks=pytest.mark.outside(
-                program="DeepSpeed ZeRO-3, {name}",
-                reference='DeepSpeed with `"device": "cpu"`',
-                steps=steps,
-                ranks=1,
-            ),
+            marks=[
+                pytest.mark.outside(
+                    program="DeepSpeed ZeRO-3, {name}",
+                    reference='DeepSpeed with `"device": "cpu"`',
+                    steps=steps,
+                    ranks=1,
+                ),
+                *([pytest.mark.slow] if name in SLOW else []),
+            ],
         )
         for name, steps in HANDFUL.items()
     ],

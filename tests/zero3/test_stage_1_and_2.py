@@ -64,10 +64,11 @@ IN_STAGE_2 = {
 
 
 # Stages 1 and 2 share the code that all other cases run.
-IN_STAGE_1 = {
-    name: IN_EITHER[name] for name in ("fp32", "overflow", "accumulation", "everything-fits")
+IN_STAGE_1 = {name: IN_EITHER[name] for name in ("overflow", "accumulation", "everything-fits")}
+SLOW = {
+    *("sgd", "momentum", "nadam", "several-kinds-of-states", "tied", "checkpointed"),
+    *("accumulation-in-fp32", "default-dtype", "missing-gradients-last"),
 }
-SLOW = {"sgd", "momentum", "nadam", "several-kinds-of-states", "tied", "checkpointed"}
 
 
 def in_stage(stage: int, cases: dict[str, Case]) -> list[Case]:

@@ -102,10 +102,7 @@ BY_RELEASE = {
     "last-gradients",
     "two-engines-in-one-budget",
 }
-QUICK = {
-    *("plain", "sometimes-clipped", "fp16-overflow", "evaluation", "saved", "fragments"),
-    *("persistent", "split", "two-engines-in-one-budget"),
-}
+QUICK = {"plain", "sometimes-clipped", "fp16-overflow", "evaluation", "saved", "persistent"}
 # at the speed of the machine, not when they are awaited
 AT_ONCE = ("plain", "accumulation", "evaluation", "fp16-overflow", "split", "gathered")
 # all updates are made in `step`
@@ -288,7 +285,7 @@ def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     assert result["orders"] == 5 * [result["all"]]
 
 
-@covering(bucket=[0, 20_000], evaluate=[False, True])
+@covering(pairs=False, bucket=[0, 20_000], evaluate=[False, True])
 def test_whatever_turns_updates_and_a_forward_pass_take_nothing_is_read_twice(
     tmp_path, evaluate, bucket
 ):
