@@ -23,7 +23,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
-from processes import finished
 from reference import (
     Lion,
     batch,
@@ -1109,28 +1108,6 @@ def test_a_child_does_not_wait_for_what_never_comes(tmp_path, monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     optimizer.close()
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
-
-
-_AT_EXIT = """
-import atexit, sys
-import torch
-from nvme_offload.optim import NVMeOptimizer
-
-net = torch.nn.Linear(300, 300)
-torch.nn.init.constant_(net.weight, 0.5)
-atexit.register(lambda: print(float(net.weight[0, 0])))
-optimizer = NVMeOptimizer(net.parameters(), torch.optim.SGD, lr=0.125, paths=sys.argv[1], overlap_step=True)
-for _ in range(3):
-    net.weight.grad = torch.ones(300, 300)
-    optimizer.step()
-"""
-
-
-def test_the_process_ends_after_the_updates(tmp_path):
-    ran = finished([sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)])
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "0.125\n"
-    assert os.listdir(tmp_path) == []  # noqa: PTH208
 
 
 def test_a_thread_that_dies_gives_the_lock_back():

@@ -67,9 +67,17 @@ def test_what_the_collector_abandons_goes_at_the_next_use(tier):
 
 
 LEFT_OPEN = """
-import sys, torch
-path = sys.argv[1]
+import atexit, sys
+atexit.register(lambda: print(*(float(one[0, 0]) for one in updated)))  # after all finalizers
+import torch
+path, tests = sys.argv[1:]
+sys.path.append(tests)
+from late import only_when_awaited
 from nvme_offload import NVMeOptimizer, save_on_nvme
+updated = [torch.nn.Parameter(torch.full((300, 300), 0.5)) for _ in range(2)]
+queue = NVMeOptimizer(
+    [{"params": one} for one in updated], torch.optim.SGD, lr=0.125, paths=path, overlap_step=True
+)
 weights = [torch.nn.Parameter(torch.randn(512, 512)) for _ in range(6)]
 optimizer = NVMeOptimizer(weights, paths=path, host_memory="9MB")
 for weight in weights:
@@ -80,14 +88,25 @@ values = torch.randn(512, 512, requires_grad=True)
 with offload:
     for _ in range(16):
         values = values.sin()
+late = only_when_awaited()
+late.__enter__()
+for _ in range(3):
+    for one in updated:
+        one.grad = torch.ones(300, 300)
+    queue.step()
 """
 
 
 def test_objects_left_open_are_closed_in_order_when_the_interpreter_ends(tmp_path):
-    """torch has registered its finalizers by then, so finalizers registered later run earlier."""
-    ended = finished([sys.executable, "-W", "ignore", "-c", LEFT_OPEN, str(tmp_path)])
+    """torch has registered its finalizers by then, so finalizers registered later run earlier. The
+    last updates under a next forward pass are made.
+    """
+    ended = finished(
+        [sys.executable, "-W", "ignore", "-c", LEFT_OPEN, tmp_path, Path(__file__).parents[1]]
+    )
     said = [line for line in ended.stderr.splitlines() if "is on the root filesystem" not in line]
-    assert (ended.returncode, said) == (0, [])
+    assert (ended.returncode, said, ended.stdout) == (0, [], "0.125 0.125\n")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_forked_child_is_refused_and_leaves_a_tier_to_its_parent(tier):
