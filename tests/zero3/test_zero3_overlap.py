@@ -191,14 +191,14 @@ def test_bits_are_the_same_at_any_speed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path_factory):
-    cases = {name: CASES[name] for name in ON_TWO_RANKS}
-    results = both(cases, tmp_path_factory, ranks=2)
-    mine = list(map(overlapped, cases.values()))
-    at_once = train(mine, tmp_path_factory.mktemp("drive"), ranks=2)
-    for (name, (late, reference)), other in zip(results.items(), at_once, strict=True):
-        for found in (late, other):
-            assert differences(found, reference) == [], name
-            assert found["traffic"]["overlapped"] > 1
+    results = both({name: CASES[name] for name in ON_TWO_RANKS}, tmp_path_factory, ranks=2)
+    for name, (late, reference) in results.items():
+        assert differences(late, reference) == [], name
+        assert late["traffic"]["overlapped"] > 1
+    # at the speed of the machine
+    mine = [overlapped(CASES["sometimes-clipped"])]
+    (found,) = train(mine, tmp_path_factory.mktemp("drive"), ranks=2)
+    assert differences(found, results["sometimes-clipped"][1]) == []
 
 
 @pytest.mark.slow  # compiles that Adam
@@ -330,7 +330,7 @@ def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, repor
 def test_whichever_transfer_fails_a_load_goes_on_with_the_same_bits(tmp_path, count):
     case = STREAMED.but(parameters="nvme", clipping=0.3)
     # of those from the first checkpoint to the end; few are reported where one fails alone
-    transfers = list(range(350, 700, 17 if count == 1 else 34))
+    transfers = list(range(350, 700, 34))
     result = run(tmp_path, "broken", case, transfers=transfers, count=count)
     assert result["differing"] == []
     reported = result["reported"]
