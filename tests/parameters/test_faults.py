@@ -132,7 +132,7 @@ def test_after_an_exception_at_any_line_the_next_step_is_right_or_refused(
     assert len(found) > 150
     wrong = {}
     # of neighbouring lines one
-    chosen = each_line(found)[::2] if every else sample(found, 30)
+    chosen = each_line(found)[::2] if every else sample(found, 15)
     for number, place in enumerate(chosen):
         error = (KeyboardInterrupt(), MemoryError())[number % 2]
         offload = make("64KB")
