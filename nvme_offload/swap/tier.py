@@ -20,6 +20,7 @@ from ..hardware.config import AioConfig
 from ..hardware.drive import describe, filesystem_space
 from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
+from ..io.weak_list import WeakList
 from ..sizes import AUTO_SHARE, overflow
 from ..store.store import TensorStore, paths_of
 from ..units import format_bytes, parse_bytes
@@ -50,7 +51,7 @@ class SharedMemory:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.lock = threading.RLock()
-        self._tiers: weakref.WeakSet[Tier] = weakref.WeakSet()
+        self._tiers: WeakList[Tier] = WeakList()
 
     def add(self, tier: Tier) -> None:
         """Let *tier* use this memory, until it is closed."""
@@ -58,13 +59,13 @@ class SharedMemory:
 
     def left_bytes(self, besides: Tier | None = None) -> int:
         """The bytes that no tier claims, *besides* not counted."""
-        claimed = sum(tier.claimed_bytes for tier in list(self._tiers) if tier is not besides)
+        claimed = sum(tier.claimed_bytes for tier in self._tiers.items() if tier is not besides)
         return max(self.nbytes - claimed, 0)  # every tier claims whole pages
 
     @property
     def needed_bytes(self) -> int:
         """The bytes in which no tier would use a drive."""
-        return sum(max(tier.claimed_bytes, tier.needed_bytes) for tier in list(self._tiers))
+        return sum(max(tier.claimed_bytes, tier.needed_bytes) for tier in self._tiers.items())
 
 
 class Share(int):

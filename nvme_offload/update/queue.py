@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..io.section import give_back
+from ..io.weak_list import WeakList
 
 # A signal that comes just before a thread blocks does not wake it. Source: acquire_timed of
 # CPython's Modules/_threadmodule.c, which looks at signals once the lock is taken or a signal has
@@ -22,7 +23,7 @@ from ..io.section import give_back
 _SIGNAL_SECONDS = 0.5
 # The thread of a queue without jobs looks this often whether the queue still exists.
 _LOOK_SECONDS = 5.0
-_queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
+_queues: WeakList[UpdateQueue] = WeakList()
 
 
 class Pending:
@@ -390,19 +391,19 @@ def wait_for(condition: threading.Condition, is_true: Callable[[], bool]) -> Non
 
 def quiesce_all() -> None:
     """Return when no queue of this process makes jobs, or will without a further call."""
-    for queue in list(_queues):
+    for queue in _queues.items():
         queue.quiesce()
 
 
 def wait_for_all() -> None:
     """Return when all jobs of this process are made. Raises: the error of a job."""
-    for queue in list(_queues):
+    for queue in _queues.items():
         queue.wait()
 
 
 def queues() -> list[UpdateQueue]:
     """The queues of this process."""
-    return list(_queues)
+    return _queues.items()
 
 
 def _work(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:

@@ -39,7 +39,7 @@ from nvme_offload import save_on_nvme
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
-from nvme_offload.update.queue import Job, UpdateQueue, wait_for
+from nvme_offload.update.queue import Job, UpdateQueue, queues, wait_for
 
 pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
@@ -1108,6 +1108,23 @@ def test_a_child_does_not_wait_for_what_never_comes(tmp_path, monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     optimizer.close()
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_queues_are_listed_while_a_thread_makes_one():
+    """Every update lists them, and an optimizer may be made meanwhile."""
+    made = [UpdateQueue()]
+
+    def in_between(*_):
+        made.append(UpdateQueue())
+        return in_between
+
+    sys.settrace(in_between)  # for each line
+    try:
+        found = queues()
+    finally:
+        sys.settrace(None)
+    assert len(made) > 1
+    assert made[0] in found
 
 
 def test_a_thread_that_dies_gives_the_lock_back():
