@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from ..device.staging import CPU
 from ..errors import InvariantError
 from ..optimizer_states import compiling
-from ..optimizer_states.traits import known
+from ..optimizer_states.traits import known, raw_step
 from ..update.queue import Job, Pending, UpdateQueue, quiesce_all
 from . import compat
 from .once_per_step import has_hooks, replaces_step
@@ -186,14 +186,18 @@ class Overlap(UpdateQueue):
     # In the thread.
 
     def _make(self, index: int, factor: Any, like: Any) -> Any:
-        stage3 = self._stage3
+        stage3, optimizer = self._stage3, self._optimizer
         swapper = stage3.tier.swapper
         before = swapper.stats().waited_seconds
+        # Hooks that the program has added since the step are for its next steps.
+        step = functools.partial(raw_step(optimizer), optimizer)
         try:
             with like():
-                step = functools.partial(stage3.step_sub_group, index, self._optimizer)
-                stage3.update(index, factor, step)
-                self._drive_seconds += swapper.stats().waited_seconds - before
+                stage3.update(
+                    index, factor, functools.partial(stage3.step_sub_group, index, optimizer, step)
+                )
+                with self.lock:
+                    self._drive_seconds += swapper.stats().waited_seconds - before
                 if stage3.update_device != CPU:
                     return torch.cuda.current_stream().record_event()
                 return None

@@ -384,9 +384,11 @@ class Tiered:
             self.store_weights(parameter, parameter.data)
         self.optimizer_swapper.swap_out_optimizer_state(parameter, async_swap=True)
 
-    def step_sub_group(self, index: int, optimizer: Any) -> None:
-        """Make a step of *optimizer* over sub-group *index*, whose states are swapped in. Stages 1 and 2
-        have shown it one parameter group.
+    def step_sub_group(
+        self, index: int, optimizer: Any, step: Callable[[], Any] | None = None
+    ) -> None:
+        """Make a step of *optimizer*, by its method or by *step*, over sub-group *index*, whose states
+        are swapped in. Stages 1 and 2 have shown it one parameter group.
         """
         parameter, groups = self.fp32_partitioned_groups_flat[index], optimizer.param_groups
         group = groups[self.sub_group_to_group_id[index] if len(groups) > 1 else 0]
@@ -395,7 +397,7 @@ class Tiered:
             return
         group["params"] = [parameter]
         try:
-            optimizer.step()
+            (step or optimizer.step)()
         finally:
             group["params"] = []
         self.optimizer_swapper.count_step(parameter)

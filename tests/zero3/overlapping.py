@@ -469,6 +469,16 @@ def optimizers(training: Training, made: Made, request: dict[str, Any]) -> dict[
         overlapped: int = training.watch.traffic()["overlapped"]
         return overlapped
 
+    def hooked_after_a_step() -> int:
+        calls: list[Any] = []
+        engine = trained(training, made)
+        optimizer = engine.optimizer.optimizer
+        handle = optimizer.register_step_pre_hook(lambda *args: calls.append(args))
+        engine.optimizer.finish_updates()
+        handle.remove()
+        engine.destroy()
+        return len(calls)
+
     def replace(optimizer: Any) -> None:
         step = optimizer.step
         optimizer.step = lambda: step()
@@ -477,6 +487,7 @@ def optimizers(training: Training, made: Made, request: dict[str, Any]) -> dict[
         "scheduled": count(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
         "hooked": count(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None)),
         "replaced": count(replace),
+        "hooked after a step": hooked_after_a_step(),
     }
 
 

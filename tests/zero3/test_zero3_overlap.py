@@ -353,6 +353,7 @@ def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
     result = run(tmp_path, "optimizers", ALONE)
     assert result["scheduled"] == 1
     assert result["hooked"] == result["replaced"] == 0
+    assert result["hooked after a step"] == 0
     assert "overlap_step is left out: hooks are called" in result["complaints"]
     assert (
         "overlap_step is left out: the method step of this AdamW was replaced"
