@@ -22,6 +22,9 @@ class Access(Reductions):
 
     # The sub-group whose gradient is being edited, and the copy that is edited.
     _edited: tuple[int, torch.Tensor] | None = None
+    # Ids of parameters that required no gradient in the step: the program may thaw them before
+    # `overlap_step` updates them.
+    _frozen: frozenset[int] = frozenset()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         # swap_out_optimizer_state has written the parameters in other formats
@@ -63,7 +66,7 @@ class Access(Reductions):
             offset = 0
             for param in self.fp16_groups[index]:
                 numel = param.partition_numel()
-                if not param.requires_grad:
+                if id(param) in self._frozen:
                     gradient.narrow(0, offset, numel).zero_()
                 offset += numel
         return gradient

@@ -44,6 +44,13 @@ def schedule(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     return []
 
 
+def thaw(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Freeze a parameter for every second step, and thaw it after that step."""
+    first = next(iter(engine.module.parameters()))
+    first.requires_grad_(engine.global_steps % 2 == 0)
+    return []
+
+
 def enter(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     """Make another model under zero.Init."""
     import deepspeed
@@ -209,6 +216,7 @@ LOOPS = {
     "gather": gather,
     "save": save,
     "schedule": schedule,
+    "thaw": thaw,
     "enter": enter,
     "count": count,
     "count and save": count_and_save,

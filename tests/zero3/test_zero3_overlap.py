@@ -189,6 +189,15 @@ def test_bits_are_the_same_at_any_speed(tmp_path_factory):
         assert mine["traffic"]["overlapped"] > 1
 
 
+def test_updates_on_a_gpu_know_the_parameters_that_were_frozen_in_the_step(tmp_path_factory):
+    """With "missing_gradients": "last", those have no gradient on a GPU; others have their last one."""
+    section = {"host_memory": "64MB", "missing_gradients": "last"}
+    case = Case(name="thaw", model="blocks", loop="thaw", steps=6, section=section)
+    ((mine, reference),) = both({"thaw": case}, tmp_path_factory, virtual_gpu=True).values()
+    assert differences(mine, reference) == []
+    assert mine["traffic"]["overlapped"] == case.steps - 1
+
+
 @pytest.mark.slow
 def test_two_ranks(tmp_path_factory):
     results = both({name: CASES[name] for name in ON_TWO_RANKS}, tmp_path_factory, ranks=2)
