@@ -57,7 +57,9 @@ def drop_references(module: Any) -> None:
     zero = "deepspeed.runtime.zero"
     stack = importlib.import_module(f"{zero}.parameter_offload").FWD_MODULE_STACK
     inside = set(map(id, module.modules()))
-    stack[:] = [one for one in stack if id(one) not in inside]
+    # Another thread may be in a forward pass, which puts modules there.
+    for one in [one for one in stack if id(one) in inside]:
+        stack.remove(one)
     coordinator = importlib.import_module(f"{zero}.partitioned_param_coordinator")
     cached = vars(coordinator.PartitionedParameterCoordinator).get(
         "_PartitionedParameterCoordinator__params_to_release"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from . import compat, states
 from .in_backward import InBackward, require_possible
 from .once_per_step import depends_on_values, one_step, update_scale
 from .overlap import Overlap, tell_left_out
-from .param_swapper import has_value, swappers_of
+from .param_swapper import ParameterSwapper, has_value, swappers_of
 from .reader import CheckpointReader
 from .replacing import replaced
 from .stage3_access import Access
@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 class Stage3(Access):
     """DeepSpeed's ZeRO-3 optimizer with parameters or states in this package's swappers."""
 
+    _param_swappers: Sequence[ParameterSwapper] = ()
+
     def __init__(self, ds_config: Mapping[str, Any], /, *args: Any, **named: Any) -> None:
         self._read_settings(ds_config)
         super().__init__(*args, **named)
@@ -59,7 +61,8 @@ class Stage3(Access):
             for name, param in every.items()
             if id(param) not in grouped and param.ds_numel
         }
-        tiers = [swapper.tier for swapper in swappers_of(module)]
+        self._param_swappers = swappers_of(module)
+        tiers = [swapper.tier for swapper in self._param_swappers]
         if self.swaps_natively:
             tiers.insert(0, self.tier)
         self._tiers = list(dict.fromkeys(tiers))
@@ -113,7 +116,7 @@ class Stage3(Access):
 
     def end_period(self) -> None:
         """End a period in which a step has used all values: the swappers learn their order."""
-        for swapper in swappers_of(self.module):
+        for swapper in self._param_swappers:
             swapper.drain()
         super().end_period()
 
@@ -215,7 +218,7 @@ class Stage3(Access):
         """Release everything that is in use."""
         self._clear_fp32_optimizer_param_groups()
         super().release_all()
-        for swapper in swappers_of(self.module):
+        for swapper in self._param_swappers:
             swapper.give_back()
 
     # Checkpoints.
