@@ -2,7 +2,7 @@
 `test_zero3_overlap.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
-`main`'s. No update is made before a caller waits for one, except in "beside", "reads" and "broken".
+`main`'s. No update is made before a caller waits for one, except in `AT_ONCE`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from typing import Any
 
 import torch
 from launch import Case
-from training import Training, Watch, begin, update_late
+from training import Training, Watch, _hash, begin, update_late
 
 FIRST = 2  # steps that are over before anything is looked at
+AT_ONCE = ("amid", "beside", "reads", "broken")
+# Functions at which an update stops in "amid".
+PLACES = (
+    *("update", "widened", "swap_in_optimizer_state", "step_sub_group", "store_weights"),
+    *("swap_out_optimizer_state", "spend_gradients", "end_period"),
+)
 
 
 class Made(list[int]):
@@ -51,12 +57,13 @@ def main(request: dict[str, Any]) -> None:
     answers, deepspeed = begin(request)
     watch = Watch()
     watch.enable([])
-    if request["what"] not in ("beside", "reads", "broken"):
+    if request["what"] not in AT_ONCE:
         update_late()
     made = Made()
     made.watch()
     training = Training(Case(**request["case"]), request["directory"], True, watch)
     what = {
+        "amid": amid,
         "gate": gate,
         "order": order,
         "look": look,
@@ -253,6 +260,132 @@ def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
         "destroyed": engine.destroy,
     }
     return result | {name: sorted(after(act)) for name, act in looks.items()}
+
+
+def amid(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """Call what programs call, while updates are made in its midst, and after them. Returns: the names
+    of the calls whose results or final states differ.
+    """
+    import deepspeed
+    from amid import Amid
+    from deepspeed import utils
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    from nvme_offload.zero3.updates import is_worker
+
+    places = [Path(request["directory"], name) for name in ("amid", "after")]
+    trainings = [Training(training.case, str(place), True, training.watch) for place in places]
+    for place in places:
+        place.mkdir()
+    engines = [trained(one, made) for one in trainings]
+    mine, other = engines
+    for engine, place in zip(engines, places, strict=True):
+        engine.save_checkpoint(str(place), tag="first")
+
+    def parameters(*args: Any, **named: Any) -> Any:
+        assert not is_worker()  # the program may change the module meanwhile
+        return type(mine.module).parameters(mine.module, *args, **named)
+
+    mine.module.parameters = parameters
+
+    def bits(found: Any) -> list[Any]:
+        leaves = torch.utils._pytree.tree_leaves(found)
+        return [_hash(one) if torch.is_tensor(one) else one for one in leaves]
+
+    def params(engine: Any) -> list[Any]:
+        return [param for param in engine.module.parameters() if param.requires_grad]
+
+    def gather(engine: Any) -> Any:
+        with GatheredParameters(params(engine)):
+            return [param.detach().clone() for param in params(engine)]
+
+    def change(engine: Any) -> None:
+        first, *_, last = params(engine)
+        with torch.no_grad(), GatheredParameters([last, first], modifier_rank=0):
+            first.add_(0.25)
+            last.mul_(0.5)
+
+    def enter(engine: Any) -> None:
+        with deepspeed.zero.Init(config_dict_or_path=engine.config):
+            torch.nn.Linear(8, 8)
+
+    def at_half_rate(engine: Any) -> None:
+        for group in engine.optimizer.param_groups:
+            group.update(lr=group["lr"] / 2, betas=(0.8, 0.9), weight_decay=0.3)
+
+    def evaluate(engine: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return forward(training, engine)
+
+    def step(engine: Any) -> None:
+        engine.backward(forward(training, engine))
+        engine.step()
+
+    def load(engine: Any) -> None:
+        engine.load_checkpoint(str(places[engine is other]), tag="first")
+
+    def write(engine: Any) -> None:
+        one, two, *_ = params(engine)
+        utils.safe_set_full_fp32_param(one, torch.full(one.ds_shape, 0.125))
+        utils.safe_set_full_optimizer_state(two, torch.full(two.ds_shape, 0.125), "exp_avg")
+        utils.safe_set_full_grad(one, torch.full(one.ds_shape, 0.5))
+
+    def forget(engine: Any) -> list[dict[int, int]]:
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+        engine.optimizer.finish_updates()
+        store = engine.optimizer.gradient_store
+        return [dict(store.reduced(index)) for index in everything(engine)]
+
+    acts: dict[str, Callable[[Any], Any]] = {
+        "shapes": lambda engine: engine._get_zero_param_shapes(),
+        "save": lambda engine: engine.save_checkpoint(str(places[engine is other]), tag="then"),
+        "load": load,
+        "state dict": lambda engine: engine.optimizer.state_dict()["fp32_flat_groups"],
+        "weights": lambda engine: engine._zero3_consolidated_16bit_state_dict(),
+        "masters": lambda engine: list(map(utils.safe_get_full_fp32_param, params(engine))),
+        "gradients": lambda engine: list(map(utils.safe_get_full_grad, params(engine))),
+        "write": write,
+        "every gradient": lambda engine: utils.safe_update_full_grad_vectorized(
+            params(engine), lambda gradient, _: gradient * 1.5
+        ),
+        "gather": gather,
+        "change": change,
+        "zero.Init": enter,
+        "options": at_half_rate,
+        "zero_grad": forget,
+        "evaluate": evaluate,
+        "step": step,
+        "state": lambda engine: len(engine.optimizer.state),
+        "refresh": lambda engine: engine.optimizer.refresh_fp32_params(),
+        "reset": lambda engine: engine.optimizer.reset_swap_buffers(),
+        "partition": lambda engine: engine.empty_partition_cache(),
+    }
+    watch = Amid(mine.optimizer.tier, PLACES)
+    differing: list[str] = []
+    stops = iter(range(1, sys.maxsize, 3))  # another one in each attempt
+    count = len(everything(mine)) * (len(PLACES) - 2)
+    with watch.watching():
+        number, calls = FIRST, 0
+        for name, act in acts.items():
+            for share in (0, 0.01, 0.5, 0.85, 0.95):  # of the calls that the first attempt counts
+                trainings[1]._step(other, number, 0)
+                other.optimizer.finish_updates()
+                expected = act(other)
+                found, counted = watch.run(
+                    functools.partial(trainings[0]._step, mine, number, 0),
+                    next(stops) % count + 1,
+                    functools.partial(act, mine),
+                    int(share * calls) + 1 if share else 0,
+                )
+                calls = calls if share else counted
+                number += 1
+                finals = [
+                    one._final(engine) for one, engine in zip(trainings, engines, strict=True)
+                ]
+                if [bits(found), finals[0]] != [bits(expected), finals[1]]:
+                    differing.append(name)
+    return {"differing": differing}
 
 
 def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:

@@ -284,6 +284,15 @@ def test_a_read_of_a_weight_waits_for_its_own_update(tmp_path):
         assert result[name] == result["all"], name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", ["none", "nvme"])
+def test_updates_may_be_made_in_the_midst_of_any_call(tmp_path, parameters):
+    """The user configured one sub-group, which is cut for host memory."""
+    section = {"host_memory": "smallest"}
+    case = Case(model="blocks", parameters=parameters, persistence=80, section=section)
+    assert run(tmp_path, "amid", case)["differing"] == []
+
+
 @covering(model=["32 layers", "dropped"], bucket=[0, 200, 10**6])
 def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     tmp_path, model, bucket
