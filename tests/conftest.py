@@ -114,7 +114,7 @@ LONGEST = (
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but for what was imported and found."""
+    """Collect garbage again, except the modules and tests that are found now."""
     gc.enable()
     gc.freeze()
 
