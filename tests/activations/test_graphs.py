@@ -164,7 +164,9 @@ def test_reentrant_checkpoints_save_their_inputs(inside: bool, make: Make) -> No
 
 # dynamo looks at it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("where", ["around", "within", "first compiled within"])
+@pytest.mark.parametrize(
+    "where", ["around", "within", pytest.param("first compiled within", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks(where: str, make: Make) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -355,6 +355,7 @@ def test_a_file_without_states_is_refused_and_changes_nothing(tmp_path, other):
         assert unlike(before, optimizer.state_dict()) == []
 
 
+@pytest.mark.slow
 def test_what_it_computes_grows_with_the_parameters_alone(tmp_path):
     """Calls of functions for each parameter, with a few in each bucket or with many."""
     calls = []

@@ -372,6 +372,7 @@ def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path, caplog):
             loss_of(net, 0).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 def test_compiled_autograd(tmp_path):
     results = []

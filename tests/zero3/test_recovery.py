@@ -81,11 +81,8 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["parameters and states", "step_in_backward", "overlap_step, parameters"]
-)
-def test_an_exception_at_some_lines_of_a_step_is_reported_and_undone_by_a_load(name, tmp_path):
-    case, warm = LINES[name]
+def test_an_exception_at_some_lines_of_a_step_is_reported_and_undone_by_a_load(tmp_path):
+    case, warm = LINES["overlap_step, parameters"]
     result = run(tmp_path, case, "lines", most=12, warm=warm)
     assert result["wrong"] == []
     assert result["places"] > 500, result

@@ -161,7 +161,8 @@ def test_lossless_compression_rounds_weights_alike_on_all_ranks(stage, tmp_path:
     steps="20, resumed after 10",
     ranks=2,
 )
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
 def test_checkpoints_are_exchanged_with_runs_in_memory(stage, tmp_path: Path):
     """20 steps, with a checkpoint in the middle, from which a new engine goes on."""
     case = Case(groups=2, model="blocks", zero={"stage": stage}, section=SMALLEST)

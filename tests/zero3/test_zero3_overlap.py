@@ -303,6 +303,7 @@ def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     assert result["orders"] == 5 * [result["all"]]
 
 
+@pytest.mark.slow
 @covering(pairs=False, bucket=[0, 20_000], evaluate=[False, True])
 def test_whatever_turns_updates_and_a_forward_pass_take_nothing_is_read_twice(
     tmp_path, evaluate, bucket
