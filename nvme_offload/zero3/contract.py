@@ -152,6 +152,7 @@ CONTRACT: Mapping[str, str] = {
         __enter__()
     """,
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": "AVAILABLE INFLIGHT",
+    "deepspeed.utils.init_on_device:OnDevice": "__enter__()",
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper:PartitionedParamStatus": """
         AVAILABLE NOT_AVAILABLE
     """,

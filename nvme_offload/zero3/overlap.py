@@ -383,11 +383,12 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
     return like
 
 
+@replaces("deepspeed.utils.init_on_device:OnDevice", "__enter__")
 @replaces(
     "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses",
     "__enter__",
 )
-def enter(original: Callable[..., Any], init: Any) -> Any:
-    """Enter `zero.Init` after all updates: it replaces torch's functions in all threads."""
+def enter(original: Callable[..., Any], context: Any) -> Any:
+    """Enter `zero.Init` or `OnDevice` after all updates: it replaces torch's functions in all threads."""
     quiesce_all()
-    return original(init)
+    return original(context)

@@ -245,6 +245,10 @@ def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
         with deepspeed.zero.Init(config_dict_or_path=training.config):
             pass
 
+    def on_device() -> None:
+        with deepspeed.OnDevice(torch.bfloat16, "cpu"):
+            pass
+
     result: dict[str, Any] = {"all": everything(engine), "gathered": after(gather)}
     # twice it is used first, and then is the first in the order of updates
     for _ in range(2):
@@ -257,6 +261,7 @@ def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
         "fragment": lambda: utils.safe_get_full_fp32_param(params[0]),
         "state": lambda: engine.optimizer.state,
         "zero.Init": enter,
+        "OnDevice": on_device,
         "destroyed": engine.destroy,
     }
     return result | {name: sorted(after(act)) for name, act in looks.items()}

@@ -280,7 +280,7 @@ def test_a_read_of_a_weight_waits_for_its_own_update(tmp_path):
     result = run(tmp_path, "look", ALONE.but(parameters="nvme"))
     assert result["gathered"] == result["all"][:6]  # in the model's order
     assert result["then"] == [5]
-    for name in ("shapes", "saved", "fragment", "state", "zero.Init", "destroyed"):
+    for name in ("shapes", "saved", "fragment", "state", "zero.Init", "OnDevice", "destroyed"):
         assert result[name] == result["all"], name
 
 
