@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,8 +60,6 @@ FITHAW = 0xC0045878
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that this file reads."""
-    # Imports and thousands of items make much garbage collection find nothing.
-    gc.disable()
     with contextlib.suppress(ImportError):  # tests/gpu do without it
         from hypothesis import HealthCheck, settings
 
@@ -113,10 +111,14 @@ LONGEST = (
 )
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage again, except the modules and tests that are found now."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are found: imports and thousands of items have none."""
+    gc.disable()
+    result = yield
     gc.enable()
     gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

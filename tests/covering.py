@@ -23,11 +23,11 @@ def covering(*, pairs: bool = True, **values: Sequence[Any]) -> pytest.MarkDecor
     ]
     quick = len(chosen)
     if pairs:
-        everything = list(itertools.product(*map(range, sizes)))
-        missing = set().union(*map(_pairs, everything)).difference(*map(_pairs, chosen))
+        pairs_of = {case: _pairs(case) for case in itertools.product(*map(range, sizes))}
+        missing = set().union(*pairs_of.values()).difference(*map(_pairs, chosen))
         while missing:
-            chosen.append(max(everything, key=lambda case: len(missing & _pairs(case))))
-            missing -= _pairs(chosen[-1])
+            chosen.append(max(pairs_of, key=lambda case: len(missing & pairs_of[case])))
+            missing -= pairs_of[chosen[-1]]
     return pytest.mark.parametrize(
         list(values),
         [
