@@ -45,7 +45,7 @@ def test_from_half_of_the_states_to_twice_them(tmp_path, state_format, update):
     with more memory: a value that stays in memory is not moved to another place there.
     """
     before = None
-    for share in (0.5, 0.8, 1.0, 1.25, 2.0):
+    for share in (0.5, 1.0, 1.25, 2.0):
         found, whole = moved(tmp_path, share, state_format, update)
         assert share < 1.25 or found == [0] * STEPS, (share, found)
         # A few of the values, each about a fortieth of all: how many depends on when writes end. If
