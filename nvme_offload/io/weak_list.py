@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
 
 
 class WeakList(Generic[_Item]):
-    """The objects that were added and still exist. Every method is one operation of a list, so one
-    thread can list the objects while another adds one; a `weakref.WeakSet` then raises RuntimeError.
+    """The objects that were added and still exist, in the order in which they were added. One thread may
+    iterate while another adds an object, where a `weakref.WeakSet` raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,6 @@ class WeakList(Generic[_Item]):
         """Add *item*."""
         self._references.append(weakref.ref(item, self._references.remove))
 
-    def items(self) -> list[_Item]:
-        """The objects, in the order in which they were added."""
+    def __iter__(self) -> Iterator[_Item]:
         found = [reference() for reference in list(self._references)]
-        return [item for item in found if item is not None]
+        return (item for item in found if item is not None)

@@ -59,13 +59,13 @@ class SharedMemory:
 
     def left_bytes(self, besides: Tier | None = None) -> int:
         """The bytes that no tier claims, *besides* not counted."""
-        claimed = sum(tier.claimed_bytes for tier in self._tiers.items() if tier is not besides)
+        claimed = sum(tier.claimed_bytes for tier in self._tiers if tier is not besides)
         return max(self.nbytes - claimed, 0)  # every tier claims whole pages
 
     @property
     def needed_bytes(self) -> int:
         """The bytes in which no tier would use a drive."""
-        return sum(max(tier.claimed_bytes, tier.needed_bytes) for tier in self._tiers.items())
+        return sum(max(tier.claimed_bytes, tier.needed_bytes) for tier in self._tiers)
 
 
 class Share(int):

@@ -391,19 +391,19 @@ def wait_for(condition: threading.Condition, is_true: Callable[[], bool]) -> Non
 
 def quiesce_all() -> None:
     """Return when no queue of this process makes jobs, or will without a further call."""
-    for queue in _queues.items():
+    for queue in _queues:
         queue.quiesce()
 
 
 def wait_for_all() -> None:
     """Return when all jobs of this process are made. Raises: the error of a job."""
-    for queue in _queues.items():
+    for queue in _queues:
         queue.wait()
 
 
 def queues() -> list[UpdateQueue]:
     """The queues of this process."""
-    return _queues.items()
+    return list(_queues)
 
 
 def _work(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:
