@@ -100,10 +100,9 @@ def test_old_weights_take_no_more_gpu_memory_than_the_passes_leave(tmp_path, mon
                 step_in_backward="provisional",
                 foreach=False,
             ) as optimizer,
+            monkeypatch.context() as patch,  # `virtual_gpu` patches the same
         ):
-            monkeypatch.setattr(
-                DeviceRoom, "suffices", lambda _, held, more, r=room: held + more <= r
-            )
+            patch.setattr(DeviceRoom, "suffices", lambda _, held, more, r=room: held + more <= r)
             made = _steps(net, optimizer, 5)
             assert all(map(torch.equal, net.parameters(), plain.parameters()))
             found[room] = made[-1] / len(optimizer._steps.binding.buckets)
