@@ -94,8 +94,9 @@ class Stage3(Access):
         self._warn_of_untrained()
         if not self.keeps_last or self.update_device != CPU:
             self._make_missing_norms()
-        params = itertools.chain.from_iterable(self.fp16_groups)
-        self._frozen = frozenset(id(param) for param in params if not param.requires_grad)
+        if self.keeps_last:
+            params = itertools.chain.from_iterable(self.fp16_groups)
+            self._frozen = frozenset(id(param) for param in params if not param.requires_grad)
         self.partly_changed |= bool(self.dynamic_loss_scale)
         if self.overlap is None:
             self._step_once(closure)
