@@ -19,6 +19,7 @@ from nvme_offload import NVMeOptimizer, Offload
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.parameters import setup
 from nvme_offload.parameters.buckets import Division
+from nvme_offload.sizes import MARGIN_PARTS
 
 DEVICE = "cuda"
 
@@ -193,7 +194,7 @@ def test_auto_takes_no_more_than_the_process_may(make: Make) -> None:
 
 
 def test_longer_sequences_get_the_memory_of_weights(make: Make) -> None:
-    """Weights of 100 MB are all on the GPU, until activations of 200 MB need some of 280 MB."""
+    """Weights of 100 MB are all on the GPU, until activations of 200 MB need some of 250 MB."""
     model = nn.Sequential(*(_blocks() for _ in range(4))).requires_grad_(False)
     on_gpu = copy.deepcopy(model).to(DEVICE)
     inputs = [torch.randn(size, WIDE, device=DEVICE) for size in (64, 64, 64, 1024, 1024, 64)]
@@ -204,7 +205,8 @@ def test_longer_sequences_get_the_memory_of_weights(make: Make) -> None:
     expected = [gradient(on_gpu, x) for x in inputs]
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    most = torch.cuda.memory_allocated() + (280 << 20)
+    # `DeviceRoom` leaves a part of it free, also of what other tests have left allocated
+    most = (torch.cuda.memory_allocated() + (252 << 20)) * MARGIN_PARTS // (MARGIN_PARTS - 1)
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(most / total)
     before = torch.cuda.memory_allocated()
