@@ -205,7 +205,7 @@ def test_longer_sequences_get_the_memory_of_weights(make: Make) -> None:
     expected = [gradient(on_gpu, x) for x in inputs]
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    # `DeviceRoom` leaves a part of it free, also of what other tests have left allocated
+    # `DeviceRoom` leaves a tenth of the limit free, which includes tensors of other tests
     most = (torch.cuda.memory_allocated() + (252 << 20)) * MARGIN_PARTS // (MARGIN_PARTS - 1)
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.set_per_process_memory_fraction(most / total)
