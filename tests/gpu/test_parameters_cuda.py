@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,6 +204,7 @@ def test_longer_sequences_get_the_memory_of_weights(make: Make) -> None:
         return torch.autograd.grad(of(x.requires_grad_()).square().mean(), x)[0]
 
     expected = [gradient(on_gpu, x) for x in inputs]
+    gc.collect()  # tensors of earlier tests, which would be freed between two looks at the memory
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     # `DeviceRoom` leaves a tenth of the limit free, which includes tensors of other tests
