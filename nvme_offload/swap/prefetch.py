@@ -67,10 +67,11 @@ class Prefetcher:
 
     def on_discard(self, value: Value) -> None:
         """Return to the next use of *value*: memory that was reserved for it is free."""
-        position = self._order.next_use(value.name)
+        order = self._order
+        position = order.next_use(value.name)
         if position is None or position >= self.cursor:
             return
-        if self._blocks.placed == len(self._values):
+        if order.followed and self._blocks.placed == len(self._values):
             self._again.append(position)  # all other values are in memory
         else:
             self.cursor = position
