@@ -526,15 +526,16 @@ def fault(training: Training, made: Made, request: dict[str, Any]) -> dict[str, 
 
 
 def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
-    """Of each of request["transfers"], with request["count"] that fail from there on: what was
-    reported, and whether the end, gone on to from a checkpoint, is that without.
+    """With request["count"] transfers that fail, from each of eleven on that lie between the first
+    checkpoint and the end: what was reported, and where the end, after a load of that checkpoint,
+    is not that without failures.
     """
     import nvme_offload.store.store
     from nvme_offload import OffloadError
     from nvme_offload._aio import FaultKind
     from nvme_offload.io.engine import Engine
 
-    reported: Counter[str] = Counter()
+    reported = Counter({"early": 0, "an update": 0, "IOFailure": 0})
 
     def life(first: int, count: int) -> dict[str, Any] | None:
         """The end; none where an error came before there was a checkpoint."""
@@ -557,6 +558,7 @@ def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
                     if not saved:
                         engine.save_checkpoint(place, tag="tag")
                         saved = True
+                        requests.append(submitted())
                 end = one._final(engine)
                 break
             except OffloadError as error:
@@ -566,16 +568,23 @@ def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
                 of_updates = "in the updates of step" in str(getattr(error, "__notes__", ""))
                 reported["an update" if of_updates else type(error).__name__] += 1
                 step = 0
+        requests.append(submitted())
         engine.destroy()
         return end
 
+    def submitted() -> int:
+        """How many requests, of a transfer or more each, the last store has submitted."""
+        stats = training.watch.stores[-1].engine.stats()
+        return stats.read.requests + stats.write.requests
+
+    requests: list[int] = []  # after the first checkpoint, and in all
     whole = life(0, 0)
+    first, last = requests
+    transfers = range(first, last, (last - first) // 11 + 1)
     differing = [
-        transfer
-        for transfer in request["transfers"]
-        if life(transfer, request["count"]) not in (whole, None)
+        transfer for transfer in transfers if life(transfer, request["count"]) not in (whole, None)
     ]
-    return {"differing": differing, "reported": reported}
+    return {"differing": differing, "reported": reported, "lives": len(transfers)}
 
 
 def destroy(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
