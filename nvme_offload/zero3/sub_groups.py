@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from ..errors import UnsupportedError
 from ..optimizer_states.formats import StateFormat
 from ..optimizer_states.traits import alike, examine, known
 from ..optimizer_states.tree import is_for_each
+from .cpu_adam import is_cpu_adam
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ def states_of(
     One step of an optimizer of the same class over a few elements shows them. If that class cannot
     be constructed from the defaults, Adam's states are assumed.
     """
+    if is_cpu_adam(optimizer):  # its constructor looks at the processor for a second
+        kept = torch.float32 if cast(Any, optimizer).fp32_optimizer_states else dtype
+        return {"exp_avg": kept, "exp_avg_sq": kept}
     sample = torch.zeros(8, dtype=dtype, device=device, requires_grad=True)
     sample.grad = torch.zeros_like(sample)
     # AdamW's defaults have more keys than its constructor accepts.

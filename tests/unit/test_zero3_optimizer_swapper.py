@@ -21,6 +21,7 @@ from nvme_offload.optimizer_states.formats import FORMATS
 from nvme_offload.swap.tier import Tier
 from nvme_offload.zero3 import compat
 from nvme_offload.zero3.optimizer_swapper import OptimizerSwapper
+from nvme_offload.zero3.sub_groups import elementwise, states_of
 
 STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
@@ -130,6 +131,24 @@ def test_steps_of_deepspeeds_adam_have_the_same_bits(tmp_path, state_format, ada
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     if compat.keeps_powers_for_a_step():
         assert any(in_one_pass)
+
+
+@pytest.mark.slow  # compiles that Adam
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", [True, False])
+def test_states_of_deepspeeds_adam_are_known_before_its_first_step(wide, masters):
+    cpu_adam = pytest.importorskip("deepspeed.ops.adam").DeepSpeedCPUAdam
+    parameter = torch.nn.Parameter(torch.zeros(64, dtype=masters))
+    try:
+        optimizer = cpu_adam([parameter], fp32_optimizer_states=wide)
+    except RuntimeError as error:
+        pytest.skip(f"DeepSpeed's CPU Adam cannot be compiled here: {error}")
+    foretold = states_of(optimizer, masters)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    made = elementwise(optimizer.state[parameter], parameter)
+    assert foretold == {key: value.dtype for key, value in made.items()}
 
 
 @pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
