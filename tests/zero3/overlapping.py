@@ -526,9 +526,9 @@ def fault(training: Training, made: Made, request: dict[str, Any]) -> dict[str, 
 
 
 def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
-    """With request["count"] transfers that fail, from each of eleven on that lie between the first
-    checkpoint and the end: what was reported, and where the end, after a load of that checkpoint,
-    is not that without failures.
+    """Eleven lives, each with request["count"] transfers that fail somewhere between the first
+    checkpoint and the end. Returns: the errors by kind, and the transfers whose failures changed the
+    end, after a load of that checkpoint.
     """
     import nvme_offload.store.store
     from nvme_offload import OffloadError
