@@ -74,9 +74,7 @@ class UpdateQueue:
     """
 
     def __init__(self) -> None:
-        # `with` of a Condition runs Python code, in which Ctrl-C would leave the lock held
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self.make_locks()
         self.waited_seconds = 0.0
         self._jobs: deque[Job] = deque()
         self._current: Job | None = None
@@ -90,6 +88,12 @@ class UpdateQueue:
         self._process = os.getpid()
         _queues.add(self)
         weakref.finalize(self, _end, weakref.ref(self), self._changed)
+
+    def make_locks(self) -> None:
+        """Make locks that no thread holds."""
+        # `with` of a Condition runs Python code, in which Ctrl-C would leave the lock held
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
 
     # For subclasses.
 
@@ -450,4 +454,10 @@ def _end(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> N
         changed.release()
 
 
-os.register_at_fork(before=quiesce_all)
+def _make_locks() -> None:
+    """In a forked child: a thread that it does not have, such as a queue's after a job, may hold locks."""
+    for queue in _queues:
+        queue.make_locks()
+
+
+os.register_at_fork(before=quiesce_all, after_in_child=_make_locks)

@@ -1110,6 +1110,39 @@ def test_a_child_does_not_wait_for_what_never_comes(tmp_path, monkeypatch):
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_has_no_locks_of_threads(tmp_path, monkeypatch):
+    """The thread that made an update takes the lock once more, and a fork may come meanwhile."""
+    net, optimizer = begun(tmp_path)
+    optimizer.step()
+    held, end, quiesce = threading.Event(), threading.Event(), UpdateQueue.quiesce
+
+    def hold(lock):
+        with lock:
+            held.set()
+            end.wait()
+
+    def taken_afterwards(queue):
+        quiesce(queue)
+        threading.Thread(target=hold, args=[queue.lock]).start()
+        held.wait()
+
+    expected = list(in_memory(3).parameters())
+    monkeypatch.setattr(UpdateQueue, "quiesce", taken_afterwards)
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # which ends the child
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = len(differing(list(net.parameters()), expected))
+        os._exit(status)
+    monkeypatch.undo()
+    status = os.waitpid(child, 0)[1]
+    end.set()
+    optimizer.close()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 def test_queues_are_listed_while_a_thread_makes_one():
     """Every update lists them, and an optimizer may be made meanwhile."""
     made = [UpdateQueue()]
