@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..device.modes import check_no_capture
-from ..errors import UnsupportedError, known
+from ..errors import UnsupportedError, UsageError, known
 from .buckets import Bucket, Weight, is_distributed, like, local, local_as_it_is
 from .host_gradient import HostGradient
 from .modes import fixed_modes
@@ -38,8 +38,8 @@ class BackwardUpdates:
         self._when = owner.when
         self._updated = owner.updated
         self._norms: dict[Weight, torch.Tensor] = {}  # norms of the gradients that updates consume
-        # weights whose gradients were consumed since `zero_grad`
-        self._spent: dict[Weight, None] = {}
+        # weights whose gradients were consumed since `zero_grad`, and the number of the last such step
+        self._spent: dict[Weight, int] = {}
         # per bucket, the weights whose gradients are not complete
         self._waiting: dict[Bucket, set[Weight]] = {}
         # Backward passes that have updated parameters and have not ended, with the callbacks of their
@@ -298,8 +298,7 @@ class BackwardUpdates:
         self._waiting.clear()
         self._norms.clear()
         for weight in self._spent:
-            gradient = weight.parameter.grad
-            if gradient is not None and isinstance(local_as_it_is(gradient), SpentGradient):
+            if _is_spent(weight):
                 weight.parameter.grad = None
 
     def forget_replaced(self) -> bool:
@@ -317,6 +316,30 @@ class BackwardUpdates:
         }
         self._updated -= replaced
         return bool(replaced)
+
+    def check_unchanged(self) -> None:
+        """Check that nothing has changed the options and gradients that the updates of this step have
+        used, or the parameters since. Raises: UsageError.
+        """
+        owner = self._owner
+        if not self._updated:
+            return
+        changed = [f"the option {name}" for name in owner.options.changed(owner.groups)]
+        if not all(
+            _is_spent(weight)
+            for weight, step in self._spent.items()
+            if step == owner.count and weight.is_as_bound
+        ):
+            changed.append("a gradient")
+        weights = {fragment.weight for bucket in self._updated for fragment in bucket.fragments}
+        # of an awaited one, another thread records the update
+        if any(one.awaited is None and one.was_changed for one in weights):
+            changed.append("a parameter")
+        if changed:
+            raise UsageError(
+                f"{changed[0]} was changed between backward() and step(), where step_in_backward={self._when.step_in_backward!r} has updated parameters already: "
+                "change it before backward() or after step(), or leave step_in_backward out"
+            )
 
     def forget(self) -> None:
         """Buckets were replaced: forget which gradients they wait for."""
@@ -369,7 +392,7 @@ class BackwardUpdates:
                     parts = [known(part.norm) for part in fragment.weight.fragments]
                     norm = torch.linalg.vector_norm(torch.stack(parts)).to(parameter.grad.dtype)
                 parameter.grad = like(parameter, SpentGradient(local_as_it_is(parameter), norm))
-                self._spent[fragment.weight] = None
+                self._spent[fragment.weight] = self._owner.count
 
     def zero(self, *, set_to_none: bool) -> None:
         """Do what `zero_grad` does for the consumed gradients: unless *set_to_none*, replace them
@@ -382,6 +405,12 @@ class BackwardUpdates:
                 part = local_as_it_is(parameter)
                 zeros = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
                 parameter.grad = like(parameter, zeros)
+
+
+def _is_spent(weight: Weight) -> bool:
+    """Whether an update has consumed the gradient that the parameter has."""
+    gradient = weight.parameter.grad
+    return gradient is not None and isinstance(local_as_it_is(gradient), SpentGradient)
 
 
 def _await_copy(parameter: torch.Tensor) -> None:

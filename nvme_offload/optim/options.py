@@ -149,9 +149,10 @@ class StepOptions:
             )
         return dict(self._before[index])
 
-    def differ(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the options of *groups* have changed since the step began."""
-        return bool(differences(self._before, {index: groups[index] for index in self._before}))
+    def changed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The names of the options of *groups* that have changed since the step began."""
+        now = {index: groups[index] for index in self._before}
+        return sorted({key for _, key, _ in differences(self._before, now)})
 
     def left(self, options: Mapping[int, Mapping[str, Any]]) -> None:
         """Record the *options* of groups, by index, after the update of a bucket."""

@@ -291,7 +291,10 @@ class Steps:
         if self.backward.forget_replaced():
             self.options.forget()
         self.health.calls.running = True
-        self._end_provisional()
+        if self.when.is_provisional:
+            self._end_provisional()
+        elif self.when.step_in_backward:
+            self.backward.check_unchanged()
         due = self._due()
         idle = self._left_by_idle_groups(due)
         if not idle and self.overlap.can_queue(due):
@@ -466,14 +469,12 @@ class Steps:
 
     def _end_provisional(self) -> None:
         """Gradients and options are final: undo the updates that used other ones."""
-        if not self.when.is_provisional:
-            return
         provisional = self.provisional
         provisional.check()
         # otherwise an earlier attempt of this step has made final updates, with the options of that
         # time
         all_provisional = len(self.updated) == len(provisional)
-        if all_provisional and self.options.differ(self.groups):
+        if all_provisional and self.options.changed(self.groups):
             self.undo_provisional()
             self.options.forget()
         self.undo(lambda: provisional.roll_back_changed(self.options))

@@ -324,6 +324,70 @@ def test_what_it_may_be(tmp_path):
             NVMeOptimizer(model().parameters(), paths=tmp_path, **{name: value})
 
 
+def _halve_rate(net, optimizer):
+    optimizer.param_groups[0]["lr"] /= 2
+
+
+def _assign_gradient(net, optimizer):
+    net[2].weight.grad = torch.ones_like(net[2].weight)
+
+
+def _drop_gradient(net, optimizer):
+    net[2].weight.grad = None
+
+
+def _decay(net, optimizer):
+    with torch.no_grad():
+        net[2].weight.mul_(0.9)
+
+
+def _restore(net, optimizer):
+    net[2].weight.data = torch.ones_like(net[2].weight)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_halve_rate, "the option lr"),
+        (_assign_gradient, "a gradient"),
+        (_drop_gradient, "a gradient"),
+        (_decay, "a parameter"),
+        (_restore, "a parameter"),
+    ],
+)
+def test_a_change_that_comes_after_its_update_is_refused(tmp_path, change, name, overlap):
+    net = model()
+    with NVMeOptimizer(
+        net.parameters(),
+        paths=tmp_path,
+        host_memory=200_000,
+        step_in_backward=True,
+        overlap_step=overlap,
+    ) as optimizer:
+        for step in range(3):
+            step_of(net, optimizer, step)
+            change(net, optimizer)
+        loss_of(net, 3).backward()
+        change(net, optimizer)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=f"{name} was changed between backward"):
+                optimizer.step()
+        optimizer.zero_grad()
+        step_of(net, optimizer, 4)
+
+
+def test_gradients_of_earlier_steps_may_be_gone(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
+        for frozen in (False, True, False):
+            net[2].requires_grad_(not frozen)
+            loss_of(net, 0).backward()
+            optimizer.step()
+            net.zero_grad()
+        assert optimizer.stats().step == 3
+
+
 @pytest.mark.parametrize("settings", [True, "provisional"])
 def test_gradients_for_another_optimizer_are_dropped_under_no_sync(tmp_path, caplog, settings):
     """As those that a generator's loss has for the discriminator."""
