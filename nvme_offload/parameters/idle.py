@@ -50,7 +50,7 @@ class _StreamedParameter(torch.nn.Parameter):
         """As of a Tensor. Raises: UsageError for a new Parameter, which torch makes of the result."""
         if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
             raise UsageError(
-                "nn.Parameter cannot be made of a streamed parameter: make it of a clone() of the parameter, or assign the same Parameter to both modules"
+                "nn.Parameter cannot be made of a streamed parameter: make it of a clone() of the parameter, assign the same Parameter to both modules, or parametrize the model before offload.parameters"
             )
         return super().detach()
 
@@ -230,7 +230,7 @@ def _name(function: Any) -> str:
 def refuse_form() -> NoReturn:
     """Refuse a change of shape, dtype, device or memory format. Raises: UsageError."""
     raise UsageError(
-        "a streamed parameter keeps its shape, dtype, device and memory format: convert or move the model before offload.parameters"
+        "a streamed parameter keeps its shape, dtype, device and memory format: convert, resize or move the model before offload.parameters"
     )
 
 
