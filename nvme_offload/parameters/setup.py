@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..device.stayed import require_hooks
+from ..device.stayed import is_plain, require_hooks
 from ..errors import TooLittleMemoryError, UnsupportedError, UsageError
 from ..hardware.machine import anonymous_bytes
 from ..sizes import STREAMED_IN_MEMORY, STREAMED_SLOTS
@@ -208,7 +209,7 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    """Check that no two parameters share memory: each gets its own."""
+    """Check that parameters share no memory with others or with buffers: each gets its own."""
     ranges = sorted(
         (one.data_ptr(), one.data_ptr() + one.nbytes, name)
         for name, one in model.named_parameters()
@@ -218,4 +219,14 @@ def _check_memory(model: torch.nn.Module) -> None:
         if start < stop:
             raise UnsupportedError(
                 f"parameters {one} and {other} share memory: assign one Parameter to both modules, which ties them"
+            )
+    for name, buffer in model.named_buffers():
+        if not is_plain(buffer) or not buffer.numel():
+            continue
+        start = buffer.data_ptr()
+        steps = sum((n - 1) * step for n, step in zip(buffer.shape, buffer.stride(), strict=True))
+        place = bisect_right(ranges, start + steps * buffer.itemsize, key=lambda one: one[0]) - 1
+        if place >= 0 and start < ranges[place][1]:
+            raise UnsupportedError(
+                f"buffer {name} shares memory with parameter {ranges[place][2]}: register a clone() as the buffer, or take the view in forward()"
             )

@@ -338,6 +338,23 @@ def test_parameters_that_share_memory_are_refused(offload: Offload) -> None:
         offload.parameters(model, "cpu")
 
 
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(30, 40), slice(32, 40), slice(20, 21)])
+def test_a_buffer_in_the_memory_of_a_parameter_is_refused(offload: Offload, rows: slice) -> None:
+    memory = torch.randn(100, 32)  # of which the model also has parts that do not overlap
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight.data, model[1].weight.data = memory[:32], memory[40:72]
+    model.register_buffer("kept", memory[rows].t())
+    model.register_buffer("wide", memory[80:81].expand(64, 32))
+    if rows.start == 32:
+        offload.parameters(model, "cpu")
+        assert torch.equal(model.kept, memory[rows].t())
+        return
+    with pytest.raises(
+        UnsupportedError, match=r"buffer kept shares memory with parameter 0\.weight"
+    ):
+        offload.parameters(model, "cpu")
+
+
 def test_weights_are_converted_to_the_dtype_of_the_model(make: Make, tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).state_dict()
