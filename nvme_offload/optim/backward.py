@@ -337,8 +337,8 @@ class BackwardUpdates:
             changed.append("a parameter")
         if changed:
             raise UsageError(
-                f"{changed[0]} was changed between backward() and step(), where step_in_backward={self._when.step_in_backward!r} has updated parameters already: "
-                "change it before backward() or after step(), or leave step_in_backward out"
+                f"{changed[0]} was changed between backward() and step(), where step_in_backward={self._when.step_in_backward!r} "
+                "has updated parameters already: change it before backward() or after step(), or leave step_in_backward out"
             )
 
     def forget(self) -> None:

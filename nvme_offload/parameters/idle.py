@@ -50,7 +50,8 @@ class _StreamedParameter(torch.nn.Parameter):
         """As of a Tensor. Raises: UsageError for a new Parameter, which torch makes of the result."""
         if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
             raise UsageError(
-                "nn.Parameter cannot be made of a streamed parameter: make it of a clone() of the parameter, assign the same Parameter to both modules, or parametrize the model before offload.parameters"
+                "nn.Parameter cannot be made of a streamed parameter: make it of a clone() of the parameter, "
+                "assign the same Parameter to both modules, or parametrize the model before offload.parameters"
             )
         return super().detach()
 
