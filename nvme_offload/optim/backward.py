@@ -42,14 +42,15 @@ class BackwardUpdates:
         self._spent: dict[Weight, int] = {}
         # per bucket, the weights whose gradients are not complete
         self._waiting: dict[Bucket, set[Weight]] = {}
-        # Backward passes that have updated parameters and have not ended, with the callbacks of their
-        # ends: the engine drops the callbacks of a pass that an exception ends.
-        self._passes: dict[int, weakref.ref[Callable[[], Any]]] = {}
+        # Backward passes that have updated parameters, by their number
+        self._passes: dict[int, _Pass] = {}
         self._bound_in_pass = -1  # the pass in which the binding was last checked
         self._draining_pass = -1  # the pass that waits at its end for parameters in host memory
         self._has_begun = False  # an update of the present step has begun
         self._failed_step = -2  # the last step in which an update failed
         self.accumulating = False
+        if self._when.step_in_backward:
+            _watch_nested_passes()
         backward = weakref.ref(self)
         compiler: Any = torch.compiler
 
@@ -278,19 +279,18 @@ class BackwardUpdates:
     def _begin_updates(self) -> None:
         """Record that this backward pass is about to update parameters."""
         number = torch._C._current_graph_task_id()
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(compiled, "in_compiled_autograd_region", False):
-            return  # compiled autograd does not call the engine's callbacks
-        if number != -1 and number not in self._passes:
-            end = functools.partial(self._passes.pop, number, None)  # which no traceback refers to
-            _at_end_of_pass(end)
-            self._passes[number] = weakref.ref(end)
+        if number != -1 and number not in self._passes and not _is_compiled():
+            for one in (_Pass(number), *_outer_passes):
+                if one.is_running:
+                    self._passes[one.number] = one
 
     def was_cut_short(self) -> bool:
         """Whether an exception has ended a backward pass after an update, since the last call."""
         # Another thread may still be in its pass.
-        ended = [number for number, end in list(self._passes.items()) if end() is None]
-        return bool([self._passes.pop(number, None) for number in ended])
+        ended = [one for one in list(self._passes.values()) if not one.is_running]
+        for one in ended:
+            self._passes.pop(one.number, None)
+        return not all(one.is_complete for one in ended)
 
     def end_step(self) -> None:
         """The step has ended, or is dropped. Remove consumed gradients."""
@@ -422,6 +422,56 @@ def _await_copy(parameter: torch.Tensor) -> None:
     """
     if parameter.grad is not None and local(parameter.grad).is_pinned():
         torch.accelerator.current_stream().synchronize()
+
+
+class _Pass:
+    """The backward pass *number*, which runs now in this thread: the engine drops the callback of its
+    end if an exception ends it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_complete = False
+        end = functools.partial(setattr, self, "is_complete", True)  # no traceback refers to it
+        _at_end_of_pass(end)
+        self._end = weakref.ref(end)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the pass is neither complete nor ended by an exception."""
+        return not self.is_complete and self._end() is not None
+
+
+_outer_passes: list[_Pass] = []  # in which another pass runs now
+
+
+@functools.cache
+def _watch_nested_passes() -> None:
+    """Keep `_outer_passes`: reentrant checkpoints run a backward pass in a function's backward. Only
+    the outer pass can say whether an exception ended it after updates in the inner one.
+    """
+    backward: Any = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        number = torch._C._current_graph_task_id()
+        if number == -1 or _is_compiled():
+            return backward(*args, **kwargs)
+        outer = _Pass(number)
+        try:
+            _outer_passes.append(outer)
+            return backward(*args, **kwargs)
+        finally:
+            _outer_passes[:] = [one for one in _outer_passes if one is not outer]
+
+    untyped: Any = torch
+    untyped.autograd.backward = untyped.compiler.disable(watched)
+
+
+def _is_compiled() -> bool:
+    """Whether compiled autograd runs, which does not call the engine's callbacks."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "in_compiled_autograd_region", False))
 
 
 def _at_end_of_pass(act: Callable[[], Any]) -> None:

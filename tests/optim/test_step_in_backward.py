@@ -13,6 +13,7 @@ import threading
 import pytest
 import torch
 from reference import batch, breaking, compared, differing, loss_of, model, step_of
+from torch.utils.checkpoint import checkpoint
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -246,7 +247,12 @@ def test_an_error_in_the_midst_of_an_update_is_reported_by_the_step(tmp_path):
             optimizer.step()
 
 
-def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loaded(tmp_path):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loaded(
+    tmp_path, reentrant
+):
+    """Also if all updates are made in the backward pass of a checkpoint, which has ended."""
+
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(context, batch):
@@ -257,6 +263,7 @@ def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loade
             raise RuntimeError("injected")
 
     net = model()
+    last = functools.partial(checkpoint, net[2:], use_reentrant=True) if reentrant else net[2:]
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with NVMeOptimizer(
         [{"params": layer.parameters()} for layer in (net[0], net[2], net[4])],
@@ -265,7 +272,7 @@ def test_after_a_backward_that_failed_and_has_updated_some_a_checkpoint_is_loade
     ) as optimizer:
         saved = optimizer.state_dict()
         with pytest.raises(RuntimeError, match="injected"):
-            net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
+            last(Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
         assert differing(list(net.parameters()), before) == [2, 3, 4, 5]
         for _ in range(2):
             optimizer.zero_grad()
