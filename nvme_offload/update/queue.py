@@ -74,7 +74,7 @@ class UpdateQueue:
     """
 
     def __init__(self) -> None:
-        self.make_locks()
+        self._make_locks()
         self.waited_seconds = 0.0
         self._jobs: deque[Job] = deque()
         self._current: Job | None = None
@@ -89,8 +89,13 @@ class UpdateQueue:
         _queues.add(self)
         weakref.finalize(self, _end, weakref.ref(self), self._changed)
 
-    def make_locks(self) -> None:
-        """Make locks that no thread holds."""
+    def begin_in_child(self) -> None:
+        """In a forked child, which lacks the other threads: no thread holds locks, or makes jobs."""
+        self._make_locks()
+        if self._is_done():
+            self._thread = None  # it has not died in the midst of a job
+
+    def _make_locks(self) -> None:
         # `with` of a Condition runs Python code, in which Ctrl-C would leave the lock held
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -454,10 +459,10 @@ def _end(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> N
         changed.release()
 
 
-def _make_locks() -> None:
-    """In a forked child: a thread that it does not have, such as a queue's after a job, may hold locks."""
+def _begin_in_child() -> None:
+    """A queue's thread, for one, may have held a lock as it waited for further jobs."""
     for queue in _queues:
-        queue.make_locks()
+        queue.begin_in_child()
 
 
-os.register_at_fork(before=quiesce_all, after_in_child=_make_locks)
+os.register_at_fork(before=quiesce_all, after_in_child=_begin_in_child)

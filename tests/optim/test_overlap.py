@@ -1111,7 +1111,7 @@ def test_a_child_does_not_wait_for_what_never_comes(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_has_no_locks_of_threads(tmp_path, monkeypatch):
+def test_a_child_lacks_the_thread_of_updates_and_its_locks(tmp_path, monkeypatch):
     """The thread that made an update takes the lock once more, and a fork may come meanwhile."""
     net, optimizer = begun(tmp_path)
     optimizer.step()
@@ -1134,7 +1134,10 @@ def test_a_child_has_no_locks_of_threads(tmp_path, monkeypatch):
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # which ends the child
         status = 1
         with contextlib.suppress(BaseException):
-            status = len(differing(list(net.parameters()), expected))
+            assert differing(list(net.parameters()), expected) == []
+            with pytest.raises(UsageError, match="was forked from: make one here"):
+                optimizer.state_dict()
+            status = 0
         os._exit(status)
     monkeypatch.undo()
     status = os.waitpid(child, 0)[1]
