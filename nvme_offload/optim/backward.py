@@ -61,6 +61,7 @@ class BackwardUpdates:
 
         # compiled autograd would compile the update, which would change its rounding
         self._hook: Any = compiler.disable(came)
+        self._hook.updates = backward
         self._handles: dict[int, Any] = {}  # of the hooks, by their key in the parameter's hooks
 
     @property
@@ -140,6 +141,7 @@ class BackwardUpdates:
         if self._when.accumulate:
             owner.sums.move(weight)
             return
+        self._check_alone(parameter)
         owner.begin_backward()
         weight.settle_gradient()
         if self._when.is_provisional or not weight.fragments[0].bucket.visits_device:
@@ -150,6 +152,24 @@ class BackwardUpdates:
         except BaseException as error:
             owner.note(error)
             raise
+
+    def _check_alone(self, parameter: Any) -> None:
+        """Check that no other optimizer updates *parameter* in this pass. Raises: UsageError."""
+        for hook in parameter._post_accumulate_grad_hooks.values():
+            other = hook.updates() if hasattr(hook, "updates") else None
+            if other not in (None, self) and other.is_updating(parameter):
+                raise UsageError(
+                    "two optimizers with step_in_backward would update the same parameter in this backward(): close() the one that is not used any more, "
+                    "or run backward() under no_sync() of the one that makes no step"
+                )
+
+    def is_updating(self, parameter: torch.Tensor) -> bool:
+        """Whether this updates *parameter* in the present pass."""
+        owner = self._source()
+        if owner is None or owner.is_orphan or self.accumulating or self._when.accumulate:
+            return False
+        weight = owner.binding.of(parameter)
+        return weight is not None and bool(weight.fragments)
 
     def _bound(self, parameter: torch.Tensor) -> Weight | None:
         """The weight of *parameter*; None if it cannot be updated now."""

@@ -192,7 +192,8 @@ def check(model: torch.nn.Module, *, has_values: bool) -> bool:
     for name, parameter in model.named_parameters():
         if idle.streamer_of(parameter) is not None:
             raise UsageError(
-                f"parameter {name} streams already: call offload.parameters once, and make the model anew for another Offload"
+                f"parameter {name} streams already: call offload.parameters once, of models that share parameters with a ModuleList of them, "
+                "and make the model anew for another Offload"
             )
         if parameter.is_meta and has_values:
             raise UsageError(

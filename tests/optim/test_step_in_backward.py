@@ -418,6 +418,36 @@ def test_gradients_for_another_optimizer_are_dropped_under_no_sync(tmp_path, cap
     assert "given up" not in caplog.text
 
 
+@pytest.mark.parametrize("settings", [True, "provisional"])
+def test_two_optimizers_do_not_both_update_a_parameter(tmp_path, settings):
+    refused = []
+
+    def program(make):
+        net = model()
+        pair = [
+            make(net.parameters(), optimizer_class=kind, lr=0.01)
+            for kind in (torch.optim.Adam, torch.optim.SGD)
+        ]
+        for _ in range(2):
+            try:
+                loss_of(net, 0).backward()
+            except UsageError as error:
+                refused.append(str(error).split(" would")[0])
+        net.zero_grad()
+        for number in range(4):
+            used, other = pair[:: 1 - 2 * (number % 2)]
+            with other.no_sync():
+                loss_of(net, number).backward()
+            used.step()
+            net.zero_grad()
+        pair[0].close()
+        step_of(net, pair[1], 4)
+        return list(net.parameters())
+
+    assert after_and_in_backward(program, tmp_path, settings, host_memory=200_000) == []
+    assert refused == ["two optimizers with step_in_backward"] * 2
+
+
 def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path, caplog):
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
