@@ -155,7 +155,8 @@ class BackwardUpdates:
 
     def _check_alone(self, parameter: Any) -> None:
         """Check that no other optimizer updates *parameter* in this pass. Raises: UsageError."""
-        for hook in parameter._post_accumulate_grad_hooks.values():
+        hooks = parameter._post_accumulate_grad_hooks
+        for hook in hooks.values() if len(hooks) > 1 else ():
             other = hook.updates() if hasattr(hook, "updates") else None
             if other not in (None, self) and other.is_updating(parameter):
                 raise UsageError(
@@ -346,9 +347,9 @@ class BackwardUpdates:
             return
         changed = [f"the option {name}" for name in owner.options.changed(owner.groups)]
         if not all(
-            _is_spent(weight)
+            _is_spent(weight) or not weight.is_as_bound
             for weight, step in self._spent.items()
-            if step == owner.count and weight.is_as_bound
+            if step == owner.count
         ):
             changed.append("a gradient")
         weights = {fragment.weight for bucket in self._updated for fragment in bucket.fragments}
