@@ -269,7 +269,8 @@ def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
 
 def amid(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
     """Call what programs call, while updates are made in its midst, and after them. Returns: the names
-    of the calls whose results or final states differ.
+    of the calls whose results or final states differ. With request["neighbour"], the calls are of
+    another engine than the updates, in the same tier.
     """
     import deepspeed
     from amid import Amid
@@ -281,10 +282,13 @@ def amid(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
     places = [Path(request["directory"], name) for name in ("amid", "after")]
     trainings = [Training(training.case, str(place), True, training.watch) for place in places]
     for place in places:
-        place.mkdir()
-    engines = [trained(one, made) for one in trainings]
-    mine, other = engines
-    for engine, place in zip(engines, places, strict=True):
+        place.mkdir(exist_ok=True)  # by another rank
+    # the first engine of a training has pending updates, and the last engine is called
+    seeds = range(2 if request.get("neighbour") else 1)
+    engines = [[trained(one, made, seed=seed) for seed in seeds] for one in trainings]
+    mine, called, other = engines[0][0], engines[0][-1], engines[1][-1]
+    rank = mine.global_rank
+    for engine, place in zip((called, other), places, strict=True):
         engine.save_checkpoint(str(place), tag="first")
 
     def parameters(*args: Any, **named: Any) -> Any:
@@ -342,7 +346,15 @@ def amid(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
         store = engine.optimizer.gradient_store
         return [dict(store.reduced(index)) for index in everything(engine)]
 
+    def live(engine: Any) -> Any:
+        one = trainings[engine is other]
+        new = trained(one, made, seed=3)
+        final = one._final(new)
+        new.destroy()
+        return final
+
     acts: dict[str, Callable[[Any], Any]] = {
+        "another": live,
         "shapes": lambda engine: engine._get_zero_param_shapes(),
         "save": lambda engine: engine.save_checkpoint(str(places[engine is other]), tag="then"),
         "load": load,
@@ -368,25 +380,31 @@ def amid(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
     }
     watch = Amid(mine.optimizer.tier, PLACES)
     differing: list[str] = []
-    stops = iter(range(1, sys.maxsize, 3))  # another one in each attempt
+    stops = iter(range(1 + rank, sys.maxsize, 3))  # another one in each attempt
+    shares = (0, 0.01, 0.5, 0.85, 0.95)  # of the calls that the first attempt counts
     count = len(everything(mine)) * (len(PLACES) - 2)
     with watch.watching():
         number, calls = FIRST, 0
         for name, act in acts.items():
-            for share in (0, 0.01, 0.5, 0.85, 0.95):  # of the calls that the first attempt counts
-                trainings[1]._step(other, number, 0)
-                other.optimizer.finish_updates()
+            for share in (0, *shares[1 + rank :], *shares[1 : 1 + rank]):
+                for engine in engines[1][::-1]:
+                    trainings[1]._step(engine, number, 0)
+                    engine.optimizer.finish_updates()
                 expected = act(other)
+                for engine in engines[0][:0:-1]:
+                    trainings[0]._step(engine, number, 0)
+                    engine.optimizer.finish_updates()
                 found, counted = watch.run(
                     functools.partial(trainings[0]._step, mine, number, 0),
                     next(stops) % count + 1,
-                    functools.partial(act, mine),
+                    functools.partial(act, called),
                     int(share * calls) + 1 if share else 0,
                 )
                 calls = calls if share else counted
                 number += 1
                 finals = [
-                    one._final(engine) for one, engine in zip(trainings, engines, strict=True)
+                    [one._final(engine) for engine in each]
+                    for one, each in zip(trainings, engines, strict=True)
                 ]
                 if [bits(found), finals[0]] != [bits(expected), finals[1]]:
                     differing.append(name)

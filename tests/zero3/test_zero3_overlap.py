@@ -293,6 +293,15 @@ def test_updates_may_be_made_in_the_midst_of_any_call(tmp_path, parameters):
     assert run(tmp_path, "amid", case)["differing"] == []
 
 
+@pytest.mark.slow
+def test_updates_may_be_made_in_the_midst_of_calls_of_another_engine(tmp_path):
+    """On two ranks, which are at different calls then, and with one budget for all engines."""
+    case = Case(model="blocks", parameters="nvme", persistence=80, section={"host_memory": 700_000})
+    fields = dataclasses.asdict(overlapped(case))
+    ended = run_script(SCRIPT, tmp_path, case=fields, what="amid", neighbour=True, ranks=2)
+    assert [rank.results for rank in ended] == [[{"differing": []}]] * 2
+
+
 @covering(model=["32 layers", "dropped"], bucket=[0, 200, 10**6])
 def test_updates_keep_their_order_whatever_is_gathered_together_and_what_rests(
     tmp_path, model, bucket
