@@ -22,6 +22,7 @@ from .swap.tier import (
     memory_size,
 )
 from .units import format_bytes
+from .update.queue import wait_for_all
 
 if TYPE_CHECKING:
     import torch
@@ -277,6 +278,7 @@ class Offload(Closing):
         asked = memory_size(wanted)
         left = self._memory.left_bytes()
         if left < self._memory.nbytes:
+            wait_for_all()  # a pending update keeps an optimizer that the program has dropped
             gc.collect()  # a model that the program has dropped holds its streamer in a cycle
             left = self._memory.left_bytes()
         if asked == "auto":

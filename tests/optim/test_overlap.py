@@ -35,7 +35,7 @@ from reference import (
     unlike,
 )
 
-from nvme_offload import save_on_nvme
+from nvme_offload import Offload, save_on_nvme
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
@@ -977,6 +977,23 @@ def test_a_dropped_optimizer_makes_its_pending_updates(tmp_path, monkeypatch):
     thread.join()
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_a_dropped_optimizer_with_pending_updates_makes_room_for_another(tmp_path):
+    net = model()
+    with Offload(tmp_path, 1_000_000) as offload:
+        for steps in (2, 1):
+            optimizer = offload.optimizer(
+                net.parameters(), lr=0.01, host_memory=600_000, overlap_step=True
+            )
+            for step in range(steps):
+                step_of(net, optimizer, step)
+            assert any(waiting(net)) == (steps > 1)
+            del optimizer
+    expected = in_memory(2)
+    step_of(expected, torch.optim.AdamW(expected.parameters(), lr=0.01), 0)
+    assert differing(list(net.parameters()), list(expected.parameters())) == []
 
 
 def test_a_del_may_close_it_in_the_midst_of_a_use(tmp_path):

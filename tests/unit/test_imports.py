@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "optim": MOVING | {"device", "optimizer_states", "parameters", "update"},
     "activations": MOVING | {"device"},
     "parameters": MOVING | {"device"},
-    "offload": MOVING | {"activations", "optim", "parameters"},
+    "offload": MOVING | {"activations", "optim", "parameters", "update"},
     "device": MOVING | {"optimizer_states"},
     "update": MOVING | {"device", "optimizer_states"},
     "zero3": MOVING | {"device", "ds_config", "optimizer_states", "planning", "update"},
