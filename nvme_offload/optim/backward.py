@@ -160,8 +160,8 @@ class BackwardUpdates:
             other = hook.updates() if hasattr(hook, "updates") else None
             if other not in (None, self) and other.is_updating(parameter):
                 raise UsageError(
-                    "two optimizers with step_in_backward would update the same parameter in this backward(): close() the one that is not used any more, "
-                    "or run backward() under no_sync() of the one that makes no step"
+                    "two optimizers with step_in_backward would update the same parameter in this backward(): close() the unused optimizer, "
+                    "or call no_sync() of the optimizer whose step() does not follow"
                 )
 
     def is_updating(self, parameter: torch.Tensor) -> bool:
