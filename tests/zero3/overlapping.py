@@ -381,12 +381,13 @@ def amid(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
     watch = Amid(mine.optimizer.tier, PLACES)
     differing: list[str] = []
     stops = iter(range(1 + rank, sys.maxsize, 3))  # another one in each attempt
-    shares = (0, 0.01, 0.5, 0.85, 0.95)  # of the calls that the first attempt counts
+    shares = (0.01, 0.5, 0.85, 0.95)  # of the calls that the first attempt counts
     count = len(everything(mine)) * (len(PLACES) - 2)
     with watch.watching():
         number, calls = FIRST, 0
-        for name, act in acts.items():
-            for share in (0, *shares[1 + rank :], *shares[1 : 1 + rank]):
+        for turn, (name, act) in enumerate(acts.items(), rank):
+            first = turn % len(shares)
+            for share in (0, *shares[first:], *shares[:first])[: request["attempts"]]:
                 for engine in engines[1][::-1]:
                     trainings[1]._step(engine, number, 0)
                     engine.optimizer.finish_updates()

@@ -290,7 +290,7 @@ def test_updates_may_be_made_in_the_midst_of_any_call(tmp_path, parameters):
     """The user configured one sub-group, which is cut for host memory."""
     section = {"host_memory": "smallest"}
     case = Case(model="blocks", parameters=parameters, persistence=80, section=section)
-    assert run(tmp_path, "amid", case)["differing"] == []
+    assert run(tmp_path, "amid", case, attempts=5)["differing"] == []
 
 
 @pytest.mark.slow
@@ -298,7 +298,8 @@ def test_updates_may_be_made_in_the_midst_of_calls_of_another_engine(tmp_path):
     """On two ranks, which are at different calls then, and with one budget for all engines."""
     case = Case(model="blocks", parameters="nvme", persistence=80, section={"host_memory": 700_000})
     fields = dataclasses.asdict(overlapped(case))
-    ended = run_script(SCRIPT, tmp_path, case=fields, what="amid", neighbour=True, ranks=2)
+    request = {"what": "amid", "neighbour": True, "attempts": 2}
+    ended = run_script(SCRIPT, tmp_path, case=fields, ranks=2, **request)
     assert [rank.results for rank in ended] == [[{"differing": []}]] * 2
 
 
