@@ -71,9 +71,10 @@ class NVMeOptimizer(Forwarding):
     step_in_backward : {False, True, "local", "provisional"}
         Update parameters during `backward`, as soon as their gradients are complete, and drop the
         gradients; `step` makes the remaining updates. It excludes code that reads gradients in
-        between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the last `backward`
-        under `no_sync`. With several processes it takes DTensors (FSDP2, tensor parallelism);
-        "local" takes any parameter, and asserts that only autograd and FSDP2 work on gradients.
+        between: clipping by a norm, GradScaler, DDP; and changes of options, gradients or
+        parameters in between. To accumulate, run all but the last `backward` under `no_sync`. With
+        several processes it takes DTensors (FSDP2, tensor parallelism); "local" takes any parameter,
+        and asserts that only autograd and FSDP2 work on gradients.
 
         "provisional" keeps gradients and the old parameters until `step`, which makes updates again
         whose gradients were changed since, such as by clipping. The bits are the same as with
@@ -212,7 +213,8 @@ class NVMeOptimizer(Forwarding):
         Raises
         ------
         UsageError
-            The optimizer is closed, or parameters and states are out of sync.
+            The optimizer is closed, or parameters and states are out of sync. With
+            `step_in_backward=True`: options, gradients or parameters were changed after `backward`.
         OffloadError
             The drive failed. `step` may be called again.
         """
