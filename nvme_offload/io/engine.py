@@ -14,7 +14,7 @@ from ..errors import OffloadError, UsageError
 from ..extension import _aio
 from ..hardware.config import AioConfig
 from .arguments import time_limit, whole_number
-from .closing import Closing
+from .closing import Closing, fail_at_exit
 
 if TYPE_CHECKING:
     import numpy
@@ -571,13 +571,7 @@ def _close_at_last(opened: Any) -> None:
     try:
         opened.close()
     except OffloadError as error:
-        if sys.stderr is not None:
-            print(
-                f"nvme_offload: unawaited transfer failed: {type(error).__name__}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-        _aio.fail_at_exit()
+        fail_at_exit("unawaited transfer", error)
 
 
 # every transfer must finish before the interpreter frees its memory

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
+from ..io.closing import fail_at_exit
 from ..io.section import give_back
 from ..io.weak_list import WeakList
 
@@ -452,7 +453,10 @@ def _make_jobs(reference: weakref.ref[UpdateQueue], changed: threading.Condition
 def _end(reference: weakref.ref[UpdateQueue], changed: threading.Condition) -> None:
     queue = reference()
     if queue is not None:  # the process is exiting: no thread may be running torch code by then
-        queue.stop(finish=True)
+        error = queue.abandon()
+        queue.stop(finish=False)
+        if error is not None:
+            fail_at_exit("unawaited update", error)
     # The garbage collector may call this in any thread, which must not wait for a lock.
     elif changed.acquire(blocking=False):
         changed.notify_all()

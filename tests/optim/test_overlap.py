@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -1275,3 +1276,33 @@ def test_a_dictionary_of_states_that_was_kept_waits(tmp_path, name):
     assert differing(list(ours.parameters()), list(plain.parameters())) == []
     assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "line"),
+    [
+        ("", 1, "nvme_offload: unawaited update failed: ValueError: no reason; in step 3"),
+        (
+            "sys.exit(4)",
+            4,
+            "nvme_offload: unawaited update failed: ValueError: no reason; in step 3",
+        ),
+        ("try: queue.wait()\nexcept ValueError: pass", 0, ""),
+    ],
+    ids=["the end", "a status", "a caller has received it"],
+)
+def test_an_update_that_fails_as_the_program_ends_is_a_line_and_a_status(end, status, line):
+    script = """
+import sys
+from nvme_offload.update.queue import Job, UpdateQueue
+
+def update():
+    raise ValueError("no reason")
+
+queue = UpdateQueue()
+queue.put(Job(update, note="in step 3"))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script + end], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (ran.returncode, ran.stderr.strip()) == (status, line)
