@@ -245,7 +245,8 @@ def refuse_tracing() -> NoReturn:
     """Refuse to compile, export, trace or script a model. Raises: UnsupportedError."""
     raise _TracingError(
         "torch.compile, torch.export and torch.jit cannot trace modules whose parameters stream: compile blocks before offload.parameters, "
-        "pass a clone() of a parameter to another compiled function, or trace another model, into which you load the state_dict()"
+        "call generate() of transformers with disable_compile=True, pass a clone() of a parameter to another compiled function, "
+        "or trace another model, into which you load the state_dict()"
     )
 
 

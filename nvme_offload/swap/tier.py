@@ -542,7 +542,7 @@ def _check_place(path: str) -> None:
         swept_here = Path(drive.path).is_relative_to(profile_shelf.of_drive(drive).drive["path"])
     if not swept_here and Path(path).stat().st_dev == Path("/").stat().st_dev:
         _log.warning(
-            "%s is on the root filesystem: check that its drive is mounted. If the states should go there, run `nvme-sweep %s`, which ends this warning",
+            "%s is on the root filesystem: check that its drive is mounted. If it is meant to hold the values, run `nvme-sweep %s`, which ends this warning",
             *(path, path),
         )
 
