@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
-from modules import KINDS, WAYS, WIDTH, Stack
+from modules import KINDS, WAYS, WIDTH, Blocks, Stack
+from patience import PATIENCE
 
 from nvme_offload import Offload, UsageError
 
@@ -107,3 +110,37 @@ def test_a_model_streams_once(offload: Offload) -> None:
     offload.parameters(model, "cpu")
     with pytest.raises(UsageError, match="streams already"):
         offload.parameters(model, "cpu")
+
+
+@pytest.mark.parametrize("derives", [False, True], ids=["inference", "gradients of inputs"])
+def test_threads_that_use_a_model_concurrently_get_its_bits(
+    make: Callable[..., Offload], derives: bool
+) -> None:
+    """As those of a server do."""
+    model = Blocks().requires_grad_(False)
+    inputs = [torch.randn(2 + place, 48) for place in range(6)]
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        torch.set_num_threads(1)
+        if derives:
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(model(x).square().sum(), x)[0]
+        with torch.inference_mode():
+            result: torch.Tensor = model(x)
+        return result
+
+    threads = torch.get_num_threads()
+    try:
+        expected = [work(x) for x in inputs]
+    finally:
+        torch.set_num_threads(threads)
+    make().parameters(model, "cpu")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(4):
+                results = list(pool.map(work, inputs, timeout=PATIENCE))
+                assert all(map(torch.equal, results, expected))
+    finally:
+        sys.setswitchinterval(interval)
