@@ -150,8 +150,8 @@ class Offload(Closing):
         """Write the weights of a model to a directory, in files of safetensors.
 
         `from_pretrained` of transformers, and *weights* of `parameters`, read it. It needs memory
-        for one tensor. The directory appears with its whole contents, or replaces an earlier one. A
-        tied parameter is written once.
+        for one tensor. The directory appears with its whole contents, in place of an earlier save;
+        other files in it are kept. A tied parameter is written once.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class Offload(Closing):
         UsageError
             *model* is needed, or its parameters do not stream.
         OSError
-            The drive failed; an earlier directory is unchanged.
+            The drive failed, or *path* is a file; an earlier directory is unchanged.
         """
         from .parameters.weights import save
 

@@ -127,9 +127,24 @@ def recover_directory(path: Path) -> Path | None:
         return None
     if os.path.lexists(path):
         return replaced
-    replaced.rename(path)
-    sync_directory(path.parent)
+    with contextlib.suppress(FileNotFoundError):  # another process has repaired it
+        replaced.rename(path)
+        sync_directory(path.parent)
     return None
+
+
+def keep_others(path: Path, partial: Path, replaced: str) -> None:
+    """Add to *partial*, which is to replace the directory *path*, the entries that *path* alone has,
+    as hard links where the filesystem has them; but none whose name matches the regular expression
+    *replaced*. Raises: OSError.
+    """
+    for entry in path.iterdir():
+        if re.fullmatch(replaced, entry.name) or os.path.lexists(partial / entry.name):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, partial / entry.name, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, partial / entry.name)
 
 
 def make_directory(path: Path) -> None:
@@ -246,6 +261,13 @@ def _exchanged(one: Path, other: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _link(source: Path | str, target: Path | str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # such as exFAT
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _replaced(path: Path) -> Path:

@@ -72,6 +72,7 @@ def load(
     """Load the states at *path* by *load_state_dict*, once *check* has accepted the states of every
     rank: see `NVMeOptimizer.load`.
     """
+    commit.recover_directory(path.resolve())
     ranks = parts.ranks_of(steps.binding.weights, group)
     if ranks is None and path.is_dir():
         ranks = Ranks.of_group()

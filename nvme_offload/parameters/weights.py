@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors#format, and the index of tran
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from ..files.commit import partial_directory, publish_directory, remove, sync_tree
+from ..files import commit
 from ..io import archive
 from ..io.engine import Engine, File, Ticket
 from . import conversions
@@ -24,6 +25,9 @@ from . import conversions
 FILE_BYTES = 5_000_000_000  # the most that a file has, unless one tensor is larger
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_WRITTEN = (
+    r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"  # the names of the files of weights
+)
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -79,6 +83,7 @@ class SavedWeights:
 
     def __init__(self, path: str | os.PathLike[str], engine: Engine) -> None:
         place = Path(path)
+        commit.recover_directory(place.resolve())
         files = _files_in(place) if place.is_dir() else [place]
         lacking = [file.name for file in files if not file.is_file()]
         if not files or lacking:
@@ -178,9 +183,15 @@ def _is_quantized(saved: torch.dtype, wanted: torch.dtype) -> bool:
 def save(
     model: torch.nn.Module, path: Path, values_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Write the state dict of *model* to the directory *path*, which appears with its whole contents
-    or replaces an earlier one. *values_of*: a tensor of the model, in host memory. Raises: OSError.
+    """Write the state dict of *model* to the directory *path*, which appears with its whole contents,
+    in place of an earlier save. Other files in it are kept. *values_of*: a tensor of the model, in
+    host memory. Raises: OSError.
     """
+    path = path.resolve()
+    if (left := commit.recover_directory(path)) is not None:
+        commit.remove(left)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     tensors: dict[torch.Tensor, str] = {}
     for name, tensor in _saved_tensors(model):
         tensors.setdefault(tensor, name)
@@ -191,7 +202,7 @@ def save(
         for name, part in conversions.stored(model, inside).items()
     ]
     files = _divide(entries)
-    with partial_directory(path) as partial:
+    with commit.partial_directory(path) as partial:
         for file, group in files.items():
             _write(partial / file, group)
         if len(files) > 1:
@@ -204,10 +215,12 @@ def save(
             saving = getattr(getattr(model, config, None), "save_pretrained", None)
             if saving is not None:
                 saving(partial)
-        sync_tree(partial)
-        replaced = publish_directory(partial, path, over=True)
+        if path.is_dir():
+            commit.keep_others(path, partial, _WRITTEN)
+        commit.sync_tree(partial)
+        replaced = commit.publish_directory(partial, path, over=True)
     if replaced is not None:
-        remove(replaced)
+        commit.remove(replaced)
 
 
 def _saved_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

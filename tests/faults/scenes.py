@@ -43,6 +43,17 @@ def optimizer(fill):
         made.step()
         made.save(place / "saved")
 
+def weights(fill):
+    import torch
+    from nvme_offload import Offload
+    model = torch.nn.Linear(100, 300, bias=False)
+    torch.nn.init.constant_(model.weight, fill)
+    aio = AioConfig(backend="posix", direct="auto")
+    offload = Offload(sys.argv[2], "64MiB", aio=aio)
+    offload.parameters(model, "cpu")
+    offload.save(place / "model")
+    offload.close()
+
 def report():
     from nvme_offload.tune import results
     from nvme_offload.tune.progress import Progress
@@ -97,6 +108,14 @@ def _optimizer(found: Path, _: Path, __: Path) -> str:
     return {1: "old", 2: "new"}[fill]
 
 
+def _weights(found: Path, _: Path, __: Path) -> str:
+    from safetensors.torch import load_file
+
+    assert (found / "model" / "of the user" / "notes.txt").read_text() == "mine"
+    (fill,) = set(load_file(found / "model" / "model.safetensors")["weight"].flatten().tolist())
+    return {1: "old", 2: "new"}[fill]
+
+
 def _report(found: Path, _: Path, final: Path) -> str:
     shown = list((found / "reports").glob("[!.]*")) if (found / "reports").exists() else []
     if not shown:
@@ -132,5 +151,10 @@ SCENES = {
         _profile,
     ),
     "optimizer": Scene("optimizer(1)", "optimizer(2)", _optimizer),
+    "weights": Scene(
+        "weights(1); notes = place / 'model' / 'of the user' / 'notes.txt'; notes.parent.mkdir(); notes.write_text('mine')",
+        "weights(2)",
+        _weights,
+    ),
     "report": Scene("", "report()", _report),
 }

@@ -523,6 +523,22 @@ def in_place_of_a_file() -> list[Any]:
 
 
 @case
+def a_save_that_was_killed_between_two_renames() -> list[Any]:
+    """As on NFS, which cannot exchange two names."""
+
+    def then(net: nn.Module, optimizer: NVMeOptimizer) -> list[Any]:
+        before = states_of(optimizer)
+        if RANK == 0:
+            path.rename(path.with_name(f".{path.name}.replaced"))
+        dist.barrier()
+        optimizer.load(path)
+        return unlike(states_of(optimizer), before)
+
+    with place() as path:
+        return saved_and(path, then)
+
+
+@case
 def a_path_that_is_not_there() -> list[Any]:
     def then(net: nn.Module, optimizer: NVMeOptimizer) -> list[Any]:
         said = refusal(lambda: optimizer.load(path.with_name("nowhere")), UsageError)

@@ -129,6 +129,42 @@ def test_saved_weights_equal_the_state_dict(
         assert torch.equal(values, expected[key])
 
 
+def test_a_save_replaces_the_weights_alone(make: Make, in_memory: _Model, tmp_path: Path) -> None:
+    model, offload, saved = copy.deepcopy(in_memory), make(), tmp_path / "saved"
+    offload.parameters(model, "cpu")
+    (saved / "of the user").mkdir(parents=True)
+    kept = {"optimizer.pt": "states", "tokenizer.json": "{}", "of the user/notes": "mine"}
+    for name, text in kept.items():
+        (saved / name).write_text(text)
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (saved / name).write_text("of a larger model")
+    (tmp_path / "link").symlink_to("saved")
+    offload.save(tmp_path / "link")
+    found = [file for file in saved.rglob("*") if file.is_file()]
+    texts = {str(file.relative_to(saved)): file for file in found}
+    assert texts.pop("model.safetensors").is_file()
+    assert {name: file.read_text() for name, file in texts.items()} == kept
+    assert {path.name for path in tmp_path.iterdir()} >= {"saved", "link"}
+    with pytest.raises(NotADirectoryError):
+        offload.save(saved / "tokenizer.json")
+    assert (saved / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_save_that_was_killed_between_two_renames_is_found(
+    make: Make, in_memory: _Model, tmp_path: Path
+) -> None:
+    """As on NFS, which cannot exchange two names."""
+    offload, saved, left = make(), tmp_path / "saved", tmp_path / ".saved.replaced"
+    offload.parameters(in_memory, "cpu")
+    offload.save(saved)
+    saved.rename(left)
+    make().parameters(_on_meta(), "cpu", weights=saved)
+    assert not left.exists()
+    saved.rename(left)
+    offload.save(saved)
+    assert not left.exists()
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers warns
 def test_from_pretrained_reads_what_was_saved(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
