@@ -329,7 +329,9 @@ class Profile:
         try:
             return cast("Profile", _decoded(cls, data))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"{source} is not a complete drive profile: {error!r}") from None
+            raise UsageError(
+                f"{source} is not a complete drive profile: {error!r}; nvme_offload {data.get('tool_version')} wrote it; run nvme-sweep again"
+            ) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
