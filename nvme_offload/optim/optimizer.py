@@ -377,7 +377,8 @@ class NVMeOptimizer(Forwarding):
         UsageError, ValueError
             The states belong to other parameters, or to another rank's part. Nothing is changed.
         UnsupportedError
-            Another number of ranks saved them, and their parameters are plain tensors.
+            Another number of ranks saved them, and their parameters are plain tensors; or a later
+            release did.
         CorruptionError
             A file differs from the file that was written. Nothing is changed.
         OffloadError
@@ -417,12 +418,13 @@ class NVMeOptimizer(Forwarding):
             finally:
                 handle.remove()
                 states.shown = shown
-            told: dict[str, Any] = {"state_format": self._format.name, "steps": steps.count}
+            kept: dict[str, Any] = {"state_format": self._format.name, "steps": steps.count}
+            kept["version"] = saved.VERSION
             if steps.updater.wide:
-                told["wide"] = True
+                kept["wide"] = True
             if (part := parts.part_of(steps.binding.weights)) is not None:
-                told["part"] = part
-            yield {**packed, "nvme_offload": told}
+                kept["part"] = part
+            yield {**packed, "nvme_offload": kept}
 
     @fixed_modes()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -440,6 +442,8 @@ class NVMeOptimizer(Forwarding):
         ------
         UsageError, ValueError
             It belongs to other parameters. Nothing is changed.
+        UnsupportedError
+            A later release has saved it. Nothing is changed.
         OffloadError
             The drive failed. Load it again before the next step.
         """
@@ -451,7 +455,7 @@ class NVMeOptimizer(Forwarding):
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             nonlocal kept
             loaded.update(self._check_loadable(given))
-            kept = given.get("nvme_offload", {})
+            kept = saved.told(given)
             return {**given, "state": {}}
 
         def put(_: torch.optim.Optimizer) -> None:
@@ -481,7 +485,7 @@ class NVMeOptimizer(Forwarding):
     def _check_loadable(self, given: Mapping[str, Any]) -> dict[Weight, dict[str, Any]]:
         """The state of each parameter in the state dict *given*. Raises: UsageError."""
         weights = self._steps.binding.weights
-        parts.check_part(given.get("nvme_offload", {}).get("part"), weights)
+        parts.check_part(saved.told(given).get("part"), weights)
         groups = given["param_groups"]
         indices = [index for group in groups for index in group["params"]]
         found = {}

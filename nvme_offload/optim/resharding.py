@@ -17,6 +17,7 @@ from ..optimizer_states.kept import is_kept, unpacked, whole_of
 from ..optimizer_states.tree import replaced, tensors
 from . import parts
 from .buckets import Weight, rows_of
+from .saved import told
 
 Box = list[tuple[int, int]]  # the first element and the end in each dimension
 Rows = Callable[[int, int], torch.Tensor]  # the values of rows of a box, from the first to the end
@@ -58,18 +59,12 @@ def reshard(trees: Sequence[Mapping[str, Any]], weights: Sequence[Weight]) -> di
                     if hasattr(value, "rows")
                 },
             )
-    told = {key: value for tree in reversed(trees) for key, value in _told(tree).items()}
+    kept = {key: value for tree in reversed(trees) for key, value in told(tree).items()}
     if (part := parts.part_of(weights)) is None:
-        told.pop("part", None)
+        kept.pop("part", None)
     else:
-        told["part"] = part
-    return {**trees[0], "state": states, "nvme_offload": told}
-
-
-def _told(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the state dict *tree* says of its states; nothing if the plain optimizer has saved it."""
-    told: Mapping[str, Any] = tree.get("nvme_offload", {})
-    return told
+        kept["part"] = part
+    return {**trees[0], "state": states, "nvme_offload": kept}
 
 
 def fitting(trees: Sequence[dict[str, Any]], weights: Sequence[Weight]) -> dict[str, Any]:
@@ -82,18 +77,18 @@ def fits(tree: Mapping[str, Any], weights: Sequence[Weight]) -> bool:
     if is_cut(tree):
         # `parts.check_part` refuses other parts.
         return not parts.is_in_order(weights) or bool(
-            _told(tree)["part"]["cuts"] == parts.cuts_of(weights)
+            told(tree)["part"]["cuts"] == parts.cuts_of(weights)
         )
-    return "part" in _told(tree) or not parts.is_cut(weights)  # one process saves whole states
+    return "part" in told(tree) or not parts.is_cut(weights)  # one process saves whole states
 
 
 def is_cut(tree: Mapping[str, Any]) -> bool:
     """Whether the state dict *tree* has parts of parameters."""
-    return bool(_told(tree).get("part", {}).get("cuts"))
+    return bool(told(tree).get("part", {}).get("cuts"))
 
 
 def _cuts_of(tree: Mapping[str, Any], weights: Sequence[Weight]) -> list[Any]:
-    part = _told(tree).get("part")
+    part = told(tree).get("part")
     whole = [[list(weight.parameter.shape), []] for weight in weights]
     return whole if part is None else list(part["cuts"])
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import IOFailure, UsageError, known
+from ..errors import IOFailure, UnsupportedError, UsageError, known
 from ..io.archive import Part, Provider, offloaded
 from ..optimizer_states.formats import Layout
 from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
@@ -23,6 +23,7 @@ from .buckets import Bucket, Fragment, Weight, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .values import MASTER, Find, Values
 
+VERSION = 1  # of state dicts and files; only a reader of the same number understands them
 _ALIGNMENT = 64
 _AHEAD = 3  # buckets that are read while one is written
 
@@ -302,6 +303,18 @@ def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtyp
         return form.dtype
     narrow = value.dtype == fragment.bucket.dtype != fragment.shadow.dtype
     return fragment.shadow.dtype if narrow else value.dtype
+
+
+def told(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What *state_dict* says of its states; nothing if the plain optimizer has saved it. Raises:
+    UnsupportedError if it is of another version.
+    """
+    found: Mapping[str, Any] = state_dict.get("nvme_offload", {})
+    if (version := found.get("version", VERSION)) != VERSION:
+        raise UnsupportedError(
+            f"the states are of version {version!r} and this package reads version {VERSION}: install the release that wrote them"
+        )
+    return found
 
 
 def check(state: Any, weight: Weight) -> None:

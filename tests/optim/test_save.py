@@ -23,7 +23,7 @@ from reference import (
 )
 from test_odd_states import Odd
 
-from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
+from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
 
@@ -341,6 +341,29 @@ def test_what_is_not_of_these_parameters_is_refused_and_changes_nothing(tmp_path
     wider = [torch.nn.Parameter(parameter.detach().float()) for parameter in params]
     with roomy(wider, tmp_path) as optimizer, pytest.raises(UsageError, match="bfloat16 weights"):
         load(optimizer, path)
+
+
+def test_states_of_another_version_are_refused_and_change_nothing(tmp_path):
+    params, path = parameters(), tmp_path / "saved"
+    with roomy(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        optimizer.save(path)
+        tree = torch.load(path)
+        before = optimizer.state_dict()
+        tree["nvme_offload"]["version"] += 1
+        tree["state"][0]["exp_avg"].add_(1)
+        torch.save(tree, path)
+        for act in (lambda: optimizer.load(path), lambda: optimizer.load_state_dict(tree)):
+            with pytest.raises(
+                UnsupportedError, match="version 2 and this package reads version 1"
+            ):
+                act()
+            assert unlike(before, optimizer.state_dict()) == []
+        del tree["nvme_offload"]["version"]  # as development versions saved
+        optimizer.load_state_dict(tree)
+        assert torch.equal(
+            optimizer.state_dict()["state"][0]["exp_avg"], tree["state"][0]["exp_avg"]
+        )
 
 
 @pytest.mark.parametrize("other", [{"weight": torch.ones(3)}, torch.ones(3)])
