@@ -206,6 +206,19 @@ def abandoned(directory: Path, name: str) -> Iterator[Path]:
                     os.close(descriptor)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process has locked *path* by `claim`. False where the filesystem lacks locks."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
     """A new locked file with *mode*, or a directory (None), next to *path*, and its descriptor."""

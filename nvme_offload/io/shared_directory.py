@@ -99,10 +99,10 @@ class SharedDirectory:
         files = tuple(entry for entries in self._ranks.gather(self._entries) for entry in entries)
 
         def show() -> None:
+            self._token.unlink()  # fails if another run has taken its place, where locks are missing
             Manifest(self.generation, step, self._ranks.count, self.checksum, files).write(
                 self.partial
             )
-            self._token.unlink()
             self._clear(commit.publish_directory(self.partial, self.place, over=True))
 
         self._on(self.publishes, show)
@@ -134,6 +134,10 @@ class SharedDirectory:
 
     def _make(self) -> None:
         commit.make_directory(self.place.parent)
+        if commit.is_locked(self.partial):
+            raise UsageError(
+                f"{self._refusal}: another run is saving to it: give each run its own directory"
+            )
         for left in (commit.recover_directory(self.place), self.partial):
             self._clear(left)
         with contextlib.suppress(OSError):
