@@ -184,7 +184,6 @@ class AccessOrder:
             self._had_extras = extras and not adopt
         if adopt:
             self.period = Period(record, ends)
-            self._misses = 0
         self.now = -(-self.now // len(self.period)) * len(self.period)
         return adopt
 

@@ -55,6 +55,18 @@ def test_an_order_that_is_not_followed_is_known_as_such() -> None:
     assert order.followed
 
 
+def test_an_order_that_differs_from_period_to_period_is_not_followed() -> None:
+    order = order_of("abcdefgh")
+    for names in "hgfedcba", "badcfehg", "efabghcd", "gchbfaed":
+        use(order, names)
+        order.step()
+    assert not order.followed
+    for _ in range(3):
+        use(order, "gchbfaed")
+        order.step()
+    assert order.followed
+
+
 def test_an_evaluation_between_teaches_nothing_unless_it_comes_again() -> None:
     order = order_of("abcdef")
     use(order, "abcabcdef")
