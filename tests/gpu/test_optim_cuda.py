@@ -334,7 +334,7 @@ def test_states_are_copied_to_the_gpu_before_their_use(
             assert optimizer.stats().bytes_read == 0
             if parts == 8:
                 assert buckets > 20
-                assert used.count(True) > 3 * buckets  # in 8 steps, with surprises
+                assert used.count(True) > 2 * buckets  # in 8 steps, with surprises
                 assert len(stager._places) > 3
             else:
                 assert not any(used)
