@@ -1278,15 +1278,16 @@ def test_a_dictionary_of_states_that_was_kept_waits(tmp_path, name):
     optimizer.close()
 
 
+FAILED = "nvme_offload: unawaited update failed: ValueError: no reason"
+if sys.version_info >= (3, 11):
+    FAILED += "; in step 3"  # the note
+
+
 @pytest.mark.parametrize(
     ("end", "status", "line"),
     [
-        ("", 1, "nvme_offload: unawaited update failed: ValueError: no reason; in step 3"),
-        (
-            "sys.exit(4)",
-            4,
-            "nvme_offload: unawaited update failed: ValueError: no reason; in step 3",
-        ),
+        ("", 1, FAILED),
+        ("sys.exit(4)", 4, FAILED),
         ("try: queue.wait()\nexcept ValueError: pass", 0, ""),
     ],
     ids=["the end", "a status", "a caller has received it"],

@@ -116,7 +116,7 @@ def test_a_model_streams_once(offload: Offload) -> None:
 def test_threads_that_use_a_model_concurrently_get_its_bits(
     make: Callable[..., Offload], derives: bool
 ) -> None:
-    """As those of a server do."""
+    """The threads of a server do so."""
     model = Blocks().requires_grad_(False)
     inputs = [torch.randn(2 + place, 48) for place in range(6)]
 
