@@ -197,26 +197,32 @@ def abandoned(directory: Path, name: str) -> Iterator[Path]:
     """
     for left in list(directory.iterdir()):
         if re.fullmatch(name, left.name):
-            with contextlib.suppress(OSError):
-                descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield left
-                finally:
-                    os.close(descriptor)
+            with contextlib.suppress(OSError), _locked(left):
+                yield left
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process has locked *path* by `claim`. False where the filesystem lacks locks."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-    return False
+    try:
+        with _locked(path):
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Context in which this process has locked *path*. Raises: BlockingIOError if another one has;
+    OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

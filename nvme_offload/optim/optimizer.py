@@ -418,8 +418,11 @@ class NVMeOptimizer(Forwarding):
             finally:
                 handle.remove()
                 states.shown = shown
-            kept: dict[str, Any] = {"state_format": self._format.name, "steps": steps.count}
-            kept["version"] = saved.VERSION
+            kept: dict[str, Any] = {
+                "version": saved.VERSION,
+                "state_format": self._format.name,
+                "steps": steps.count,
+            }
             if steps.updater.wide:
                 kept["wide"] = True
             if (part := parts.part_of(steps.binding.weights)) is not None:

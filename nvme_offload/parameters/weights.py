@@ -25,9 +25,8 @@ from . import conversions
 FILE_BYTES = 5_000_000_000  # the most that a file has, unless one tensor is larger
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_WRITTEN = (
-    r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"  # the names of the files of weights
-)
+# The names of all files of weights.
+_WRITTEN = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
