@@ -126,7 +126,8 @@ def test_the_lock_of_a_killed_build_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch waits for such a lock without an end."""
-    pytest.importorskip("torch")
+    pytest.importorskip("torch.utils.cpp_extension")
+    caplog.clear()  # its import warns of a compiler for CUDA without a GPU
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     warn_of_builds()
     assert not caplog.messages
